@@ -1,0 +1,120 @@
+"""What every rollout engine does: requests in, completions out, each token tagged with the version that sampled it.
+
+Who calls what: the producer's thread calls `submit` and `poll`; the trainer's thread calls `setup`, `load_weights` and
+`close`. An engine with its own thread (vLLM) generates all the time; the embedded one generates inside `poll`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lit_async_rl.types import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are sampled.
+
+    Args:
+        temperature: divides the logits; 0 means greedy (log-probabilities are then those of temperature 1).
+        top_p: keep the smallest set of tokens with at least this probability; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+        max_tokens: at most this many completion tokens.
+        stop_token_ids: end the completion (the stop token is its last token); added to the tokenizer's EOS.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature >= 0, ">= 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "max_tokens": (self.max_tokens >= 1, ">= 1"),
+        }
+        for name, (ok, rule) in checks.items():
+            if not ok:
+                raise ValueError(f"sampling.{name} must be {rule}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """`num_samples` completions of one prompt. `id` is unique among the requests an engine holds."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished sample of a request; `logprobs` and `versions` have one entry for each token."""
+
+    request_id: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+class RolloutEngine(ABC):
+    """Generates with the newest weights it was given.
+
+    Guarantee: a token of a request that was submitted after `load_weights(v, ...)` returned has a version >= v.
+    """
+
+    @abstractmethod
+    def setup(self, model: str) -> None:
+        """Loads the architecture (and tokenizer limits) of `model`, a Hugging Face name or folder. Called once, before all else."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Tokens of prompt and completion together that a request may have."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests, all at once: either all are seen by the next decode step or none. Does not block."""
+
+    @abstractmethod
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Samples that have finished since the last call; waits at most `timeout_s` for the first. Raises what broke the engine."""
+
+    @abstractmethod
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Makes `weights` (Hugging Face names, full tensors) the ones to sample from, tagged `version`.
+
+        Consumes the iterable before it returns. With in-flight updates running requests go on under the new weights;
+        otherwise they finish under the old ones first, and requests submitted later wait for that.
+        """
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Ends these requests; finished and partial samples of them are dropped."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything. Safe to call twice and from any thread."""
+
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds spent generating so far."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""

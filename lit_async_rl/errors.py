@@ -1,0 +1,13 @@
+"""Errors that a user can meet. Each message names the setting, its value and what to look at."""
+
+
+class StalledError(TimeoutError):
+    """A wait ran out of time: says who waited for what, for how long, and which setting bounds it."""
+
+
+class ProducerError(RuntimeError):
+    """The background thread died; its own error is the cause."""
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, returned something that is no finite number, or did not return in time."""

@@ -1,0 +1,118 @@
+"""What flows through the trainer, in the order in which it flows.
+
+Shapes: B rollouts of a batch, T token positions (prompt and completion, right-padded). Every [B, T] tensor is aligned
+with `input_ids`: position t holds what belongs to the token at t, so `logprobs[:, t] = log p(input_ids[:, t] | input_ids[:, :t])`
+and position 0 never trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One problem: what the policy sees (`text`), and what the reward function needs to judge the completion.
+
+    Example: `Prompt(text="sort 3142=", answer="1234")`. `metadata` is handed through to the reward untouched.
+    """
+
+    text: str
+    answer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One completion. `behavior_logprobs` and `versions` have one entry for each token of `completion_ids`.
+
+    Attributes:
+        behavior_logprobs: log-probability under the distribution that was really sampled from (temperature, top-p and
+            the like applied), float32 accuracy.
+        versions: version of the policy that sampled the token; may change within a rollout (in-flight updates).
+        reward: score of the whole completion.
+        loss_mask: False where the token was not sampled by the policy (tool output); None means that all train.
+    """
+
+    completion_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    text: str
+    reward: float
+    loss_mask: tuple[bool, ...] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.completion_ids), len(self.behavior_logprobs), len(self.versions)}
+        if self.loss_mask is not None:
+            lengths.add(len(self.loss_mask))
+        assert len(lengths) == 1, f"per-token fields of a rollout differ in length: {lengths}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutGroup:
+    """All completions of one prompt.
+
+    Attributes:
+        index: position in the order of admission, from 0, unique within a run (also over resumes).
+        admitted_version: version that was published when the group was admitted; no token is older.
+        generation_s: seconds from admission to the last token; `queue_s`: from then until it was handed out.
+    """
+
+    index: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    rollouts: tuple[Rollout, ...]
+    admitted_version: int
+    generation_s: float = 0.0
+    queue_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rollouts."""
+        return sum(len(rollout.completion_ids) for rollout in self.rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """One micro-batch on a device. Opaque to Lightning's casting, so `behavior_logprobs` stay float32 (own `.to`).
+
+    Attributes:
+        loss_mask: True where a token trains.
+        token_weights: what a token counts in the average; sums to 1 over all micro-batches and ranks of the *step*,
+            0 where `loss_mask` is False.
+        temperature: temperature that the completions were sampled at; the policy's log-probabilities use the same.
+        group_index: `RolloutGroup.index` of each row, -1 for padding rows.
+    """
+
+    input_ids: Int[Tensor, "B T"]
+    attention_mask: Bool[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+    behavior_logprobs: Float[Tensor, "B T"]
+    versions: Int[Tensor, "B T"]
+    advantages: Float[Tensor, "B T"]
+    token_weights: Float[Tensor, "B T"]
+    rewards: Float[Tensor, " B"]
+    group_index: Int[Tensor, " B"]
+    temperature: float = 1.0
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RolloutBatch:
+        """The same batch on another device; dtypes are never changed."""
+        moved = {
+            f.name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+            for f in dataclasses.fields(self)
+            for value in [getattr(self, f.name)]
+        }
+        return RolloutBatch(**moved)
