@@ -74,7 +74,12 @@ class RolloutEngine(ABC):
     """Generates with the newest weights it was given.
 
     Guarantee: a token of a request that was submitted after `load_weights(v, ...)` returned has a version >= v.
+
+    Attributes:
+        in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
     """
+
+    in_flight_weight_updates: bool
 
     @abstractmethod
     def setup(self, model: str) -> None:

@@ -7,8 +7,7 @@ and position 0 never trains.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -82,37 +81,64 @@ class RolloutGroup:
         return sum(len(rollout.completion_ids) for rollout in self.rollouts)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """One micro-batch on a device. Opaque to Lightning's casting, so `behavior_logprobs` stay float32 (own `.to`).
+    """One micro-batch on a device.
+
+    Not a dataclass, because Lightning looks into dataclasses: it would cast `behavior_logprobs` to bfloat16 under some
+    precisions, and refuses frozen ones. Objects with their own `.to` it leaves alone.
 
     Attributes:
         loss_mask: True where a token trains.
         token_weights: what a token counts in the average; sums to 1 over all micro-batches and ranks of the *step*,
             0 where `loss_mask` is False.
+        group_index: `RolloutGroup.index` of each row, -1 for rows of padding.
         temperature: temperature that the completions were sampled at; the policy's log-probabilities use the same.
-        group_index: `RolloutGroup.index` of each row, -1 for padding rows.
     """
 
-    input_ids: Int[Tensor, "B T"]
-    attention_mask: Bool[Tensor, "B T"]
-    loss_mask: Bool[Tensor, "B T"]
-    behavior_logprobs: Float[Tensor, "B T"]
-    versions: Int[Tensor, "B T"]
-    advantages: Float[Tensor, "B T"]
-    token_weights: Float[Tensor, "B T"]
-    rewards: Float[Tensor, " B"]
-    group_index: Int[Tensor, " B"]
-    temperature: float = 1.0
+    def __init__(
+        self,
+        *,
+        input_ids: Int[Tensor, "B T"],
+        attention_mask: Bool[Tensor, "B T"],
+        loss_mask: Bool[Tensor, "B T"],
+        behavior_logprobs: Float[Tensor, "B T"],
+        versions: Int[Tensor, "B T"],
+        advantages: Float[Tensor, "B T"],
+        token_weights: Float[Tensor, "B T"],
+        rewards: Float[Tensor, " B"],
+        group_index: Int[Tensor, " B"],
+        temperature: float = 1.0,
+    ) -> None:
+        self.input_ids = input_ids
+        self.attention_mask = attention_mask
+        self.loss_mask = loss_mask
+        self.behavior_logprobs = behavior_logprobs
+        self.versions = versions
+        self.advantages = advantages
+        self.token_weights = token_weights
+        self.rewards = rewards
+        self.group_index = group_index
+        self.temperature = temperature
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
+    def replace(self, **changes: Any) -> RolloutBatch:
+        """A copy with some fields changed."""
+        return RolloutBatch(**{**vars(self), **changes})
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RolloutBatch:
         """The same batch on another device; dtypes are never changed."""
-        moved = {
-            f.name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
-            for f in dataclasses.fields(self)
-            for value in [getattr(self, f.name)]
-        }
-        return RolloutBatch(**moved)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return self.replace(**{name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()})
+
+
+class PromptBatch:
+    """Held-out prompts to sample from; opaque to Lightning, like `RolloutBatch`."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.prompts = tuple(prompts)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:
+        """Nothing to move."""
+        return self

@@ -1,0 +1,61 @@
+"""Closes the circle: hands the engine the new weights, counts the version, gives the producer its slots back."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lit_async_rl.data import RolloutDataModule
+from lit_async_rl.module import PolicyModule
+
+
+class WeightSync(pl.Callback):
+    """Publishes the policy every `weight_sync_steps` optimizer steps.
+
+    A version is counted, and the engine loaded, only when the weights have really changed: where every update since the
+    last publication was skipped (by `GradientAlignmentControl`, say) the engine keeps what it has. The slots of the
+    groups trained on come back either way. Logs `perf/weight_sync_s`, the seconds the trainer spent publishing.
+
+    Args:
+        weight_sync_steps: optimizer steps between publications.
+
+    Raises:
+        ValueError: `weight_sync_steps` is not positive.
+    """
+
+    def __init__(self, weight_sync_steps: int = 1) -> None:
+        if weight_sync_steps < 1:
+            raise ValueError(f"weight_sync_steps must be >= 1, got {weight_sync_steps}")
+        self.weight_sync_steps = weight_sync_steps
+        self._published_step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Loads the current (possibly resumed) weights before the first prompt is sampled."""
+        module, data = _parts(trainer, pl_module)
+        self._published_step = trainer.global_step
+        data.publish(module.version, module.stream_weights())
+        data.start(module.version)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After the last micro-batch of every `weight_sync_steps`-th step."""
+        if trainer.global_step - self._published_step < self.weight_sync_steps:
+            return
+        self._published_step = trainer.global_step
+        module, data = _parts(trainer, pl_module)
+        began = time.monotonic()
+        if module.take_updated():
+            module.version += 1
+            data.publish(module.version, module.stream_weights())
+        data.advance(module.version)
+        pl_module.log("perf/weight_sync_s", time.monotonic() - began)
+
+
+def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    assert isinstance(pl_module, PolicyModule), f"WeightSync publishes a PolicyModule, not {type(pl_module).__name__}"
+    assert isinstance(data, RolloutDataModule), f"WeightSync serves a RolloutDataModule, not {type(data).__name__}"
+    return pl_module, data

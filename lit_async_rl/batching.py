@@ -1,0 +1,120 @@
+"""From the groups of one optimizer step to padded micro-batches.
+
+B rows of a micro-batch, T positions. Rollouts are sorted by length and cut into runs, so that a micro-batch pads little
+and the largest one, which decides peak memory, is as small as runs allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_async_rl.advantages import AdvantageEstimator
+from lit_async_rl.aggregation import Aggregation
+from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One rollout with what the step's other rollouts decide about it."""
+
+    prompt_ids: tuple[int, ...]
+    rollout: Rollout
+    advantage: float
+    token_weight: float
+    group_index: int
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.rollout.completion_ids)
+
+
+def collate_step(
+    groups: Sequence[RolloutGroup],
+    *,
+    advantage: AdvantageEstimator,
+    aggregation: Aggregation,
+    num_micro_batches: int,
+    pad_token_id: int,
+    temperature: float,
+) -> list[RolloutBatch]:
+    """All micro-batches of one optimizer step; the token weights of all of them together are what `aggregation` says.
+
+    Groups are put in order of admission first, so the result does not depend on which finished first.
+    """
+    groups = sorted(groups, key=lambda group: group.index)
+    lengths = [[_num_trained(rollout) for rollout in group.rollouts] for group in groups]
+    advantages = advantage([[rollout.reward for rollout in group.rollouts] for group in groups], lengths)
+    weights = iter(aggregation([n for group in lengths for n in group], [len(group.rollouts) for group in groups]))
+    rows = [
+        _Row(group.prompt_ids, rollout, value, next(weights), group.index)
+        for group, values in zip(groups, advantages, strict=True)
+        for rollout, value in zip(group.rollouts, values, strict=True)
+    ]
+    parts = split_rows(sorted(rows, key=lambda row: row.length), num_micro_batches)
+    return [_pad(part, pad_token_id, temperature) for part in parts]
+
+
+def _num_trained(rollout: Rollout) -> int:
+    return len(rollout.completion_ids) if rollout.loss_mask is None else sum(rollout.loss_mask)
+
+
+def split_rows(rows: Sequence[_Row], num_parts: int) -> list[Sequence[_Row]]:
+    """Cuts rows, sorted by length, into `num_parts` runs whose largest padded size is minimal; runs may be empty."""
+    low, high = 0, len(rows) * max((row.length for row in rows), default=0)
+    while low < high:  # the smallest padded size that needs no more than num_parts runs
+        middle = (low + high) // 2
+        if len(_greedy_runs(rows, middle)) <= num_parts and all(row.length <= middle for row in rows):
+            high = middle
+        else:
+            low = middle + 1
+    runs = _greedy_runs(rows, low)
+    return runs + [[] for _ in range(num_parts - len(runs))]
+
+
+def _greedy_runs(rows: Sequence[_Row], max_padded: int) -> list[Sequence[_Row]]:
+    runs: list[Sequence[_Row]] = []
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end + 1 - start) * rows[end].length > max_padded:
+            runs.append(rows[start:end])
+            start = end
+    return runs
+
+
+def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> RolloutBatch:
+    """One micro-batch; without rows a single one of padding, because every rank must run every forward."""
+    shape = (max(1, len(rows)), max((row.length for row in rows), default=2))
+    input_ids = torch.full(shape, pad_token_id)
+    attention_mask, loss_mask = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    versions = torch.zeros(shape, dtype=torch.long)
+    behavior_logprobs, advantages, token_weights = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
+    for n, row in enumerate(rows):
+        begin, end = len(row.prompt_ids), row.length
+        rollout = row.rollout
+        input_ids[n, :end] = torch.tensor(row.prompt_ids + rollout.completion_ids)
+        attention_mask[n, :end] = True
+        loss_mask[n, begin:end] = True if rollout.loss_mask is None else torch.tensor(rollout.loss_mask)
+        behavior_logprobs[n, begin:end] = torch.tensor(rollout.behavior_logprobs)
+        versions[n, begin:end] = torch.tensor(rollout.versions)
+        advantages[n, begin:end] = row.advantage
+        token_weights[n, begin:end] = row.token_weight
+    return RolloutBatch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        loss_mask=loss_mask,
+        behavior_logprobs=_masked(behavior_logprobs, loss_mask),
+        versions=versions,
+        advantages=_masked(advantages, loss_mask),
+        token_weights=_masked(token_weights, loss_mask),
+        rewards=torch.tensor([row.rollout.reward for row in rows] or [0.0]),
+        group_index=torch.tensor([row.group_index for row in rows] or [-1]),
+        temperature=temperature,
+    )
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    return values.masked_fill(~mask, 0.0)

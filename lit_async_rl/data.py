@@ -1,0 +1,289 @@
+"""The DataModule: owns engine and producer, and hands out the micro-batches of one optimizer step after the other.
+
+Who waits for what: Lightning's loop waits in `next(feed)` for a whole step of groups (`Producer.take`: has a timeout,
+notices SIGTERM and dead threads). Nothing here waits for the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lit_async_rl.admission import Admission
+from lit_async_rl.advantages import AdvantageEstimator, GroupMeanStd
+from lit_async_rl.aggregation import Aggregation, TokenMean
+from lit_async_rl.batching import collate_step
+from lit_async_rl.embedded_engine import EmbeddedEngine
+from lit_async_rl.engine import RolloutEngine, SamplingParams
+from lit_async_rl.hf_models import load_tokenizer
+from lit_async_rl.producer import Producer, ProducerStats
+from lit_async_rl.prompts import PromptSource, PromptStream
+from lit_async_rl.scoring import Reward, Scorer
+from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup
+
+ENDLESS = 10**9  # a feed must have a length: without one Lightning fetches a batch ahead, which breaks the bound
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Rollouts of the policy that is being trained, at most `max_staleness` versions old.
+
+    Args:
+        model: Hugging Face name or folder; gives the tokenizer and the engine's architecture.
+        prompts: training prompts.
+        reward: `reward(prompt, completion) -> float`, a function named by its dotted path or a callable class.
+        val_prompts: held-out prompts for validation.
+        engine: where completions come from; None is `EmbeddedEngine()`.
+        max_staleness: how many versions older than the policy a token may be when it is trained on; 0 is synchronous.
+        schedule: `free` samples as fast as the bound allows; `fixed_lag` trains step n on what version
+            n - `max_staleness` sampled, reproducible to the bit (needs an engine without in-flight updates).
+        groups_per_step: prompts in one optimizer step.
+        group_size: completions of each prompt.
+        micro_batches_per_step: forward-backward passes of one optimizer step.
+        weight_sync_steps: optimizer steps between publications of the weights.
+        sampling: how training completions are sampled.
+        advantage: what a reward is worth relative to others.
+        aggregation: what a token counts in the average over the step.
+        use_chat_template: wrap each prompt as a user's turn with the tokenizer's chat template.
+        seed: order of the prompts.
+        num_val_samples: completions of each held-out prompt.
+        val_batch_size: held-out prompts sampled together.
+        val_sampling: how held-out completions are sampled; None is `sampling`.
+        success_reward: a held-out completion with at least this reward counts as correct.
+        reward_workers: groups scored at the same time.
+        reward_timeout_s: longest that scoring one group may take.
+        rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
+
+    Raises:
+        ValueError: a setting is out of range, or the engine cannot keep a fixed lag.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompts: PromptSource,
+        reward: Reward,
+        val_prompts: PromptSource | None = None,
+        engine: RolloutEngine | None = None,
+        max_staleness: int = 4,
+        schedule: Literal["free", "fixed_lag"] = "free",
+        groups_per_step: int = 16,
+        group_size: int = 8,
+        micro_batches_per_step: int = 1,
+        weight_sync_steps: int = 1,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
+        advantage: AdvantageEstimator | None = None,
+        aggregation: Aggregation | None = None,
+        use_chat_template: bool = False,
+        seed: int = 0,
+        num_val_samples: int = 1,
+        val_batch_size: int = 128,
+        val_sampling: SamplingParams | None = None,
+        success_reward: float = 1.0,
+        reward_workers: int = 1,
+        reward_timeout_s: float = 60.0,
+        rollout_timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        positive = dict(
+            groups_per_step=groups_per_step,
+            group_size=group_size,
+            micro_batches_per_step=micro_batches_per_step,
+            weight_sync_steps=weight_sync_steps,
+            num_val_samples=num_val_samples,
+            val_batch_size=val_batch_size,
+            reward_workers=reward_workers,
+            reward_timeout_s=reward_timeout_s,
+            rollout_timeout_s=rollout_timeout_s,
+        )
+        for name, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"data.{name} must be positive, got {value}")
+        self.engine = engine or EmbeddedEngine(in_flight_weight_updates=schedule == "free")
+        if schedule == "fixed_lag" and self.engine.in_flight_weight_updates:
+            raise ValueError(
+                "data.schedule=fixed_lag needs data.engine.in_flight_weight_updates=false: a completion must come from "
+                "one version, or a run could not be repeated"
+            )
+        self.model, self.prompts, self.val_prompts, self.reward = model, prompts, val_prompts, reward
+        self.schedule = schedule
+        self.groups_per_step, self.group_size = groups_per_step, group_size
+        self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
+        self.sampling, self.val_sampling = sampling, val_sampling or sampling
+        self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
+        self.use_chat_template = use_chat_template
+        self.num_val_samples, self.val_batch_size = num_val_samples, val_batch_size
+        self.success_reward = success_reward
+        self.reward_workers, self.reward_timeout_s = reward_workers, reward_timeout_s
+        self.rollout_timeout_s = rollout_timeout_s
+        self.admission = Admission(groups_per_step * weight_sync_steps, max_staleness, in_order=schedule == "fixed_lag")
+        self.stream = PromptStream(prompts, seed=seed)
+        self.tokenizer = load_tokenizer(model)
+        self.last_step_groups: Sequence[RolloutGroup] = ()
+        self._producer: Producer | None = None
+        self._is_engine_set_up = False
+
+    # -- text and tokens ----------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt.
+
+        Raises:
+            ValueError: it is empty, or leaves no room for `sampling.max_tokens` in the model's context.
+        """
+        if self.use_chat_template:
+            messages = [{"role": "user", "content": prompt.text}]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(prompt.text)["input_ids"]
+        if not ids:
+            raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
+        if len(ids) + self.sampling.max_tokens > self.engine.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and data.sampling.max_tokens={self.sampling.max_tokens} do not fit into the "
+                f"engine's context of {self.engine.max_model_len}: {prompt.text[:200]!r}"
+            )
+        return tuple(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    # -- what WeightSync calls ----------------------------------------------------------------------------------------
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Gives the engine new weights; sets it up first, when they are the first ones."""
+        if not self._is_engine_set_up:
+            self.engine.setup(self.model)
+            self._is_engine_set_up = True
+        self.engine.load_weights(version, weights)
+
+    def start(self, version: int) -> None:
+        """Starts the background thread; the engine has the weights of `version`."""
+        self._producer = Producer(
+            engine=self.engine,
+            stream=self.stream,
+            encode=self.encode,
+            decode=self.decode,
+            scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s),
+            admission=self.admission,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            timeout_s=self.rollout_timeout_s,
+        )
+        self._producer.start(version)
+
+    def advance(self, version: int) -> None:
+        """Gives back the slots of the groups trained on."""
+        assert self._producer is not None
+        self._producer.advance(version)
+
+    # -- what monitors and stabilizers use ----------------------------------------------------------------------------
+
+    @property
+    def max_staleness(self) -> int:
+        """The bound for groups admitted from now on, in versions."""
+        return self.admission.max_staleness
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Changes the bound while running; groups admitted before keep theirs."""
+        if self.schedule == "fixed_lag":
+            raise ValueError("data.schedule=fixed_lag has no bound to change: its lag is data.max_staleness")
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
+        assert self._producer is not None
+        self._producer.set_max_staleness(max_staleness)
+
+    def stats(self) -> ProducerStats | None:
+        """Totals of the background side; None before it started."""
+        return self._producer.stats() if self._producer else None
+
+    # -- Lightning ----------------------------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> Iterable[RolloutBatch]:
+        """Micro-batches; a plain sized iterable, because there is nothing for workers, samplers or collation to do."""
+        return _Feed(self)
+
+    def val_dataloader(self) -> list[PromptBatch]:
+        """Held-out prompts in batches."""
+        if self.val_prompts is None:
+            return []
+        prompts = [self.val_prompts[n] for n in range(len(self.val_prompts))]
+        size = self.val_batch_size
+        return [PromptBatch(prompts[n : n + size]) for n in range(0, len(prompts), size)]
+
+    def next_step(self) -> list[RolloutBatch] | None:
+        """All micro-batches of the next optimizer step; None when the run is asked to stop."""
+        assert self._producer is not None, "add the WeightSync callback: it starts the producer"
+        trainer = self.trainer
+        assert trainer is not None
+        groups = []
+        for _ in range(self.groups_per_step):
+            group = self._producer.take(should_stop=lambda: trainer.received_sigterm)
+            if group is None:
+                return None
+            groups.append(group)
+        self._check_bound(groups)
+        self.last_step_groups = groups
+        return collate_step(
+            groups,
+            advantage=self.advantage,
+            aggregation=self.aggregation,
+            num_micro_batches=self.micro_batches_per_step,
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+            temperature=self.sampling.temperature,
+        )
+
+    def _check_bound(self, groups: Sequence[RolloutGroup]) -> None:
+        """Our own promise, checked on every token: `Admission` may not let it break."""
+        assert self._producer is not None
+        oldest = min((v for group in groups for rollout in group.rollouts for v in rollout.versions), default=None)
+        bound = self.admission.largest_bound
+        assert oldest is None or self._producer.version - oldest <= bound, (
+            f"a token of version {oldest} reached version {self._producer.version}, beyond max_staleness={bound}"
+        )
+
+    def stop(self) -> None:
+        """Ends the background thread and frees the engine. Safe to call twice."""
+        if self._producer is not None:
+            self._producer.stop()
+        self.engine.close()
+        self._is_engine_set_up = False
+
+    def teardown(self, stage: str) -> None:
+        """Called by Lightning at the end of a run."""
+        if stage == "fit":
+            self.stop()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called by Lightning when a run breaks (teardown is not)."""
+        self.stop()
+
+
+class _Feed:
+    """Sized, so that Lightning fetches nothing ahead."""
+
+    def __init__(self, data: RolloutDataModule) -> None:
+        self._data = data
+        self._micro_batches: list[RolloutBatch] = []
+
+    def __len__(self) -> int:
+        trainer = self._data.trainer
+        assert trainer is not None
+        steps_left = trainer.max_steps - trainer.global_step
+        return steps_left * self._data.micro_batches_per_step if trainer.max_steps > 0 else ENDLESS
+
+    def __iter__(self) -> Iterator[RolloutBatch]:
+        return self
+
+    def __next__(self) -> RolloutBatch:
+        if not self._micro_batches:
+            step = self._data.next_step()
+            if step is None:
+                assert self._data.trainer is not None
+                self._data.trainer.should_stop = True
+                raise StopIteration
+            self._micro_batches = step
+        return self._micro_batches.pop(0)

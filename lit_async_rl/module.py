@@ -1,0 +1,241 @@
+"""The LightningModule: the policy, its loss and its optimizer.
+
+One micro-batch is one Lightning batch, one optimizer step one version of the policy. Automatic optimization, so that
+clipping, precision, schedulers and every sharding strategy work as in any Lightning project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_async_rl.compatibility import check_compatibility
+from lit_async_rl.corrections import Correction
+from lit_async_rl.hf_models import load_policy
+from lit_async_rl.importance import kl_k3
+from lit_async_rl.losses import LossInputs, PolicyLoss, PPOClip
+from lit_async_rl.network import CausalPolicy, TokenStats
+from lit_async_rl.proximal import BehaviorProximal, Proximal
+from lit_async_rl.types import PromptBatch, RolloutBatch
+from lit_async_rl.validation import Validator
+from lit_async_rl.weights import stream_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adapters (needs `pip install "lit-async-rl[peft]"`); the engine is given the merged weights.
+
+    Args:
+        rank: of the update.
+        alpha: the update is scaled by alpha / rank.
+        target_modules: names of the layers that get one; None lets PEFT choose.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    target_modules: list[str] | None = None
+
+
+class PolicyModule(pl.LightningModule):
+    """A causal language model trained by policy gradient on rollouts of older versions of itself.
+
+    Loss, averaging, correction and advantage are four independent choices; the first and third are made here, the
+    others in `RolloutDataModule`, where the whole step is known.
+
+    Args:
+        model: Hugging Face name or folder of a causal LM.
+        loss: per-token loss; None is `PPOClip()`.
+        proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, the policy that sampled.
+        correction: importance weights between that anchor and the behavior policy; None is no correction.
+        learning_rate: of AdamW, unless `optimizer` is given.
+        weight_decay: of AdamW, unless `optimizer` is given.
+        warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
+        optimizer: another optimizer.
+        scheduler: another learning-rate schedule, stepped every optimizer step.
+        kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 keeps no reference.
+        entropy_coefficient: weight of the entropy bonus.
+        logprob_chunk_tokens: logits of at most this many tokens exist at a time.
+        lora: train low-rank adapters instead of all weights.
+        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        dtype: of the weights.
+        attn_implementation: as in transformers; None is its default.
+        random_init: take only the architecture from `model`, with random weights.
+
+    Attributes:
+        version: number of weight publications so far; checkpointed.
+        stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.signals`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        loss: PolicyLoss | None = None,
+        proximal: Proximal | None = None,
+        correction: Correction | None = None,
+        learning_rate: float = 1e-6,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        optimizer: OptimizerCallable | None = None,
+        scheduler: LRSchedulerCallable | None = None,
+        kl_coefficient: float = 0.0,
+        entropy_coefficient: float = 0.0,
+        logprob_chunk_tokens: int = 4096,
+        lora: LoRA | None = None,
+        gradient_checkpointing: bool = False,
+        dtype: str = "float32",
+        attn_implementation: str | None = None,
+        random_init: bool = False,
+    ) -> None:
+        super().__init__()
+        if learning_rate <= 0:
+            raise ValueError(f"model.learning_rate must be positive, got {learning_rate}")
+        for name, value in dict(
+            weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient
+        ).items():
+            if value < 0:
+                raise ValueError(f"model.{name} must be >= 0, got {value}")
+        self.loss = loss or PPOClip()
+        self.proximal = proximal or BehaviorProximal()
+        self.correction = correction
+        check_compatibility(self.loss, self.proximal, self.correction)
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        self.kl_coefficient, self.entropy_coefficient = kl_coefficient, entropy_coefficient
+        load = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
+        lm = load_policy(model, **load)
+        if gradient_checkpointing:
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.reference = None
+        if kl_coefficient > 0:
+            self.reference = CausalPolicy(load_policy(model, **load), logprob_chunk_tokens).requires_grad_(False)
+            self.reference.lm.load_state_dict(lm.state_dict())
+        self.policy = CausalPolicy(lm if lora is None else _add_lora(lm, lora), logprob_chunk_tokens)
+        self.version = 0
+        self.stabilizer_signals: dict[str, Any] = {}
+        self._updated = False
+        self._validator = Validator()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
+        stats: TokenStats = self.policy(
+            batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad=self.entropy_coefficient > 0
+        )
+        detached = stats.logprobs.detach()
+        staleness = torch.where(batch.loss_mask, self.version - batch.versions, 0)
+        anchor = self.proximal(detached, batch.behavior_logprobs, staleness)
+        output = self.loss(
+            LossInputs(
+                logprobs=stats.logprobs,
+                anchor_logprobs=anchor,
+                behavior_logprobs=batch.behavior_logprobs,
+                advantages=batch.advantages,
+                loss_mask=batch.loss_mask,
+                staleness=staleness,
+                token_weights=batch.token_weights,
+            )
+        )
+        per_token = output.per_token
+        self.stabilizer_signals = {
+            "log_ratio": detached - batch.behavior_logprobs,
+            "mask": batch.loss_mask,
+            "entropy": stats.entropy.detach(),
+            "staleness": staleness,
+            "advantages": batch.advantages,
+            "rewards": batch.rewards,
+            "clipped": output.clipped,
+            "version": self.version,
+        }
+        if self.correction is not None:
+            correction = self.correction(anchor - batch.behavior_logprobs, batch.loss_mask)
+            per_token = per_token * correction.weights
+            self.stabilizer_signals["correction_weights"] = correction.weights
+        if self.reference is not None:
+            per_token = per_token + self.kl_coefficient * self._reference_kl(stats.logprobs, batch)
+        if self.entropy_coefficient > 0:
+            per_token = per_token - self.entropy_coefficient * stats.entropy
+        # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights are of the step
+        return (batch.token_weights * per_token).sum() * self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    def _reference_kl(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:
+        assert self.reference is not None
+        with torch.no_grad():
+            ref_logprobs = self.reference(batch.input_ids, batch.loss_mask, batch.temperature).logprobs
+        self.stabilizer_signals["ref_log_ratio"] = (logprobs - ref_logprobs).detach()
+        return kl_k3(ref_logprobs - logprobs)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
+        self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+    def take_updated(self) -> bool:
+        """Whether the weights have changed since the last call."""
+        updated, self._updated = self._updated, False
+        return updated
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under their Hugging Face names, one at a time; every rank must iterate to the end."""
+        return stream_weights(self.policy, self.trainer.strategy.model)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with linear warm-up, unless others were given."""
+        parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or (
+            lambda params: torch.optim.AdamW(params, lr=self.learning_rate, weight_decay=self.weight_decay)
+        )
+        optimizer = make_optimizer(parameters)
+        if self.make_scheduler is not None:
+            scheduler = self.make_scheduler(optimizer)
+        elif self.warmup_steps:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / self.warmup_steps))
+        else:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # -- validation ---------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Samples completions of held-out prompts with the current weights and scores them."""
+        self._validator.step(self, batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs pass@1, pass@k and mean reward."""
+        self.log_dict(self._validator.compute(), prog_bar=True)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the version; leaves out the frozen reference, which is what `model` names."""
+        checkpoint["version"] = self.version
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("reference.")}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the version."""
+        self.version = checkpoint["version"]
+        if self.reference is not None:
+            checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
+
+
+def _add_lora(lm: torch.nn.Module, lora: LoRA) -> torch.nn.Module:
+    try:
+        import peft
+    except ImportError:
+        raise ModuleNotFoundError('model.lora needs PEFT: pip install "lit-async-rl[peft]"') from None
+    return peft.get_peft_model(
+        lm,
+        peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=lora.target_modules,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        ),
+    )

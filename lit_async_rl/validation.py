@@ -1,0 +1,92 @@
+"""Held-out accuracy, measured by sampling with the very weights that are validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchmetrics import MeanMetric
+
+from lit_async_rl.embedded_engine import EmbeddedEngine
+from lit_async_rl.engine import GenerationRequest
+from lit_async_rl.scoring import score
+from lit_async_rl.types import Prompt, PromptBatch
+
+if TYPE_CHECKING:
+    from lit_async_rl.module import PolicyModule
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that at least one of k of the samples is correct.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    if not 0 < k <= num_samples:
+        raise ValueError(f"pass@k needs 0 < k <= samples, got k={k} of {num_samples}")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One held-out completion, to look at."""
+
+    prompt: Prompt
+    completion: str
+    reward: float
+
+
+class Validator(torch.nn.Module):
+    """Samples, scores and averages. A completion is correct when its reward reaches `data.success_reward`.
+
+    Each validation draws the same random numbers, so that differences between two come from the policies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward, self.pass_at_1, self.pass_at_k = MeanMetric(), MeanMetric(), MeanMetric()
+        self.samples: list[Sample] = []
+
+    def reset(self) -> None:
+        """Forgets the last validation."""
+        for metric in (self.reward, self.pass_at_1, self.pass_at_k):
+            metric.reset()
+        self.samples = []
+
+    @torch.no_grad()
+    def step(self, module: PolicyModule, batch: PromptBatch, batch_idx: int) -> None:
+        """Samples `data.num_val_samples` completions of each prompt of the batch."""
+        data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+        if batch_idx == 0:
+            self.reset()
+        requests = [
+            GenerationRequest(
+                id=n, prompt_ids=data.encode(prompt), num_samples=data.num_val_samples, sampling=data.val_sampling
+            )
+            for n, prompt in enumerate(batch.prompts)
+        ]
+        engine = EmbeddedEngine.from_module(module.policy.causal_lm, seed=batch_idx)
+        for prompt, completions in zip(batch.prompts, engine.run(requests), strict=True):
+            texts = [data.decode(completion.token_ids) for completion in completions]
+            rewards = [score(data.reward, prompt, text) for text in texts]
+            self._update(rewards, data.success_reward)
+            self.samples += [
+                Sample(prompt=prompt, completion=text, reward=reward)
+                for text, reward in zip(texts, rewards, strict=True)
+            ]
+
+    def _update(self, rewards: Sequence[float], success_reward: float) -> None:
+        correct = sum(reward >= success_reward for reward in rewards)
+        self.reward.update(sum(rewards) / len(rewards))
+        self.pass_at_1.update(pass_at_k(len(rewards), correct, 1))
+        self.pass_at_k.update(pass_at_k(len(rewards), correct, len(rewards)))
+        self.num_samples = len(rewards)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Averages over all prompts of all ranks."""
+        metrics = {"val/reward": self.reward.compute(), "val/pass@1": self.pass_at_1.compute()}
+        if self.num_samples > 1:
+            metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
+        return metrics

@@ -1,0 +1,59 @@
+"""Full weights out of a policy, one tensor at a time, whatever strategy shards it.
+
+Every rank must iterate to the end, in the same order: gathering a shard is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
+
+
+@torch.no_grad()
+def stream_weights(policy: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every parameter, tied ones once, LoRA merged into its base.
+
+    Args:
+        policy: the `CausalPolicy`.
+        root: the wrapped module when FSDP1 shards it (`trainer.strategy.model`).
+    """
+    if root is not None and any(isinstance(module, FullyShardedDataParallel) for module in root.modules()):
+        yield from _stream_fsdp1(root)
+        return
+    causal_lm = policy.causal_lm
+    lora = {name: module for name, module in causal_lm.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, parameter in causal_lm.named_parameters():
+        name = _clean(name)
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        owner, _, leaf = name.partition(".base_layer.")
+        if owner in lora:
+            if leaf == "weight":
+                full = full + sum(lora[owner].get_delta_weight(adapter) for adapter in lora[owner].active_adapters)
+            yield f"{owner}.{leaf}", full
+        elif ".lora_" not in name:
+            yield name, full
+
+
+def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """One FSDP unit at a time: only that unit's parameters are gathered."""
+    for unit_name, unit in root.named_modules():
+        if not isinstance(unit, FullyShardedDataParallel):
+            continue
+        inner = [name for name, module in unit.named_modules() if name and isinstance(module, FullyShardedDataParallel)]
+        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+            for name, parameter in unit.named_parameters():
+                if not any(name.startswith(f"{prefix}.") for prefix in inner):
+                    full_name = _clean(f"{unit_name}.{name}" if unit_name else name)
+                    yield full_name.rpartition("policy.lm.")[2], parameter.detach()
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
