@@ -2,12 +2,13 @@
 
 A *round* is the time between two weight publications; P groups are trained on in each. The rule: before it is sampled,
 group number i (from 0) takes one of (S + 1) P slots, and P slots come back at the end of each round. So in round v the
-admitted groups are those with i < (S + 1 + v) P. In first-in-first-out order group i trains in round floor(i / P) <= v + S,
-so no token of it, sampled by version v or newer, is older than S versions. Nothing is thrown away.
+admitted groups are those with i < (S + 1 + v) P. In first-in-first-out order group i trains in round
+floor(i / P) <= v + S, so no token of it, sampled by version v or newer, is older than S versions. Nothing is thrown
+away.
 
-First-in-first-out would let one slow group hold up all that finished behind it. `Free` therefore takes any finished group
-as long as every admitted one can still be trained on before its deadline v + S (earliest deadline first is feasible
-whenever first-in-first-out is). `FixedLag` keeps the order, which makes runs reproducible.
+First-in-first-out would let one slow group hold up all that finished behind it. The `free` schedule therefore takes any
+finished group as long as every admitted one can still be trained on before its deadline v + S (earliest deadline first
+is feasible whenever first-in-first-out is). `fixed_lag` keeps the order, which makes runs reproducible.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Admission:
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness
         self.largest_bound = (
-            max_staleness  # of all bounds in force so far: groups keep the one they were admitted under
+            max_staleness  # so far: groups keep the bound they were admitted under
         )
         self.in_order = in_order
         self.round = 0

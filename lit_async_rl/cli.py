@@ -1,7 +1,7 @@
 """Command line: LightningCLI, where constructor signatures are the schema.
 
-Several `--config` files compose, `${...}` interpolates, dotted flags override, and flags are never abbreviated (argparse
-would take the misspelt `--data.max_stalenes 7` for `max_staleness`).
+Several `--config` files compose, `${...}` interpolates, dotted flags override, and flags are never abbreviated
+(argparse would take the misspelt `--data.max_stalenes 7` for `max_staleness`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl.callbacks.weight_sync import WeightSync
 from lit_async_rl.data import RolloutDataModule

@@ -142,8 +142,8 @@ class RolloutDataModule(pl.LightningDataModule):
             raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
         if len(ids) + self.sampling.max_tokens > self.engine.max_model_len:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens and data.sampling.max_tokens={self.sampling.max_tokens} do not fit into the "
-                f"engine's context of {self.engine.max_model_len}: {prompt.text[:200]!r}"
+                f"a prompt of {len(ids)} tokens and data.sampling.max_tokens={self.sampling.max_tokens} do not fit "
+                f"into the engine's context of {self.engine.max_model_len}: {prompt.text[:200]!r}"
             )
         return tuple(ids)
 

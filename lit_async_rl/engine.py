@@ -83,7 +83,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def setup(self, model: str) -> None:
-        """Loads the architecture (and tokenizer limits) of `model`, a Hugging Face name or folder. Called once, before all else."""
+        """Loads the architecture of `model`, a Hugging Face name or folder. Called once, before all else."""
 
     @property
     @abstractmethod
@@ -96,7 +96,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Samples that have finished since the last call; waits at most `timeout_s` for the first. Raises what broke the engine."""
+        """Samples that have finished since the last call; waits at most `timeout_s` for the first.
+
+        Raises whatever broke the engine.
+        """
 
     @abstractmethod
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -52,7 +52,7 @@ class PolicyModule(pl.LightningModule):
     Args:
         model: Hugging Face name or folder of a causal LM.
         loss: per-token loss; None is `PPOClip()`.
-        proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, the policy that sampled.
+        proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, which sampled.
         correction: importance weights between that anchor and the behavior policy; None is no correction.
         learning_rate: of AdamW, unless `optimizer` is given.
         weight_decay: of AdamW, unless `optimizer` is given.
@@ -162,7 +162,7 @@ class PolicyModule(pl.LightningModule):
             per_token = per_token + self.kl_coefficient * self._reference_kl(stats.logprobs, batch)
         if self.entropy_coefficient > 0:
             per_token = per_token - self.entropy_coefficient * stats.entropy
-        # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights are of the step
+        # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
         return (batch.token_weights * per_token).sum() * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def _reference_kl(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The policy network: a Hugging Face causal LM that returns log-probabilities of given tokens, never all logits at once.
+"""The policy network: a Hugging Face causal LM that returns log-probabilities of given tokens, not all logits at once.
 
 B rows, T positions, N = tokens that train, H hidden size, V vocabulary.
 """

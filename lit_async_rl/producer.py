@@ -6,9 +6,9 @@
 | producer thread, in `engine.poll` | a finished completion | the engine |
 | reward worker, in `Scorer` | a group to score | `_collect` |
 
-Slots come back in `advance`, which the trainer calls after it has published weights; new prompts are submitted there, in
-one call, so that what the engine decodes together does not depend on timing. Whatever goes wrong in a thread is kept
-and raised by `take` with its cause.
+Slots come back in `advance`, which the trainer calls after it has published weights; new prompts are submitted there,
+in one call, so that what the engine decodes together does not depend on timing. Whatever goes wrong in a thread is
+kept and raised by `take` with its cause.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ProducerStats:
     Attributes:
         wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
         engine_busy_s: seconds the engine generated; `num_tokens`: tokens it generated.
-        num_finished: groups finished and scored; `num_queued`: of those, not yet taken; `num_unfinished`: being sampled.
+        num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
     """
 
     wait_s: float
@@ -166,8 +166,8 @@ class Producer:
         return (
             f"the trainer waited rollout_timeout_s={self.timeout_s:g} for a rollout group and nothing happened: "
             f"{len(self._unfinished)} groups unfinished, {len(self._finished)} finished but not allowed yet, "
-            f"{self.engine.num_tokens} tokens generated so far by {type(self.engine).__name__}. Look at the engine first; "
-            "raise data.rollout_timeout_s if a completion can really take this long."
+            f"{self.engine.num_tokens} tokens generated so far by {type(self.engine).__name__}. Look at the engine "
+            "first; raise data.rollout_timeout_s if a completion can really take this long."
         )
 
     def stats(self) -> ProducerStats:
@@ -193,7 +193,7 @@ class Producer:
         self.scorer.close()
         return not self._thread.is_alive()
 
-    # -- producer's thread (and the reward workers, in `_finish`) -------------------------------------------------------
+    # -- producer's thread (and the reward workers, in `_finish`) ------------------------------------------------------
 
     def _run(self) -> None:
         try:

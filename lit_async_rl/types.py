@@ -1,8 +1,8 @@
 """What flows through the trainer, in the order in which it flows.
 
 Shapes: B rollouts of a batch, T token positions (prompt and completion, right-padded). Every [B, T] tensor is aligned
-with `input_ids`: position t holds what belongs to the token at t, so `logprobs[:, t] = log p(input_ids[:, t] | input_ids[:, :t])`
-and position 0 never trains.
+with `input_ids`: position t holds what belongs to the token at t, so `logprobs[:, t]` is
+log p(input_ids[:, t] | input_ids[:, :t]) and position 0 never trains.
 """
 
 from __future__ import annotations

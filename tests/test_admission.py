@@ -1,0 +1,100 @@
+"""The bound as counting: random arrivals, random order of finishing, bounds that change."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_async_rl.admission import Admission
+
+
+def run(admission: Admission, rounds: int, pick, bounds=None) -> list[tuple[int, int, int]]:
+    """Trains `rounds` rounds; `pick(n)` chooses which of n unfinished groups finishes next. (index, admitted, trained)."""
+    unfinished: dict[int, int] = {}
+    finished: dict[int, int] = {}
+    trained = []
+    for _ in range(rounds):
+        while admission.num_left_in_round:
+            for _ in range(admission.num_admissible):
+                unfinished[admission.admit()] = admission.round
+            chosen = admission.choose(finished)
+            if chosen is not None:
+                admission.take(chosen)
+                trained.append((chosen, finished.pop(chosen), admission.round))
+                continue
+            assert unfinished, "nothing to wait for: a deadlock"
+            index = sorted(unfinished)[pick(len(unfinished))]
+            finished[index] = unfinished.pop(index)
+        admission.advance()
+        if bounds is not None:
+            admission.max_staleness = bounds()
+    return trained
+
+
+@given(st.integers(1, 5), st.integers(0, 6), st.booleans(), st.data())
+def test_no_group_is_trained_on_beyond_the_bound_and_none_is_lost(groups, bound, in_order, data):
+    admission = Admission(groups, bound, in_order)
+    trained = run(admission, 12, lambda n: data.draw(st.integers(0, n - 1)))
+    assert all(0 <= now - admitted <= bound for _, admitted, now in trained)
+    assert len({index for index, _, _ in trained}) == len(trained) == 12 * groups
+    if in_order:
+        assert [index for index, _, _ in trained] == list(range(12 * groups))
+
+
+@given(st.integers(1, 4), st.data())
+def test_a_changed_bound_holds_for_the_groups_admitted_under_it(groups, data):
+    admission = Admission(groups, data.draw(st.integers(0, 5)))
+    history = [admission.max_staleness]
+
+    def change() -> int:
+        history.append(data.draw(st.integers(0, 5)))
+        return history[-1]
+
+    for _, admitted, now in run(admission, 15, lambda n: data.draw(st.integers(0, n - 1)), change):
+        assert now - admitted <= history[admitted]
+
+
+def test_synchronous_admits_one_round_at_a_time():
+    admission = Admission(3, 0)
+    assert admission.num_admissible == 3
+    indices = [admission.admit() for _ in range(3)]
+    assert admission.num_admissible == 0
+    for index in indices:
+        admission.take(index)
+    assert admission.num_admissible == 0, "slots must not come back before the weights are live"
+    admission.advance()
+    assert admission.num_admissible == 3
+
+
+def test_fixed_lag_trains_what_was_sampled_exactly_lag_versions_ago():
+    trained = run(Admission(2, 3, in_order=True), 20, lambda n: n - 1)
+    assert all(now - admitted == min(now, 3) for _, admitted, now in trained)
+
+
+def test_a_slow_group_does_not_hold_up_those_behind_it():
+    admission = Admission(1, 2)
+    slow, quick = admission.admit(), admission.admit()
+    assert admission.choose({quick}) == quick
+    admission.take(quick)
+    admission.advance()
+    second = admission.admit()
+    assert admission.choose({second}) == second
+    admission.take(second)
+    admission.advance()
+    third = admission.admit()
+    assert admission.choose({third}) is None, "the slow one is due now"
+    assert admission.choose({third, slow}) == slow
+
+
+@settings(max_examples=5)
+@given(st.integers(1, 50))
+def test_cost_of_a_choice_does_not_grow_with_the_bound_on_groups(groups):
+    admission = Admission(groups * 1000, 1)
+    for _ in range(admission.num_admissible):
+        admission.admit()
+    assert admission.choose([groups * 500]) == groups * 500
+
+
+@pytest.mark.parametrize(("groups", "bound", "name"), [(0, 1, "groups_per_step"), (1, -1, "max_staleness")])
+def test_bad_settings_are_named(groups, bound, name):
+    with pytest.raises(ValueError, match=name):
+        Admission(groups, bound)
