@@ -33,9 +33,7 @@ class Admission:
             raise ValueError(f"groups_per_step must be >= 1, got {groups_per_round}")
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness
-        self.largest_bound = (
-            max_staleness  # so far: groups keep the bound they were admitted under
-        )
+        self.largest_bound = max_staleness  # so far: groups keep the bound they were admitted under
         self.in_order = in_order
         self.round = 0
         self.num_admitted = 0

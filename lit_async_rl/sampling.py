@@ -1,0 +1,57 @@
+"""Drawing tokens: n rows, V vocabulary. Log-probabilities are those of the distribution really drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """`SamplingParams` of each row, as tensors; `truncates` says whether any row has top-k, top-p or min-p."""
+
+    temperature: Float[Tensor, " n"]
+    top_p: Float[Tensor, " n"]
+    top_k: Int[Tensor, " n"]
+    min_p: Float[Tensor, " n"]
+    truncates: bool
+
+
+def processed_logprobs(logits: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "n V"]:
+    """Float32 log-probabilities after temperature, then top-k, top-p and min-p; -inf where nothing can be drawn.
+
+    Greedy rows (temperature 0) get those of temperature 1.
+    """
+    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
+    log_p = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
+    return _truncate(log_p, params) if params.truncates else log_p
+
+
+def _truncate(log_p: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "n V"]:
+    """Top-k, then top-p among those left, then min-p; each keeps at least the likeliest token."""
+    ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(log_p.shape[-1], device=log_p.device)
+    top_k = torch.where(params.top_k > 0, params.top_k, log_p.shape[-1])
+    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf).log_softmax(-1)
+    before = ordered.exp().cumsum(-1) - ordered.exp()  # probability of all likelier tokens
+    drop = (before >= params.top_p[:, None]) & (params.top_p[:, None] < 1)
+    drop |= ordered < ordered[:, :1] + params.min_p[:, None].log()
+    drop[:, 0] = False
+    ordered = ordered.masked_fill(drop, -torch.inf).log_softmax(-1)
+    return torch.empty_like(log_p).scatter_(-1, order, ordered)
+
+
+def draw(
+    log_p: Float[Tensor, "n V"], params: RowParams, generator: torch.Generator
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """One token for each row, and its log-probability.
+
+    Exponential race: the smallest of independent Exponential(p_v) times falls on v with probability p_v.
+    """
+    times = torch.empty_like(log_p).exponential_(generator=generator)
+    tokens = (log_p - times.log()).argmax(-1)
+    tokens = torch.where(params.temperature > 0, tokens, log_p.argmax(-1))
+    return tokens, log_p.gather(-1, tokens[:, None])[:, 0]

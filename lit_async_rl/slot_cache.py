@@ -1,0 +1,89 @@
+"""Keys and values of rows that come and go, behind the cache interface of transformers.
+
+n active rows in slots 0..n-1, S slots, M positions, Hk key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SlotCache:
+    """One row of keys and values per slot, left-aligned. Buffers grow with the longest row that was ever reserved.
+
+    In prefill mode (`begin_prefill`) keys and values are handed back as they come and remembered, so that one prompt's
+    can be copied to the slots of all its samples; otherwise each call writes one position of every active row.
+    """
+
+    is_compileable = False  # asked by transformers
+    layers = ()  # asked by transformers
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.max_len = 0
+        self._keys: list[Tensor] = []  # per layer [S, Hk, M, D]
+        self._values: list[Tensor] = []
+        self._prefill: list[tuple[Tensor, Tensor]] | None = None
+        self._rows = torch.empty(0, dtype=torch.long)
+        self._positions = torch.empty(0, dtype=torch.long)
+        self._view = 0
+
+    # -- called by transformers ---------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always given explicitly."""
+        return 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Adds the new keys and values, returns all that the layer attends to."""
+        if self._prefill is not None:
+            self._prefill.append((key, value))
+            return key, value
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        n = len(self._rows)
+        return keys[:n, :, : self._view], values[:n, :, : self._view]
+
+    # -- called by the engine -----------------------------------------------------------------------------------------
+
+    def begin_prefill(self) -> None:
+        """The next forward is a prefill."""
+        self._prefill = []
+
+    def end_prefill(self, source: Tensor, first_slot: int, max_len: int) -> None:
+        """Copies row `source[j]` of the prefill to slot `first_slot + j`, for each j, with room for `max_len` positions."""
+        assert self._prefill is not None
+        fresh, self._prefill = self._prefill, None
+        self._reserve(fresh, max_len)
+        slots = slice(first_slot, first_slot + len(source))
+        for layer, (key, value) in enumerate(fresh):
+            self._keys[layer][slots, :, : key.shape[2]] = key[source]
+            self._values[layer][slots, :, : value.shape[2]] = value[source]
+
+    def begin_decode(self, positions: Tensor, view: int) -> None:
+        """The next forward adds one token to each active row, at `positions`; attention sees the first `view` positions."""
+        self._positions, self._view = positions, view
+        self._rows = torch.arange(len(positions), device=positions.device)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` positions of one slot to another."""
+        for keys, values in zip(self._keys, self._values, strict=True):
+            keys[target, :, :length] = keys[source, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+    def _reserve(self, fresh: list[tuple[Tensor, Tensor]], max_len: int) -> None:
+        if max_len <= self.max_len:
+            return
+        for layer, pair in enumerate(fresh):
+            for buffers, like in zip((self._keys, self._values), pair, strict=True):
+                grown = like.new_zeros(self.num_slots, like.shape[1], max_len, like.shape[3])
+                if layer < len(buffers):
+                    grown[:, :, : self.max_len] = buffers[layer]
+                    buffers[layer] = grown
+                else:
+                    buffers.append(grown)
+        self.max_len = max_len
