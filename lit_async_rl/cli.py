@@ -43,3 +43,11 @@ class AsyncRLCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Threads must be set before any parallel work."""
         torch.set_num_threads(self.config["num_threads"])
+
+
+def main() -> None:
+    """Measures held-out accuracy, trains, measures again."""
+    cli = AsyncRLCLI()
+    trainer, model, data = cli.trainer, cli.model, cli.datamodule
+    trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data, ckpt_path=cli.config["ckpt_path"])

@@ -131,7 +131,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Token ids of a prompt.
 
         Raises:
-            ValueError: it is empty, or leaves no room for `sampling.max_tokens` in the model's context.
+            ValueError: it is empty.
         """
         if self.use_chat_template:
             messages = [{"role": "user", "content": prompt.text}]
@@ -140,11 +140,6 @@ class RolloutDataModule(pl.LightningDataModule):
             ids = self.tokenizer(prompt.text)["input_ids"]
         if not ids:
             raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
-        if len(ids) + self.sampling.max_tokens > self.engine.max_model_len:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens and data.sampling.max_tokens={self.sampling.max_tokens} do not fit "
-                f"into the engine's context of {self.engine.max_model_len}: {prompt.text[:200]!r}"
-            )
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -206,13 +201,9 @@ class RolloutDataModule(pl.LightningDataModule):
         """Micro-batches; a plain sized iterable, because there is nothing for workers, samplers or collation to do."""
         return _Feed(self)
 
-    def val_dataloader(self) -> list[PromptBatch]:
+    def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        if self.val_prompts is None:
-            return []
-        prompts = [self.val_prompts[n] for n in range(len(self.val_prompts))]
-        size = self.val_batch_size
-        return [PromptBatch(prompts[n : n + size]) for n in range(0, len(prompts), size)]
+        return _PromptFeed(self.val_prompts, self.val_batch_size) if self.val_prompts is not None else []
 
     def next_step(self) -> list[RolloutBatch] | None:
         """All micro-batches of the next optimizer step; None when the run is asked to stop."""
@@ -287,3 +278,18 @@ class _Feed:
                 raise StopIteration
             self._micro_batches = step
         return self._micro_batches.pop(0)
+
+
+class _PromptFeed:
+    """Held-out prompts in their own order."""
+
+    def __init__(self, source: PromptSource, batch_size: int) -> None:
+        self._source, self._batch_size = source, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._source) // self._batch_size)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for begin in range(0, len(self._source), self._batch_size):
+            end = min(begin + self._batch_size, len(self._source))
+            yield PromptBatch([self._source[n] for n in range(begin, end)])

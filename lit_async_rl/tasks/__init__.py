@@ -1,0 +1,6 @@
+"""Prompt sources with answers that a program can check."""
+
+from lit_async_rl.tasks.arithmetic import Addition
+from lit_async_rl.tasks.sorting import SortDigits
+
+__all__ = ["Addition", "SortDigits"]

@@ -1,0 +1,113 @@
+"""Makes the small policy that the quick start begins with: supervised learning on a task, stopped early.
+
+    python scripts/warm_start.py --out lit_async_rl/assets/sort_policy
+
+Deterministic for a given seed, torch version and processor. Stops as soon as sampled held-out accuracy reaches
+`--target`, so that reinforcement learning has something left to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lit_async_rl.embedded_engine import EmbeddedEngine
+from lit_async_rl.engine import GenerationRequest, SamplingParams
+from lit_async_rl.prompts import PromptSource
+from lit_async_rl.rewards import exact_match
+from lit_async_rl.tasks import Addition, SortDigits
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """Every printable ASCII character is a token; loads with `AutoTokenizer`, no code of ours."""
+    characters = [PAD, EOS, *string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
+    tokenizer = Tokenizer(models.WordLevel({c: n for n, c in enumerate(characters)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, model_max_length=256)
+
+
+def make_policy(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> LlamaForCausalLM:
+    """A randomly initialised Llama-style model."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def accuracy(lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, source: PromptSource, max_tokens: int) -> float:
+    """Share of held-out problems that one sample at temperature 1 solves."""
+    prompts = [source[n] for n in range(len(source))]
+    sampling = SamplingParams(max_tokens=max_tokens)
+    requests = [
+        GenerationRequest(id=n, prompt_ids=tuple(tokenizer(p.text)["input_ids"]), num_samples=1, sampling=sampling)
+        for n, p in enumerate(prompts)
+    ]
+    completions = EmbeddedEngine.from_module(lm).run(requests)
+    texts = [tokenizer.decode(c[0].token_ids, skip_special_tokens=True) for c in completions]
+    return sum(exact_match(p, text) for p, text in zip(prompts, texts, strict=True)) / len(prompts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--task", choices=["sort", "add"], default="sort")
+    parser.add_argument("--num_digits", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--target", type=float, default=0.3, help="stop at this sampled held-out accuracy")
+    parser.add_argument("--max_steps", type=int, default=3000)
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    make_task = SortDigits if args.task == "sort" else Addition
+    train = make_task(args.num_digits, size=10**9, seed=args.seed)
+    held_out = make_task(args.num_digits, size=512, split="held_out", seed=args.seed)
+    tokenizer = character_tokenizer()
+    lm = make_policy(tokenizer, args.hidden, args.layers)
+    print(f"{sum(p.numel() for p in lm.parameters()):,} parameters")
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=args.learning_rate, weight_decay=0.01)
+    for step in range(args.max_steps):
+        problems = [train[step * args.batch_size + n] for n in range(args.batch_size)]
+        texts = [f"{p.text}{p.answer}{EOS}" for p in problems]
+        batch = tokenizer(texts, padding=True, return_tensors="pt", padding_side="right")
+        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        prompt_lengths = torch.tensor([len(p.text) for p in problems])
+        learn = mask & (torch.arange(ids.shape[1])[None] >= prompt_lengths[:, None])
+        logits = lm(input_ids=ids).logits[:, :-1]
+        loss = cross_entropy(logits[learn[:, 1:]], ids[:, 1:][learn[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        if step % 10 == 9:
+            share = accuracy(lm, tokenizer, held_out, args.num_digits + 4)
+            print(f"step {step + 1}: loss {loss.item():.3f}, sampled held-out accuracy {share:.3f}", flush=True)
+            if share >= args.target:
+                break
+    lm.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(f"saved to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
