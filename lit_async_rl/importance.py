@@ -1,19 +1,49 @@
 """Importance ratios and distances between two policies, from log-ratios of sampled tokens.
 
-B rollouts, T positions. `log_ratio` is log pi - log mu of each token, `mask` is True where a token counts; what stands
-elsewhere never matters, NaN included.
+B rollouts, T positions. `log_ratio` is log pi - log mu of each token sampled from mu, `mask` is True where a token
+counts; what stands elsewhere never matters, NaN included.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+# e^20 squared, summed over a million tokens, is still a float32; a ratio beyond carries no information any more
+MAX_LOG_RATIO = 20.0
 
 
 def masked(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """`values` where `mask`, exactly 0 (in the gradient too) elsewhere."""
     return torch.where(mask, values, 0.0)
+
+
+def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Mean over the tokens that count; 0 if there are none."""
+    return masked(values, mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_quantiles(
+    values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], probabilities: Sequence[float]
+) -> Float[Tensor, " Q"]:
+    """Quantiles (nearest lower rank) of the values that count; zeros if there are none.
+
+    Sorts instead of calling `torch.quantile`, which refuses more than 16M values.
+    """
+    chosen = values[mask].sort().values
+    if chosen.numel() == 0:
+        return values.new_zeros(len(probabilities))
+    ranks = [int(p * (chosen.numel() - 1)) for p in probabilities]
+    return chosen[torch.tensor(ranks, dtype=torch.long, device=values.device)]
+
+
+def safe_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """exp of the log-ratio limited to ±`MAX_LOG_RATIO`; finite, with zero gradient beyond."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_log_ratio(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -27,14 +57,25 @@ def geometric_log_ratio(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T
 
 
 def effective_sample_size(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Kish's (sum w)^2 / sum w^2, between 1 and B; in log space, so that no weight overflows."""
-    log_weights = log_weights.double()
-    return (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp().to(torch.float32)
+    """Kish's (sum w)^2 / sum w^2, between 1 and B; in log space, so that no weight overflows.
+
+    Weights that are NaN count as 0. Without any positive weight the effective size is 0.
+    """
+    finite_max = torch.finfo(torch.float64).max / 4
+    log_weights = log_weights.double().nan_to_num(nan=-torch.inf, posinf=finite_max, neginf=-torch.inf)
+    if not (log_weights > -torch.inf).any():
+        return log_weights.new_zeros((), dtype=torch.float32)
+    size = (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp()
+    return size.clamp(1, log_weights.numel()).float()
 
 
 def ess_ratio(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Effective sample size as a share of the sample, between 1/B and 1 (VCPO, arXiv:2602.17616, and others)."""
-    return effective_sample_size(log_weights) / log_weights.numel()
+    """Effective sample size as a share of the sample, between 1/B and 1.
+
+    VCPO (arXiv:2602.17616) takes it of raw sequence weights over all trajectories of an optimizer step; PipelineRL
+    (arXiv:2509.19128) of token weights. They are not comparable: the caller says which by what it passes.
+    """
+    return effective_sample_size(log_weights) / max(log_weights.numel(), 1)
 
 
 def kl_k1(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -48,5 +89,32 @@ def kl_k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def kl_k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """r - 1 - log r: unbiased for KL(mu || pi) under samples of mu, never negative. Schulman 2020."""
-    return torch.expm1(log_ratio) - log_ratio
+    """r - 1 - log r: unbiased for KL(mu || pi) under samples of mu, never negative. Schulman 2020.
+
+    r is limited to e^20, log r is not, so that the gradient of the last term survives any distance.
+    """
+    return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+
+
+def chi2(log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """mean r^2 - 1, the chi-squared divergence of pi from mu, under samples of mu; 0 without tokens.
+
+    Of tokens, or of completions when given `sequence_log_ratio`. About 1 / (ESS ratio) - 1.
+    """
+    squares = masked(safe_exp(masked(log_ratio, mask)).double().square(), mask)
+    return ((squares - mask.double()).sum() / mask.sum().clamp(min=1)).float()
+
+
+def entropy(logits: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape"]:
+    """-sum p log p over the last axis; logits of -inf (tokens that cannot be sampled) add nothing."""
+    logprobs = logits.log_softmax(-1)
+    possible = logprobs > -torch.inf
+    return -torch.where(possible, logprobs.exp() * torch.where(possible, logprobs, 0.0), 0.0).sum(-1)
+
+
+def sum_over_ranks(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The sum over all processes; without `torch.distributed` the values themselves. A collective: all ranks call."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values

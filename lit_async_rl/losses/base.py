@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from lit_async_rl.importance import MAX_LOG_RATIO, geometric_log_ratio, masked, sequence_log_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +35,44 @@ class LossInputs:
 
     @property
     def log_ratio(self) -> Float[Tensor, "B T"]:
-        """log pi - log anchor, with gradient; exactly 0 where a token does not train, whatever stands there."""
-        # the inner `where` keeps junk out of the gradient: 0 * NaN is NaN
-        junk_free = torch.where(self.loss_mask, self.logprobs, 0.0) - torch.where(
-            self.loss_mask, self.anchor_logprobs, 0.0
+        """log r = log pi - log anchor, with gradient; limited to ±20, beyond which the gradient is 0."""
+        return (self.logprobs - self.anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    @property
+    def ratio(self) -> Float[Tensor, "B T"]:
+        """r = pi / anchor, with gradient."""
+        return self.log_ratio.exp()
+
+    @property
+    def sequence_log_ratio(self) -> Float[Tensor, "B 1"]:
+        """log w_i = sum over tokens of log pi - log anchor, with gradient, not limited."""
+        return sequence_log_ratio(self.logprobs - self.anchor_logprobs, self.loss_mask)[:, None]
+
+    @property
+    def geometric_log_ratio(self) -> Float[Tensor, "B 1"]:
+        """(log w_i) / L_i, with gradient, not limited."""
+        return geometric_log_ratio(self.logprobs - self.anchor_logprobs, self.loss_mask)[:, None]
+
+    def cleaned(self) -> LossInputs:
+        """The same with 0 wherever a token does not train.
+
+        A completion with a number that is not finite does not train at all: one broken token says nothing good about
+        the others, and would make every ratio of the sequence wrong.
+        """
+        finite = torch.ones_like(self.loss_mask)
+        for values in (self.logprobs, self.anchor_logprobs, self.behavior_logprobs, self.advantages):
+            finite &= values.isfinite()
+        usable = self.loss_mask & (finite | ~self.loss_mask).all(-1, keepdim=True)
+        return replace(
+            self,
+            logprobs=masked(self.logprobs, usable),
+            anchor_logprobs=masked(self.anchor_logprobs, usable),
+            behavior_logprobs=masked(self.behavior_logprobs, usable),
+            advantages=masked(self.advantages, usable),
+            token_weights=masked(self.token_weights, usable),
+            staleness=torch.where(usable, self.staleness, 0),
+            loss_mask=usable,
         )
-        return torch.where(self.loss_mask, junk_free, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +86,32 @@ class LossOutput:
 class PolicyLoss(ABC):
     """A per-token loss; averaging is a separate choice (`lit_async_rl.aggregation`).
 
+    Subclasses write `token_loss` and never meet padding or numbers that are not finite.
+
     Attributes:
         anchored: True if the loss contains the ratio to the anchor, False if it only takes log-probabilities (then
             ratios enter as correction weights).
+        needs_behavior_anchor: True if that ratio is the method's own correction of off-policy data, so that it must be
+            the ratio to the policy that sampled, and any other correction would count twice.
     """
 
-    anchored: ClassVar[bool]
+    anchored: ClassVar[bool] = True
+    needs_behavior_anchor: ClassVar[bool] = False
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Loss of each token, exactly 0 with gradient exactly 0 where `loss_mask` is False, whatever stands there."""
+        clean = inputs.cleaned()
+        output = self.token_loss(clean)
+        return LossOutput(
+            per_token=masked(output.per_token, clean.loss_mask),
+            clipped=torch.where(clean.loss_mask, output.clipped, inputs.loss_mask),
+        )
 
     @abstractmethod
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss of each token."""
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """The formula. All inputs are finite, and 0 where `loss_mask` is False; the output may be anything there."""
+
+
+def surrogate(weights: Float[Tensor, "B T"], inputs: LossInputs) -> Float[Tensor, "B T"]:
+    """-sg(weight) * A * log pi: REINFORCE's loss with a weight that carries no gradient."""
+    return -weights.detach() * inputs.advantages * inputs.logprobs

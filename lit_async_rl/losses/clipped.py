@@ -1,4 +1,4 @@
-"""REINFORCE and the clipped surrogates."""
+"""Losses that cut the gradient of a token whose ratio to the anchor has left an interval."""
 
 from __future__ import annotations
 
@@ -6,34 +6,48 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-from lit_async_rl.importance import masked
-from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
+from lit_async_rl.importance import geometric_log_ratio, safe_exp
+from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
 
 
-@dataclass(frozen=True)
-class Reinforce(PolicyLoss):
-    """Policy gradient: L = -A log pi. Williams 1992.
+def check_clip(name: str, clip_low: float, clip_high: float) -> None:
+    """Refuses bounds on the wrong side of 1.
 
-    Off-policy data need a correction (`lit_async_rl.corrections`) with `proximal: CurrentProximal`: its weights
-    pi / mu then multiply each token's loss.
+    Raises:
+        ValueError: a bound is negative.
     """
+    if not (clip_low >= 0 and clip_high >= 0):
+        raise ValueError(f"{name} needs clip_low and clip_high >= 0, got {clip_low} and {clip_high}")
 
-    anchored: ClassVar[bool] = False
 
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss of each token."""
-        loss = -masked(inputs.advantages, inputs.loss_mask) * masked(inputs.logprobs, inputs.loss_mask)
-        return LossOutput(per_token=loss, clipped=torch.zeros_like(inputs.loss_mask))
+def moved_away(
+    ratio: Float[Tensor, "B #T"], advantages: Float[Tensor, "B T"], low: float, high: float
+) -> Bool[Tensor, "B T"]:
+    """Where the ratio has left [low, high] in the direction that the advantage pushes it: PPO's clip decides."""
+    return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+
+
+def clipped_surrogate(
+    ratio: Float[Tensor, "B #T"], advantages: Float[Tensor, "B T"], low: float, high: float
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """-min(r A, clip(r, low, high) A), and where the clip decides, which leaves nothing of the gradient."""
+    cut = moved_away(ratio, advantages, low, high)
+    return -torch.where(cut, ratio.detach().clamp(low, high), ratio) * advantages, cut
 
 
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
     """Clipped surrogate: L = -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / anchor.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 7; it is the loss of GRPO (arXiv:2402.03300) and Dr. GRPO
-    (arXiv:2503.20783). Separate bounds are DAPO's clip-higher (arXiv:2503.14476); `dual_clip` bounds the loss of tokens
-    with negative advantage at -c A (Ye et al. 2020, arXiv:1912.09729, eq. 5).
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7. Other methods are this loss with other choices elsewhere:
+    GRPO (arXiv:2402.03300) with `SequenceMean` and `GroupMeanStd`; Dr. GRPO (arXiv:2503.20783) with `FixedLength` and
+    `GroupMean`; DAPO (arXiv:2503.14476) with `TokenMean` and `clip_high` 0.28; decoupled PPO (AReaL,
+    arXiv:2505.24298) and A-3PO with `CurrentProximal` or `InterpolatedProximal` and a correction; TIS and IcePop the
+    same with `TokenTruncatedIS` and `IcePop`. `dual_clip` bounds the loss of tokens with negative advantage at -c A
+    (Ye et al. 2020, arXiv:1912.09729, eq. 5).
 
     Args:
         clip_low: how far r may fall below 1; `inf` does not clip.
@@ -48,23 +62,174 @@ class PPOClip(PolicyLoss):
     clip_high: float = 0.2
     dual_clip: float | None = None
 
-    anchored: ClassVar[bool] = True
+    def __post_init__(self) -> None:
+        check_clip("PPOClip", self.clip_low, self.clip_high)
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"PPOClip.dual_clip must be > 1, got {self.dual_clip}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(r A, clip(r) A), for A < 0 at most -c A."""
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        if self.dual_clip is not None:
+            ceiling = -self.dual_clip * inputs.advantages
+            too_high = (inputs.advantages < 0) & (loss > ceiling)
+            loss, cut = torch.where(too_high, ceiling, loss), cut | too_high
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+@dataclass(frozen=True)
+class MiniRL(PolicyLoss):
+    """L = -M sg(r) A log pi, r = pi / anchor; M = 0 where PPO would clip. Qwen, arXiv:2512.01374.
+
+    The paper splits pi / mu = (anchor / mu) (pi / anchor) into the mismatch of engine and trainer and the staleness
+    since the anchor. The first factor is the correction (`TokenTruncatedIS(cap=5.0)` in the paper), the second this
+    loss; without a policy between mu and pi (`BehaviorProximal`) r is both. The gradient is PPO-clip's, the value is
+    not. Advantages: `GroupMean`; averaging without lengths: `TokenMean` or `FixedLength`. From a summary of the paper;
+    its text could not be checked.
+
+    Args:
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.27
 
     def __post_init__(self) -> None:
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"clip_low and clip_high must be >= 0, got {self.clip_low} and {self.clip_high}")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip must be > 1, got {self.dual_clip}")
+        check_clip("MiniRL", self.clip_low, self.clip_high)
 
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss of each token."""
-        ratio = inputs.log_ratio.exp()
-        advantages = masked(inputs.advantages, inputs.loss_mask)
-        free, bounded = -ratio * advantages, -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
-        loss = torch.maximum(free, bounded)
-        clipped = bounded > free
-        if self.dual_clip is not None:
-            ceiling = -self.dual_clip * advantages
-            cut = (advantages < 0) & (loss > ceiling)
-            loss, clipped = torch.where(cut, ceiling, loss), clipped | cut
-        return LossOutput(per_token=masked(loss, inputs.loss_mask), clipped=clipped & inputs.loss_mask)
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-M sg(r) A log pi."""
+        ratio = inputs.ratio.detach()
+        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        return LossOutput(per_token=surrogate(torch.where(cut, 0.0, ratio), inputs), clipped=cut)
+
+
+@dataclass(frozen=True)
+class ASPO(PolicyLoss):
+    """PPO-clip whose weight is flipped where A > 0: 1 / r in place of r, so that rare good tokens count more.
+
+    A < 0: -r A, cut where r < 1 - low. A > 0: -sg(min(1 / r, cap)) (pi / sg(pi)) A, cut where r > 1 + high; the
+    capped weight keeps its gradient. arXiv:2510.06062 v2; its code could not be checked, and the cap of 3 is read from
+    a figure.
+
+    Args:
+        clip_low: how far r may fall below 1 where A < 0.
+        clip_high: how far r may rise above 1 where A > 0.
+        cap: largest flipped weight; the paper calls it a soft dual clip, without which gradients explode.
+
+    Raises:
+        ValueError: a bound is negative, or the cap is below 1.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    cap: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_clip("ASPO", self.clip_low, self.clip_high)
+        if not self.cap >= 1:
+            raise ValueError(f"ASPO.cap must be >= 1, got {self.cap}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-r A where A <= 0, -sg(min(1 / r, cap)) pi / sg(pi) A where A > 0, with PPO's cut."""
+        ratio = inputs.ratio.detach()
+        weights = torch.where(inputs.advantages > 0, (1 / ratio).clamp(max=self.cap), ratio)
+        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        one = (inputs.logprobs - inputs.logprobs.detach()).exp()  # carries the gradient of log pi
+        one = torch.where(cut, 1.0, one)
+        capped = (inputs.advantages > 0) & (1 / ratio > self.cap)
+        return LossOutput(per_token=-weights * one * inputs.advantages, clipped=cut | capped)
+
+
+@dataclass(frozen=True)
+class OPSM(PolicyLoss):
+    """PPO-clip without the stale part of bad completions (off-policy sequence masking, DeepSeek-V3.2).
+
+    A completion's tokens with A < 0 are dropped if (1 / L) sum (log mu - log pi) > delta. DeepSeek's delta could not be
+    checked; 0.5 is TRL's example, slime uses 1e-4.
+
+    Args:
+        delta: how far, in nats a token, the policy may have moved away from a bad completion.
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    delta: float = 0.5
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    reads_behavior: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_clip("OPSM", self.clip_low, self.clip_high)
+        if not self.delta >= 0:
+            raise ValueError(f"OPSM.delta must be >= 0, got {self.delta}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """PPO-clip, 0 on the negative tokens of completions that moved too far."""
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        drift = -geometric_log_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.loss_mask)
+        dropped = (inputs.advantages < 0) & (drift > self.delta)[:, None]
+        return LossOutput(per_token=torch.where(dropped, 0.0, loss), clipped=cut | dropped)
+
+
+@dataclass(frozen=True)
+class GSPO(PolicyLoss):
+    """PPO-clip of the geometric-mean ratio s_i = (prod_t r_t)^(1 / L_i): L = -min(s A, clip(s, 1 - low, 1 + high) A).
+
+    Every token of a completion has the completion's value; use `SequenceMean`, as the paper does. arXiv:2507.18071
+    (formula and defaults as in the paper, read through three frameworks).
+
+    Args:
+        clip_low: how far s may fall below 1.
+        clip_high: how far s may rise above 1.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        check_clip("GSPO", self.clip_low, self.clip_high)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(s A, clip(s) A)."""
+        ratio = safe_exp(inputs.geometric_log_ratio)
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+@dataclass(frozen=True)
+class GSPOToken(PolicyLoss):
+    """GSPO's token variant: s_t = sg(s_i) pi / sg(pi), so that advantages may differ between tokens of a completion.
+
+    arXiv:2507.18071. Same gradient as `GSPO` when advantages and token weights are constant over a completion.
+
+    Args:
+        clip_low: how far s may fall below 1.
+        clip_high: how far s may rise above 1.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        check_clip("GSPOToken", self.clip_low, self.clip_high)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(s_t A, clip(s_t) A)."""
+        ratio = safe_exp(inputs.geometric_log_ratio).detach() * (inputs.logprobs - inputs.logprobs.detach()).exp()
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        return LossOutput(per_token=loss, clipped=cut)
