@@ -1,27 +1,49 @@
-"""What a reward is worth relative to others. Outer lists are the groups of one optimizer step, inner ones rollouts."""
+"""What a reward is worth relative to others. Outer lists are the groups of one optimizer step, inner ones rollouts.
+
+N rollouts of a group, R_i their rewards, L_i their trained tokens.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from itertools import chain
 
 Rewards = Sequence[Sequence[float]]
+Lengths = Sequence[Sequence[int]]
 
 
 class AdvantageEstimator(ABC):
-    """Rewards of one optimizer step to advantages. A group that says nothing (all equal, or one rollout) gives 0."""
+    """Rewards of one optimizer step to advantages.
+
+    A group that says nothing (all rewards equal, or one rollout) gives exactly 0, unless a subclass says otherwise.
+    """
+
+    def __call__(self, rewards: Rewards, lengths: Lengths | None = None) -> list[list[float]]:
+        """Advantage of each rollout; `lengths` are its trained tokens, None is all the same.
+
+        Raises:
+            ValueError: a reward is not finite.
+        """
+        for n, group in enumerate(rewards):
+            if not all(math.isfinite(reward) for reward in group):
+                raise ValueError(f"rewards must be finite, group {n} of the step has {list(group)}")
+        if lengths is None:
+            lengths = [[1] * len(group) for group in rewards]
+        assert [len(group) for group in rewards] == [len(group) for group in lengths], "a length for each reward"
+        return self.estimate(rewards, lengths)
 
     @abstractmethod
-    def __call__(self, rewards: Rewards, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Advantage of each rollout; `lengths` are its trained tokens."""
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
+        """The formula. Rewards are finite; groups may be empty."""
 
 
 class Raw(AdvantageEstimator):
-    """A = R: no baseline."""
+    """A = R: no baseline, so that equal rewards do not give 0."""
 
-    def __call__(self, rewards: Rewards, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards themselves."""
         return [list(group) for group in rewards]
 
@@ -29,26 +51,40 @@ class Raw(AdvantageEstimator):
 class GroupMean(AdvantageEstimator):
     """A = R - mean of the group. Dr. GRPO, arXiv:2503.20783."""
 
-    def __call__(self, rewards: Rewards, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Centered rewards."""
         return [_centered(group) for group in rewards]
 
 
 @dataclass(frozen=True)
 class GroupMeanStd(AdvantageEstimator):
-    """A = (R - mean) / (std + eps) of the group. GRPO, arXiv:2402.03300, with the population standard deviation."""
+    """A = (R - mean) / (std + eps) of the group. GRPO, arXiv:2402.03300.
+
+    The standard deviation is the population's, sqrt(sum (R - mean)^2 / N), as in VCPO and M2PO; verl and TRL divide by
+    N - 1, which makes every advantage of the group smaller by sqrt((N - 1) / N).
+
+    Args:
+        eps: keeps nearly equal rewards from becoming large advantages.
+
+    Raises:
+        ValueError: eps is negative.
+    """
 
     eps: float = 1e-6
 
-    def __call__(self, rewards: Rewards, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"GroupMeanStd.eps must be >= 0, got {self.eps}")
+
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Standardized rewards."""
-        return [[a / (pstdev(group) + self.eps) for a in _centered(group)] for group in rewards]
+        return [_standardized(group, self.eps) for group in rewards]
 
 
 class LeaveOneOut(AdvantageEstimator):
     """A_i = R_i - mean of the group's others = (R_i - mean) N / (N - 1). RLOO, arXiv:2402.14740."""
 
-    def __call__(self, rewards: Rewards, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards less the others' mean."""
         return [[a * len(group) / max(1, len(group) - 1) for a in _centered(group)] for group in rewards]
 
@@ -57,42 +93,113 @@ class LeaveOneOut(AdvantageEstimator):
 class GlobalMeanStd(AdvantageEstimator):
     """A = (R - mean) / (std + eps) over the whole step. REINFORCE++, arXiv:2501.03262, without its token-level KL.
 
-    With `group_baseline` the group's mean is taken off first, as in its variant REINFORCE++-baseline.
+    A group of equal rewards gives 0 only if the whole step is equal, or with `group_baseline`.
+
+    Args:
+        group_baseline: take off the group's mean first, as in its variant REINFORCE++-baseline.
+        eps: keeps nearly equal rewards from becoming large advantages.
+
+    Raises:
+        ValueError: eps is negative.
     """
 
     group_baseline: bool = False
     eps: float = 1e-6
 
-    def __call__(self, rewards: Rewards, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"GlobalMeanStd.eps must be >= 0, got {self.eps}")
+
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards standardized over the step."""
         groups = [_centered(group) for group in rewards] if self.group_baseline else rewards
-        flat = [reward for group in groups for reward in group]
-        mean, std = fmean(flat), pstdev(flat)
-        return [[0.0 if std == 0 else (reward - mean) / (std + self.eps) for reward in group] for group in groups]
+        flat = list(chain.from_iterable(groups))
+        if self.group_baseline:  # the mean is 0 up to rounding, which must not become a signal
+            scale = math.sqrt(math.fsum(a * a for a in flat) / max(1, len(flat))) + self.eps
+            standardized = iter([a / scale if a else 0.0 for a in flat])
+        else:
+            standardized = iter(_standardized(flat, self.eps))
+        return [[next(standardized) for _ in group] for group in groups]
 
 
 class LengthWeighted(AdvantageEstimator):
     """A = R - b, b = sum L_i R_i / sum L_i over the group. OPO, arXiv:2505.23585.
 
-    The variance-optimal baseline if the squared gradient norm of a rollout grows with its length.
+    The variance-optimal baseline if the squared gradient norm of a rollout grows with its length, which it cannot
+    where the average divides by the length (`SequenceMean`).
     """
 
-    def __call__(self, rewards: Rewards, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Rewards less the length-weighted mean."""
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
+        """Rewards less the length-weighted mean; groups without tokens give 0."""
         result = []
         for group, tokens in zip(rewards, lengths, strict=True):
             total = sum(tokens)
             if total == 0 or max(group) == min(group):
                 result.append([0.0] * len(group))
                 continue
-            baseline = sum(n * reward for n, reward in zip(tokens, group, strict=True)) / total
+            baseline = math.fsum(n * reward for n, reward in zip(tokens, group, strict=True)) / total
             result.append([reward - baseline for reward in group])
+        return result
+
+
+@dataclass(frozen=True)
+class AsymRE(AdvantageEstimator):
+    """A = R - (mean of the group + shift), shift < 0: good rollouts count for more than bad ones.
+
+    Asymmetric REINFORCE takes this with `Reinforce` and no importance weights, for data that are off-policy anyway;
+    from Trinity-RFT's implementation, the paper's text could not be checked. Equal rewards give -shift, not 0: the
+    method imitates what it has no reason to prefer.
+
+    Args:
+        shift: of the baseline.
+    """
+
+    shift: float = -0.1
+
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
+        """Centered rewards less the shift."""
+        return [[a - self.shift for a in _centered(group)] for group in rewards]
+
+
+@dataclass(frozen=True)
+class LogMeanExp(AdvantageEstimator):
+    """A = R - tau log mean exp(R / tau) of the group: the soft value that OPMD's derivation subtracts.
+
+    Between R - mean (large tau) and R - max (small tau). As in Trinity-RFT.
+
+    Args:
+        tau: temperature.
+
+    Raises:
+        ValueError: tau is not positive.
+    """
+
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.tau > 0:
+            raise ValueError(f"LogMeanExp.tau must be > 0, got {self.tau}")
+
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
+        """Rewards less the soft value."""
+        result = []
+        for group in rewards:
+            top = max(group, default=0.0)
+            mean = math.fsum(math.exp((reward - top) / self.tau) for reward in group) / max(1, len(group))
+            # 1 exactly when all are equal, and then the value is their reward exactly
+            result.append([reward - top - self.tau * math.log(mean) for reward in group])
         return result
 
 
 def _centered(group: Sequence[float]) -> list[float]:
     """Exactly 0 for equal rewards: the rounding error of a mean must not become a signal when divided by a tiny std."""
-    if max(group) == min(group):
+    if not group or max(group) == min(group):
         return [0.0] * len(group)
-    mean = fmean(group)
+    mean = math.fsum(group) / len(group)
     return [reward - mean for reward in group]
+
+
+def _standardized(group: Sequence[float], eps: float) -> list[float]:
+    centered = _centered(group)
+    std = math.sqrt(math.fsum(a * a for a in centered) / max(1, len(group)))
+    return [a / (std + eps) if a else 0.0 for a in centered]

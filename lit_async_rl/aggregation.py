@@ -1,7 +1,8 @@
 """How tokens are averaged over one optimizer step: the weight of each token of each rollout.
 
 B rollouts, L_i trained tokens of rollout i. The loss of the step is the sum over tokens of weight times loss, whatever
-the split into micro-batches and ranks.
+the split into micro-batches and ranks. `TokenMean`, `SequenceMean` and `PromptMean` are averages: their weights sum to
+1 over the step (0 if it has no token). A rollout without tokens is left out of an average.
 """
 
 from __future__ import annotations
@@ -29,28 +30,38 @@ class TokenMean(Aggregation):
 
 
 class SequenceMean(Aggregation):
-    """1 / (B L_i): every rollout counts the same. GRPO, arXiv:2402.03300. Empty rollouts count as 0."""
+    """1 / (B L_i): every rollout counts the same. GRPO, arXiv:2402.03300. B counts rollouts with tokens."""
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """Weights that sum to 1 / B over each rollout."""
-        return [1 / (len(lengths) * max(1, length)) for length in lengths]
+        num_rollouts = sum(length > 0 for length in lengths)
+        return [1 / (num_rollouts * length) if length else 0.0 for length in lengths]
 
 
 class PromptMean(Aggregation):
-    """1 / (G sum of the group's L): every prompt counts the same, its tokens share. G groups."""
+    """1 / (G sum of the group's L): every prompt counts the same, its tokens share. ScaleRL, arXiv:2510.13786.
+
+    G counts groups with tokens. The paper's text could not be checked for the average within a prompt.
+    """
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """Weights that sum to 1 / G over each group."""
-        weights: list[float] = []
-        for size in group_sizes:
-            tokens = sum(lengths[len(weights) : len(weights) + size])
-            weights += [1 / (len(group_sizes) * max(1, tokens))] * size
-        return weights
+        assert sum(group_sizes) == len(lengths), "group sizes add up to the number of rollouts"
+        ends = [sum(group_sizes[: n + 1]) for n in range(len(group_sizes))]
+        tokens = [sum(lengths[end - size : end]) for end, size in zip(ends, group_sizes, strict=True)]
+        num_groups = sum(total > 0 for total in tokens)
+        return [
+            1 / (num_groups * total) if total else 0.0
+            for total, size in zip(tokens, group_sizes, strict=True)
+            for _ in range(size)
+        ]
 
 
 @dataclass(frozen=True)
 class FixedLength(Aggregation):
     """1 / (B M) with a constant M: no length bias at all. Dr. GRPO, arXiv:2503.20783.
+
+    Sums to mean L / M, not to 1. M = 1 is the mean over rollouts of sums over tokens, REINFORCE's own.
 
     Args:
         max_tokens: M, usually `sampling.max_tokens`.
@@ -66,5 +77,29 @@ class FixedLength(Aggregation):
             raise ValueError(f"FixedLength.max_tokens must be >= 1, got {self.max_tokens}")
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """The same weight for every token of every step."""
+        """The same weight for every token of every step with as many rollouts."""
         return [1 / (len(lengths) * self.max_tokens) for _ in lengths]
+
+
+@dataclass(frozen=True)
+class TokenBudget(Aggregation):
+    """1 / Phi with a constant Phi: every token of every step counts the same. C3PO (Ring-lite), arXiv:2506.14731.
+
+    C3PO also fills each step to Phi tokens; here the step is what it is, and the gradient's size follows its tokens.
+
+    Args:
+        num_tokens: Phi.
+
+    Raises:
+        ValueError: Phi is not positive.
+    """
+
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ValueError(f"TokenBudget.num_tokens must be >= 1, got {self.num_tokens}")
+
+    def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
+        """The same weight for every token of every step."""
+        return [1 / self.num_tokens for _ in lengths]

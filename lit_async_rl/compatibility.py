@@ -1,21 +1,60 @@
-"""Refuses combinations of loss, anchor and correction that make no sense, by name."""
+"""Refuses combinations of loss, anchor, correction, advantage and averaging that make no sense, by name.
+
+Those are independent choices, and most combinations are methods of their own. Refused is what would silently do
+something else than its names say: a part that cannot act, or a ratio that is counted twice or not at all.
+"""
 
 from __future__ import annotations
 
+from lit_async_rl.advantages import AdvantageEstimator, LengthWeighted
+from lit_async_rl.aggregation import Aggregation, SequenceMean
 from lit_async_rl.corrections import Correction
 from lit_async_rl.losses import PolicyLoss
-from lit_async_rl.proximal import BehaviorProximal, Proximal
+from lit_async_rl.proximal import BehaviorProximal, CurrentProximal, Proximal
 
 
 def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
-    """Checks that a correction has something to correct.
+    """Checks that loss and correction together go the whole way from behavior to current policy, once.
 
     Raises:
-        ValueError: the loss is anchored at the behavior policy and a correction was asked for as well, or a loss
-            without ratio was given a correction that it would not need.
+        ValueError: they do not; says which, why, and what to use.
     """
-    if correction is not None and isinstance(proximal, BehaviorProximal):
+    names = f"model.loss={_name(loss)} with model.proximal={_name(proximal)}"
+    is_behavior, is_current = isinstance(proximal, BehaviorProximal), isinstance(proximal, CurrentProximal)
+    if correction is not None and is_behavior:
         raise ValueError(
-            f"model.correction={type(correction).__name__} with model.proximal=BehaviorProximal: the correction weighs "
+            f"model.correction={_name(correction)} with model.proximal=BehaviorProximal: the correction weighs "
             "proximal / behavior, which is 1 here. Use CurrentProximal (or InterpolatedProximal), or no correction."
         )
+    if loss.needs_behavior_anchor and not is_behavior:
+        raise ValueError(
+            f"{names}: {_name(loss)} corrects for the policy that sampled by itself, so its ratio must be to that "
+            "policy. Use BehaviorProximal, without correction."
+        )
+    if loss.anchored and is_current and correction is None:
+        raise ValueError(
+            f"{names} and no model.correction: the ratio is always 1, so {_name(loss)} is REINFORCE without any "
+            "correction. Use BehaviorProximal, add a correction, or say Reinforce."
+        )
+    if not loss.anchored and correction is not None and not is_current:
+        raise ValueError(
+            f"{names} and model.correction={_name(correction)}: {_name(loss)} contains no ratio, so the correction must "
+            "go all the way to the current policy. Use CurrentProximal."
+        )
+
+
+def check_step_compatibility(advantage: AdvantageEstimator, aggregation: Aggregation) -> None:
+    """Checks that an advantage's assumption about the average holds.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if isinstance(advantage, LengthWeighted) and isinstance(aggregation, SequenceMean):
+        raise ValueError(
+            "data.advantage=LengthWeighted with data.aggregation=SequenceMean: its baseline is for gradients that grow "
+            "with the length of a rollout, which SequenceMean divides out. Use TokenMean, FixedLength or GroupMean."
+        )
+
+
+def _name(choice: object) -> str:
+    return type(choice).__name__

@@ -42,17 +42,17 @@ def masked_quantiles(
 
 
 def safe_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """exp of the log-ratio limited to ±`MAX_LOG_RATIO`; finite, with zero gradient beyond."""
+    """The ratio, its logarithm limited to ±`MAX_LOG_RATIO`; finite, with zero gradient beyond."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_log_ratio(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """log w_i = sum over tokens of log pi - log mu: the ratio of whole completions."""
+    """Ratio of whole completions: log w_i = sum over tokens of log pi - log mu."""
     return masked(log_ratio, mask).sum(-1)
 
 
 def geometric_log_ratio(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """log s_i = (log w_i) / L_i: the mean over tokens; 0 for a completion without tokens."""
+    """Mean over the tokens of a completion: log s_i = (log w_i) / L_i; 0 for a completion without tokens."""
     return sequence_log_ratio(log_ratio, mask) / mask.sum(-1).clamp(min=1)
 
 
@@ -79,17 +79,17 @@ def ess_ratio(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]:
 
 
 def kl_k1(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """-log r: unbiased for KL(mu || pi) under samples of mu, of either sign. Schulman 2020, "Approximating KL"."""
+    """Estimate -log r: unbiased for KL(mu || pi) under samples of mu, of either sign. Schulman 2020."""
     return -log_ratio
 
 
 def kl_k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """(log r)^2 / 2: biased, never negative, low variance. Schulman 2020, "Approximating KL divergence"."""
+    """Estimate (log r)^2 / 2: biased, never negative, low variance. Schulman 2020, "Approximating KL divergence"."""
     return log_ratio.square() / 2
 
 
 def kl_k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """r - 1 - log r: unbiased for KL(mu || pi) under samples of mu, never negative. Schulman 2020.
+    """Estimate r - 1 - log r: unbiased for KL(mu || pi) under samples of mu, never negative. Schulman 2020.
 
     r is limited to e^20, log r is not, so that the gradient of the last term survives any distance.
     """
@@ -97,12 +97,31 @@ def kl_k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def chi2(log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """mean r^2 - 1, the chi-squared divergence of pi from mu, under samples of mu; 0 without tokens.
+    """Estimate mean r^2 - 1 of the chi-squared divergence of pi from mu, under samples of mu; 0 without tokens.
 
     Of tokens, or of completions when given `sequence_log_ratio`. About 1 / (ESS ratio) - 1.
     """
     squares = masked(safe_exp(masked(log_ratio, mask)).double().square(), mask)
     return ((squares - mask.double()).sum() / mask.sum().clamp(min=1)).float()
+
+
+def second_moment_excess(
+    squares: Float[Tensor, "*shape"], eligible: Bool[Tensor, "*shape"], budget: float
+) -> Bool[Tensor, "*shape"]:
+    """The fewest largest eligible values that must go for the mean of the others to be at most `budget`.
+
+    The same set as dropping the largest again and again while the mean is above the budget (M2PO, arXiv:2510.01161,
+    algorithm 1), in one sort: the means of what is left are suffix means of the sorted values.
+    """
+    values, order = squares[eligible].double().sort(descending=True, stable=True)
+    num = values.numel()
+    suffix_means = values.flip(0).cumsum(0).flip(0) / torch.arange(num, 0, -1, device=values.device)
+    num_dropped = int((suffix_means > budget).sum())  # suffix means fall, so those above the budget come first
+    dropped = torch.zeros_like(eligible)
+    chosen = torch.zeros(num, dtype=torch.bool, device=values.device)
+    chosen[order[:num_dropped]] = True
+    dropped[eligible] = chosen
+    return dropped
 
 
 def entropy(logits: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape"]:

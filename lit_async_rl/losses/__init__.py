@@ -1,18 +1,38 @@
-"""Per-token policy losses: each a small class whose call is a pure function. They never reduce."""
+"""Per-token policy losses: each a small class whose call is a pure function. They never reduce.
 
+Some named methods are combinations: GRPO, Dr. GRPO, DAPO, decoupled PPO and A-3PO are `PPOClip` (see there), IcePop and
+TIS are corrections, AsymRE and OPO are advantages for `Reinforce`, VCPO's base objective is `Reinforce` with a
+correction.
+"""
+
+from lit_async_rl.losses.balanced import BAPO, BAPOReleased
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
-from lit_async_rl.losses.clipped import ASPO, GSPO, OPSM, GSPOToken, MiniRL, PPOClip
+from lit_async_rl.losses.clipped import ASPO, OPSM, MiniRL, PPOClip
+from lit_async_rl.losses.regression import OPMD, KimiRegression
 from lit_async_rl.losses.reinforce import CISPO, SAPO, Reinforce
+from lit_async_rl.losses.sequence import GSPO, TOPR, VESPO, GSPOToken
+from lit_async_rl.losses.trust_region import DPPO, IPO, M2PO, DPPOBinaryKL, M2POAdaptiveClip
 
 __all__ = [
     "ASPO",
+    "BAPO",
     "CISPO",
+    "DPPO",
     "GSPO",
+    "IPO",
+    "M2PO",
+    "OPMD",
     "OPSM",
     "SAPO",
+    "TOPR",
+    "VESPO",
+    "BAPOReleased",
+    "DPPOBinaryKL",
     "GSPOToken",
+    "KimiRegression",
     "LossInputs",
     "LossOutput",
+    "M2POAdaptiveClip",
     "MiniRL",
     "PPOClip",
     "PolicyLoss",

@@ -35,22 +35,22 @@ class LossInputs:
 
     @property
     def log_ratio(self) -> Float[Tensor, "B T"]:
-        """log r = log pi - log anchor, with gradient; limited to ±20, beyond which the gradient is 0."""
+        """Of tokens: log r = log pi - log anchor, with gradient; limited to ±20, beyond which the gradient is 0."""
         return (self.logprobs - self.anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @property
     def ratio(self) -> Float[Tensor, "B T"]:
-        """r = pi / anchor, with gradient."""
+        """Of tokens: r = pi / anchor, with gradient."""
         return self.log_ratio.exp()
 
     @property
     def sequence_log_ratio(self) -> Float[Tensor, "B 1"]:
-        """log w_i = sum over tokens of log pi - log anchor, with gradient, not limited."""
+        """Of completions: log w_i = sum over tokens of log pi - log anchor, with gradient, not limited."""
         return sequence_log_ratio(self.logprobs - self.anchor_logprobs, self.loss_mask)[:, None]
 
     @property
     def geometric_log_ratio(self) -> Float[Tensor, "B 1"]:
-        """(log w_i) / L_i, with gradient, not limited."""
+        """Of completions, the mean over tokens: (log w_i) / L_i, with gradient, not limited."""
         return geometric_log_ratio(self.logprobs - self.anchor_logprobs, self.loss_mask)[:, None]
 
     def cleaned(self) -> LossInputs:

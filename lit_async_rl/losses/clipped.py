@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_async_rl.importance import geometric_log_ratio, safe_exp
+from lit_async_rl.importance import geometric_log_ratio
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
 
 
@@ -24,14 +23,14 @@ def check_clip(name: str, clip_low: float, clip_high: float) -> None:
 
 
 def moved_away(
-    ratio: Float[Tensor, "B #T"], advantages: Float[Tensor, "B T"], low: float, high: float
+    ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: float, high: float
 ) -> Bool[Tensor, "B T"]:
     """Where the ratio has left [low, high] in the direction that the advantage pushes it: PPO's clip decides."""
     return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
 
 
 def clipped_surrogate(
-    ratio: Float[Tensor, "B #T"], advantages: Float[Tensor, "B T"], low: float, high: float
+    ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: float, high: float
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """-min(r A, clip(r, low, high) A), and where the clip decides, which leaves nothing of the gradient."""
     cut = moved_away(ratio, advantages, low, high)
@@ -165,8 +164,6 @@ class OPSM(PolicyLoss):
     clip_low: float = 0.2
     clip_high: float = 0.2
 
-    reads_behavior: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_clip("OPSM", self.clip_low, self.clip_high)
         if not self.delta >= 0:
@@ -178,58 +175,3 @@ class OPSM(PolicyLoss):
         drift = -geometric_log_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.loss_mask)
         dropped = (inputs.advantages < 0) & (drift > self.delta)[:, None]
         return LossOutput(per_token=torch.where(dropped, 0.0, loss), clipped=cut | dropped)
-
-
-@dataclass(frozen=True)
-class GSPO(PolicyLoss):
-    """PPO-clip of the geometric-mean ratio s_i = (prod_t r_t)^(1 / L_i): L = -min(s A, clip(s, 1 - low, 1 + high) A).
-
-    Every token of a completion has the completion's value; use `SequenceMean`, as the paper does. arXiv:2507.18071
-    (formula and defaults as in the paper, read through three frameworks).
-
-    Args:
-        clip_low: how far s may fall below 1.
-        clip_high: how far s may rise above 1.
-
-    Raises:
-        ValueError: a bound is negative.
-    """
-
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        check_clip("GSPO", self.clip_low, self.clip_high)
-
-    def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """-min(s A, clip(s) A)."""
-        ratio = safe_exp(inputs.geometric_log_ratio)
-        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
-        return LossOutput(per_token=loss, clipped=cut)
-
-
-@dataclass(frozen=True)
-class GSPOToken(PolicyLoss):
-    """GSPO's token variant: s_t = sg(s_i) pi / sg(pi), so that advantages may differ between tokens of a completion.
-
-    arXiv:2507.18071. Same gradient as `GSPO` when advantages and token weights are constant over a completion.
-
-    Args:
-        clip_low: how far s may fall below 1.
-        clip_high: how far s may rise above 1.
-
-    Raises:
-        ValueError: a bound is negative.
-    """
-
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        check_clip("GSPOToken", self.clip_low, self.clip_high)
-
-    def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """-min(s_t A, clip(s_t) A)."""
-        ratio = safe_exp(inputs.geometric_log_ratio).detach() * (inputs.logprobs - inputs.logprobs.detach()).exp()
-        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
-        return LossOutput(per_token=loss, clipped=cut)

@@ -1,0 +1,46 @@
+"""Importance corrections: weights between the anchor of the loss and the policy that sampled.
+
+`log_ratio` is log anchor - log mu of each token, r = exp(log_ratio), detached. Weights multiply the per-token loss; a
+rejected token has weight 0 and stays in the denominator of the average.
+
+Ratios come at three levels: of a token; of a completion (the product over its tokens, "sequence"); of a completion per
+token (the geometric mean, "geometric"). At each of them a ratio can be truncated (`...TruncatedIS`), zeroed outside an
+interval (`...MaskedIS`, `IcePop`), or only decide what is kept (`...Rejection`); `Product` combines several.
+"""
+
+from lit_async_rl.corrections.base import Correction, CorrectionOutput
+from lit_async_rl.corrections.rejection import (
+    GeometricRejection,
+    SecondMomentMask,
+    SequenceRejection,
+    TokenRejection,
+    Veto,
+)
+from lit_async_rl.corrections.weights import (
+    BatchNormalized,
+    GeometricMaskedIS,
+    GeometricTruncatedIS,
+    IcePop,
+    Product,
+    SequenceMaskedIS,
+    SequenceTruncatedIS,
+    TokenTruncatedIS,
+)
+
+__all__ = [
+    "BatchNormalized",
+    "Correction",
+    "CorrectionOutput",
+    "GeometricMaskedIS",
+    "GeometricRejection",
+    "GeometricTruncatedIS",
+    "IcePop",
+    "Product",
+    "SecondMomentMask",
+    "SequenceMaskedIS",
+    "SequenceRejection",
+    "SequenceTruncatedIS",
+    "TokenRejection",
+    "TokenTruncatedIS",
+    "Veto",
+]

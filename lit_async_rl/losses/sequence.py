@@ -1,0 +1,149 @@
+"""Losses that weigh or clip a completion as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lit_async_rl.importance import MAX_LOG_RATIO, safe_exp
+from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
+from lit_async_rl.losses.clipped import check_clip, clipped_surrogate
+
+
+@dataclass(frozen=True)
+class GSPO(PolicyLoss):
+    """PPO-clip of the geometric-mean ratio s_i = (prod_t r_t)^(1 / L_i): L = -min(s A, clip(s, 1 - low, 1 + high) A).
+
+    Every token of a completion has the completion's value; use `SequenceMean`, as the paper does. arXiv:2507.18071
+    (formula and defaults as in the paper, read through three frameworks).
+
+    Args:
+        clip_low: how far s may fall below 1.
+        clip_high: how far s may rise above 1.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        check_clip("GSPO", self.clip_low, self.clip_high)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(s A, clip(s) A)."""
+        ratio = safe_exp(inputs.geometric_log_ratio)
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+@dataclass(frozen=True)
+class GSPOToken(PolicyLoss):
+    """GSPO's token variant: s_t = sg(s_i) pi / sg(pi), so that advantages may differ between tokens of a completion.
+
+    arXiv:2507.18071. Same gradient as `GSPO` when advantages and token weights are constant over a completion.
+
+    Args:
+        clip_low: how far s may fall below 1.
+        clip_high: how far s may rise above 1.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        check_clip("GSPOToken", self.clip_low, self.clip_high)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(s_t A, clip(s_t) A)."""
+        ratio = safe_exp(inputs.geometric_log_ratio).detach() * (inputs.logprobs - inputs.logprobs.detach()).exp()
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+@dataclass(frozen=True)
+class TOPR(PolicyLoss):
+    """Tapered off-policy REINFORCE: L = -sg(clip(w_i, low, high)) A log pi, w_i = prod_t r_t, bounds by the sign of A.
+
+    With the paper's bounds good completions count fully however unlikely they have become, and bad ones with
+    min(w, 1), so that what the policy has already unlearned is left alone. arXiv:2503.14286, no official code; the
+    paper splits by the sign of the *reward* (±1, no baseline), which is that of A with `Raw` advantages. ROLL's
+    implementation takes token ratios, other frameworks length-normalised ones; this is the paper's sequence ratio.
+
+    Args:
+        positive_low: smallest weight where A > 0.
+        positive_high: largest weight where A > 0.
+        negative_low: smallest weight elsewhere.
+        negative_high: largest weight elsewhere.
+
+    Raises:
+        ValueError: bounds are negative or in the wrong order.
+    """
+
+    positive_low: float = 1.0
+    positive_high: float = 1.0
+    negative_low: float = 0.0
+    negative_high: float = 1.0
+
+    needs_behavior_anchor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for low, high in ((self.positive_low, self.positive_high), (self.negative_low, self.negative_high)):
+            if not 0 <= low <= high:
+                raise ValueError(f"TOPR needs 0 <= low <= high, got {low} and {high}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-sg(clip(w)) A log pi."""
+        ratio = safe_exp(inputs.sequence_log_ratio.detach()).expand_as(inputs.logprobs)
+        weights = torch.where(
+            inputs.advantages > 0,
+            ratio.clamp(self.positive_low, self.positive_high),
+            ratio.clamp(self.negative_low, self.negative_high),
+        )
+        # a weight that is the same for every ratio is no cut
+        free = (inputs.advantages > 0) & (self.positive_low == self.positive_high)
+        return LossOutput(per_token=surrogate(weights, inputs), clipped=(weights != ratio) & ~free)
+
+
+@dataclass(frozen=True)
+class VESPO(PolicyLoss):
+    """Smooth sequence weight: L = -sg(phi(W_i)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W_i = prod_t r_t.
+
+    phi(1) = 1, the maximum is near it, and phi vanishes on both sides: for long stale completions W is tiny and they
+    silently stop counting, so watch the mean weight. arXiv:2602.10693 v3, with its constants; log W is limited to ±20
+    as in its code.
+
+    Args:
+        c1_positive: exponent where A >= 0.
+        c2_positive: decay where A >= 0.
+        c1_negative: exponent where A < 0.
+        c2_negative: decay where A < 0.
+
+    Raises:
+        ValueError: a constant is negative.
+    """
+
+    c1_positive: float = 2.0
+    c2_positive: float = 3.0
+    c1_negative: float = 3.0
+    c2_negative: float = 2.0
+
+    needs_behavior_anchor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not min(self.c1_positive, self.c2_positive, self.c1_negative, self.c2_negative) >= 0:
+            raise ValueError(f"VESPO's constants must be >= 0, got {self}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-sg(phi(W)) A log pi."""
+        log_w = inputs.sequence_log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        positive = self.c1_positive * log_w + self.c2_positive * (1 - log_w.exp())
+        negative = self.c1_negative * log_w + self.c2_negative * (1 - log_w.exp())
+        weights = torch.where(inputs.advantages >= 0, positive, negative).exp()
+        return LossOutput(per_token=surrogate(weights, inputs), clipped=torch.zeros_like(inputs.loss_mask))

@@ -1,0 +1,210 @@
+"""Losses with a trust region that is not an interval of ratios: probability differences, binary KL, second moments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lit_async_rl.importance import second_moment_excess
+from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
+from lit_async_rl.losses.clipped import clipped_surrogate
+
+
+def _probability_change(inputs: LossInputs) -> Float[Tensor, "B T"]:
+    return inputs.logprobs.detach().exp() - inputs.anchor_logprobs.exp()
+
+
+def _masked_surrogate(inputs: LossInputs, dropped: Bool[Tensor, "B T"], kl_coefficient: float) -> LossOutput:
+    """-keep r A + kl_coefficient (log r)^2, the gradient of both through r."""
+    log_ratio = inputs.log_ratio
+    loss = -torch.where(dropped, 0.0, log_ratio.exp()) * inputs.advantages + kl_coefficient * log_ratio.square()
+    return LossOutput(per_token=loss, clipped=dropped)
+
+
+@dataclass(frozen=True)
+class DPPO(PolicyLoss):
+    """L = -keep r A + kl (log r)^2; a token is dropped once its *probability* has moved too far with its advantage.
+
+    keep = not (A > 0 and pi - mu > max_increase, or A <= 0 and pi - mu < -max_decrease). A ratio is a poor measure for
+    rare tokens: 1e-6 to 1e-5 is a ratio of 10 and no change at all. arXiv:2602.04879, formula and constants from
+    prime-rl; the paper's text could not be checked. verl's `dppo_tv` is this with `kl_coefficient` 0.
+
+    Args:
+        max_increase: largest rise of the probability where A > 0.
+        max_decrease: largest fall where A <= 0.
+        kl_coefficient: of the squared log-ratio, which also acts on dropped tokens.
+
+    Raises:
+        ValueError: a setting is negative.
+    """
+
+    max_increase: float = 0.2
+    max_decrease: float = 0.2
+    kl_coefficient: float = 1e-3
+
+    needs_behavior_anchor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not min(self.max_increase, self.max_decrease, self.kl_coefficient) >= 0:
+            raise ValueError(f"DPPO's settings must be >= 0, got {self}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-keep r A + kl (log r)^2."""
+        change = _probability_change(inputs)
+        positive = inputs.advantages > 0
+        dropped = (positive & (change > self.max_increase)) | (~positive & (change < -self.max_decrease))
+        return _masked_surrogate(inputs, dropped, self.kl_coefficient)
+
+
+@dataclass(frozen=True)
+class IPO(PolicyLoss):
+    """`DPPO` with a two-sided mask: keep = |pi - mu| <= threshold, whatever the advantage. From prime-rl.
+
+    Args:
+        threshold: largest change of the probability.
+        kl_coefficient: of the squared log-ratio, which also acts on dropped tokens.
+
+    Raises:
+        ValueError: a setting is negative.
+    """
+
+    threshold: float = 0.1
+    kl_coefficient: float = 1e-3
+
+    needs_behavior_anchor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not min(self.threshold, self.kl_coefficient) >= 0:
+            raise ValueError(f"IPO's settings must be >= 0, got {self}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-keep r A + kl (log r)^2."""
+        return _masked_surrogate(inputs, _probability_change(inputs).abs() > self.threshold, self.kl_coefficient)
+
+
+@dataclass(frozen=True)
+class DPPOBinaryKL(PolicyLoss):
+    """L = -keep sg(min(r, cap)) A log pi; keep = the binary KL of the sampled token against all others is small.
+
+    KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), p = mu's and q = pi's probability; a token is dropped only where
+    the advantage pushes it further (A > 0 and r > 1, or A < 0 and r < 1). arXiv:2602.04879, as in verl; the threshold
+    is ours, the paper's could not be checked.
+
+    Args:
+        threshold: largest KL, in nats.
+        cap: largest weight.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    threshold: float = 0.05
+    cap: float = 20.0
+
+    needs_behavior_anchor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not (self.threshold >= 0 and self.cap >= 1):
+            raise ValueError(f"DPPOBinaryKL needs threshold >= 0 and cap >= 1, got {self}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-keep sg(min(r, cap)) A log pi."""
+        ratio = inputs.ratio.detach()
+        divergence = binary_kl(inputs.anchor_logprobs, inputs.logprobs.detach())
+        away = ((inputs.advantages > 0) & (ratio > 1)) | ((inputs.advantages < 0) & (ratio < 1))
+        dropped = away & (divergence > self.threshold)
+        weights = torch.where(dropped, 0.0, ratio.clamp(max=self.cap))
+        return LossOutput(per_token=surrogate(weights, inputs), clipped=dropped | (ratio > self.cap))
+
+
+def binary_kl(logprobs_p: Float[Tensor, "*shape"], logprobs_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """KL between two coins that show the sampled token with probabilities p and q."""
+    logprobs_p, logprobs_q = (x.double().clamp(max=-1e-12) for x in (logprobs_p, logprobs_q))  # p = 1 has no log(1 - p)
+    others_p, others_q = (-torch.expm1(x) for x in (logprobs_p, logprobs_q))
+    divergence = logprobs_p.exp() * (logprobs_p - logprobs_q) + others_p * (others_p.log() - others_q.log())
+    return divergence.clamp(min=0).float()
+
+
+def _harmful(inputs: LossInputs) -> Bool[Tensor, "B T"]:
+    """Tokens whose advantage pushes them further from the anchor; only they can leave the trust region."""
+    log_ratio = inputs.log_ratio
+    pushed = ((inputs.advantages > 0) & (log_ratio > 0)) | ((inputs.advantages < 0) & (log_ratio < 0))
+    return pushed & inputs.loss_mask
+
+
+@dataclass(frozen=True)
+class M2PO(PolicyLoss):
+    """Second-moment trust region: L = -M r A without a clip, M drops tokens until mean (log r)^2 <= budget.
+
+    Counted are the tokens that move further away (A > 0 and r > 1, or A < 0 and r < 1); the one with the largest
+    (log r)^2 is dropped while their mean is above the budget. arXiv:2510.01161 v2, algorithm 1: the paper's mask, over
+    all tokens of the micro-batch (the paper: of the training batch, so one micro-batch a step is exact). The released
+    code does something else: `M2POAdaptiveClip`; AReaL a third thing: `lit_async_rl.corrections.SecondMomentMask`.
+
+    Args:
+        budget: largest mean of (log r)^2; the paper found nothing between its default and 0.1 to matter much.
+
+    Raises:
+        ValueError: the budget is negative.
+    """
+
+    budget: float = 0.04
+
+    needs_behavior_anchor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.budget >= 0:
+            raise ValueError(f"M2PO.budget must be >= 0, got {self.budget}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-M r A."""
+        dropped = second_moment_excess(inputs.log_ratio.detach().square(), _harmful(inputs), self.budget)
+        return _masked_surrogate(inputs, dropped, kl_coefficient=0.0)
+
+
+@dataclass(frozen=True)
+class M2POAdaptiveClip(PolicyLoss):
+    """PPO-clip with bounds [e^-c, e^c], c such that mean min((log r)^2, c^2) = budget over the harmful tokens.
+
+    What M2PO's released code computes (per micro-batch, as here) in place of the paper's mask (`M2PO`). Nothing is
+    clipped while the mean is within the budget. The code's floors under the clip range are inactive in its runs and
+    left out.
+
+    Args:
+        budget: largest mean of the capped (log r)^2.
+
+    Raises:
+        ValueError: the budget is not positive.
+    """
+
+    budget: float = 0.04
+
+    needs_behavior_anchor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.budget > 0:
+            raise ValueError(f"M2POAdaptiveClip.budget must be > 0, got {self.budget}")
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(r A, clip(r, e^-c, e^c) A)."""
+        ratio = inputs.ratio
+        squares = inputs.log_ratio.detach().square()[_harmful(inputs)]
+        bound = math.sqrt(water_level(squares, self.budget))
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, math.exp(-bound), math.exp(min(bound, 80.0)))
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+def water_level(values: Float[Tensor, " N"], budget: float) -> float:
+    """The level c with mean min(values, c) = budget; infinite if the mean of the values is within the budget."""
+    num = values.numel()
+    if num == 0 or values.double().mean().item() <= budget:
+        return math.inf
+    values = values.double().sort().values
+    below = torch.cat([values.new_zeros(1), values.cumsum(0)[:-1]])  # sum of the k smallest, k = 0 .. N - 1
+    levels = (budget * num - below) / torch.arange(num, 0, -1, device=values.device)
+    return levels[(levels <= values).int().argmax()].item()  # the first k whose level does not reach the next value
