@@ -58,6 +58,13 @@ class ProducerStats:
     num_queued: int
     num_unfinished: int
 
+    @classmethod
+    def zero(cls) -> ProducerStats:
+        """Before anything happened."""
+        return cls(
+            wait_s=0.0, run_s=0.0, engine_busy_s=0.0, num_tokens=0, num_finished=0, num_queued=0, num_unfinished=0
+        )
+
 
 class Producer:
     """Admits prompts, collects completions, has them scored, and hands out finished groups.
