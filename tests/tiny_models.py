@@ -1,0 +1,124 @@
+"""Random causal LMs of every cache-related kind, small enough to build in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+EOS = 1
+
+
+def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Weights large enough that distributions are far from uniform; leaves the default generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
+    return lm.eval()
+
+
+def _sizes(vocab: int, hidden: int, layers: int, tied: bool) -> dict:
+    return dict(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+
+
+def tiny_llama(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    return _build(LlamaConfig(**_sizes(vocab, hidden, layers, tied)), seed)
+
+
+def tiny_qwen2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    return _build(Qwen2Config(**_sizes(vocab, hidden, layers, tied)), seed)
+
+
+def tiny_qwen3(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    return _build(Qwen3Config(**_sizes(vocab, hidden, layers, tied), head_dim=16), seed)
+
+
+def tiny_mistral(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    return _build(MistralConfig(**_sizes(vocab, hidden, layers, tied), sliding_window=200), seed)
+
+
+def tiny_gemma2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = True, seed: int = 0):
+    return _build(Gemma2Config(**_sizes(vocab, hidden, layers, tied), head_dim=8, sliding_window=200), seed)
+
+
+def tiny_phi3(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    return _build(Phi3Config(**_sizes(vocab, hidden, layers, tied)), seed)
+
+
+def tiny_neox(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    sizes = _sizes(vocab, hidden, layers, tied)
+    del sizes["num_key_value_heads"]
+    return _build(GPTNeoXConfig(**sizes), seed)
+
+
+def tiny_gpt2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = True, seed: int = 0):
+    config = GPT2Config(
+        vocab_size=vocab,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=4,
+        n_positions=256,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=EOS,
+    )
+    return _build(config, seed)
+
+
+ALL = {
+    "llama": tiny_llama,
+    "llama-tied": lambda **kwargs: tiny_llama(tied=True, **kwargs),
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
+    "qwen3-tied": lambda **kwargs: tiny_qwen3(tied=True, **kwargs),
+    "mistral": tiny_mistral,
+    "gemma2": tiny_gemma2,
+    "phi3": tiny_phi3,
+    "gpt-neox": tiny_neox,
+    "gpt2": tiny_gpt2,
+}
+
+
+def tiny_tokenizer(vocab: int = 64) -> PreTrainedTokenizerFast:
+    """One token for each character from chr(40) on; 0 is padding and 1 ends a text."""
+    symbols = {"<pad>": 0, "<eos>": EOS} | {chr(38 + token): token for token in range(2, vocab)}
+    tokenizer = Tokenizer(models.WordLevel(symbols, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def save(lm: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> str:
+    """A folder that `from_pretrained` loads, with the tokenizer."""
+    lm.save_pretrained(folder)
+    (tokenizer or tiny_tokenizer(lm.config.vocab_size)).save_pretrained(folder)
+    return str(folder)
