@@ -36,10 +36,19 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
             f"{names} and no model.correction: the ratio is always 1, so {_name(loss)} is REINFORCE without any "
             "correction. Use BehaviorProximal, add a correction, or say Reinforce."
         )
+    if loss.anchored and correction is None and not is_behavior:
+        raise ValueError(
+            f"{names} and no model.correction: the way from the behavior policy to the anchor is missing. Add a "
+            "correction, or use BehaviorProximal."
+        )
+    if not loss.anchored and correction is None and not is_behavior:
+        raise ValueError(
+            f"{names} and no model.correction: nothing reads the anchor. Add a correction, or leave model.proximal out."
+        )
     if not loss.anchored and correction is not None and not is_current:
         raise ValueError(
-            f"{names} and model.correction={_name(correction)}: {_name(loss)} contains no ratio, so the correction must "
-            "go all the way to the current policy. Use CurrentProximal."
+            f"{names} and model.correction={_name(correction)}: {_name(loss)} contains no ratio, so the correction "
+            "must go all the way to the current policy. Use CurrentProximal."
         )
 
 

@@ -1,6 +1,7 @@
 """Which policy a loss's ratio is anchored at: the middle one of behavior mu, proximal, and current policy pi.
 
-Loss and correction share the way from mu to pi: pi / mu = (pi / anchor, in the loss) x (anchor / mu, in the correction).
+Loss and correction share the way from mu to pi: pi / mu = (pi / anchor) x (anchor / mu), the first factor in the loss,
+the second in the correction.
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ class SAPO(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-(4 / tau) sigmoid(tau (r - 1)) A."""
-        tau = torch.where(inputs.advantages > 0, self.tau_positive, self.tau_negative).to(inputs.logprobs.dtype)
+        tau = torch.full_like(inputs.advantages, self.tau_negative).masked_fill(
+            inputs.advantages > 0, self.tau_positive
+        )
         gate = 4 / tau * torch.sigmoid(tau * (inputs.ratio - 1))
         return LossOutput(per_token=-gate * inputs.advantages, clipped=torch.zeros_like(inputs.loss_mask))
