@@ -61,10 +61,11 @@ def effective_sample_size(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]
 
     Weights that are NaN count as 0. Without any positive weight the effective size is 0.
     """
-    finite_max = torch.finfo(torch.float64).max / 4
-    log_weights = log_weights.double().nan_to_num(nan=-torch.inf, posinf=finite_max, neginf=-torch.inf)
+    largest = torch.finfo(torch.float64).max / 4
+    log_weights = log_weights.double().nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
     if not (log_weights > -torch.inf).any():
         return log_weights.new_zeros((), dtype=torch.float32)
+    log_weights = log_weights - log_weights.max()  # before the factor 2, so that a huge common factor costs no digits
     size = (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp()
     return size.clamp(1, log_weights.numel()).float()
 
