@@ -1,5 +1,25 @@
 """Callbacks: weight synchronisation, stabilizers that change the step, monitors that change nothing."""
 
+from lit_async_rl.callbacks.ess_learning_rate import ESSLearningRate
+from lit_async_rl.callbacks.gradient_alignment_control import GradientAlignmentControl
+from lit_async_rl.callbacks.gradient_clipping import GradientClipping
+from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
+from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
+from lit_async_rl.callbacks.run_summary import RunSummary
+from lit_async_rl.callbacks.sample_logger import SampleLogger
+from lit_async_rl.callbacks.staleness_monitor import StalenessMonitor
+from lit_async_rl.callbacks.throughput_monitor import ThroughputMonitor
 from lit_async_rl.callbacks.weight_sync import WeightSync
 
-__all__ = ["WeightSync"]
+__all__ = [
+    "ESSLearningRate",
+    "GradientAlignmentControl",
+    "GradientClipping",
+    "ImportanceMonitor",
+    "RolloutMonitor",
+    "RunSummary",
+    "SampleLogger",
+    "StalenessMonitor",
+    "ThroughputMonitor",
+    "WeightSync",
+]

@@ -6,35 +6,71 @@ Several `--config` files compose, `${...}` interpolates, dotted flags override, 
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
-from lit_async_rl.callbacks.weight_sync import WeightSync
+from lit_async_rl.callbacks import (
+    ImportanceMonitor,
+    RolloutMonitor,
+    RunSummary,
+    SampleLogger,
+    StalenessMonitor,
+    ThroughputMonitor,
+    WeightSync,
+)
 from lit_async_rl.data import RolloutDataModule
+from lit_async_rl.errors import ProducerError, RewardError, StalledError
 from lit_async_rl.module import PolicyModule
+from lit_async_rl.weights import stream_weights
+
+USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, ProducerError, RewardError, StalledError)
 
 
 class AsyncRLCLI(LightningCLI):
-    """`model:` is a `PolicyModule`, `data:` a `RolloutDataModule`, `trainer:` Lightning's; `weight_sync` is added."""
+    """`model:` is a `PolicyModule`, `data:` a `RolloutDataModule`, `trainer:` Lightning's.
 
-    def __init__(self, **kwargs: Any) -> None:
+    `WeightSync`, the monitors and a CSV log are always there.
+    """
+
+    def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
+        self.summary = RunSummary()
+        self._extra = extra or {}  # options of one script
         super().__init__(
             PolicyModule,
             RolloutDataModule,
+            args=args,
             run=False,
             auto_configure_optimizers=False,
             seed_everything_default=0,
             parser_kwargs={"parser_mode": "omegaconf", "allow_abbrev": False},
             save_config_kwargs={"overwrite": True},
-            **kwargs,
+            trainer_defaults={
+                "callbacks": [
+                    *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
+                    *(SampleLogger(), self.summary),
+                ]
+            },
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Shares values that two classes need, so that a configuration states each once."""
         parser.add_argument("--num_threads", type=int, default=1, help="torch threads of the trainer's thread")
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint to resume from or evaluate")
+        for name, options in self._extra.items():
+            parser.add_argument(name, **options)
         parser.add_lightning_class_args(WeightSync, "weight_sync")
         parser.link_arguments("data.weight_sync_steps", "weight_sync.weight_sync_steps")
         parser.link_arguments("model.model", "data.model")
@@ -42,12 +78,82 @@ class AsyncRLCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Threads must be set before any parallel work."""
+        if self.config["num_threads"] < 1:
+            raise ValueError(f"num_threads must be >= 1, got {self.config['num_threads']}")
         torch.set_num_threads(self.config["num_threads"])
 
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Adds the CSV log beside whatever else was configured."""
+        trainer = super().instantiate_trainer(**kwargs)
+        if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
+            trainer.loggers = [*trainer.loggers, CSVLogger(trainer.log_dir or "runs", name="csv")]
+        return trainer
 
-def main() -> None:
-    """Measures held-out accuracy, trains, measures again."""
-    cli = AsyncRLCLI()
-    trainer, model, data = cli.trainer, cli.model, cli.datamodule
-    trainer.validate(model, data, verbose=False)
-    trainer.fit(model, data, ckpt_path=cli.config["ckpt_path"])
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
+    with _user_errors():
+        cli = AsyncRLCLI(args)
+        trainer, model, data = cli.trainer, cli.model, cli.datamodule
+        ckpt_path = cli.config["ckpt_path"]
+        if data.val_prompts is not None:
+            trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        if data.val_prompts is not None and not trainer.interrupted:
+            trainer.validate(model, data, verbose=False)
+        cli.summary.print(trainer)
+
+
+def evaluate(args: Sequence[str] | None = None) -> None:
+    """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
+    with _user_errors():
+        cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
+        if cli.datamodule.val_prompts is None:
+            raise ValueError("data.val_prompts is not set: there is nothing to evaluate on")
+        metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
+        table = Table("prompt", "completion", "answer", "reward", title="samples")
+        for sample in cli.model.validator.samples[: cli.config["num_shown"]]:
+            row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
+            table.add_row(*map(escape, row))
+        console = Console()
+        console.print(table)
+        for name, value in metrics.items():
+            console.print(f"{name:12} {value:.4f}")
+
+
+def export(args: Sequence[str] | None = None) -> None:
+    """Writes a checkpoint as a Hugging Face folder."""
+    with _user_errors():
+        cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
+        if cli.config["ckpt_path"] is None:
+            raise ValueError("ckpt_path is not set: name the checkpoint to export")
+        if any(Path(cli.config["out"]).glob("*")):
+            raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
+        checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
+        cli.model.on_load_checkpoint(checkpoint)
+        cli.model.load_state_dict(checkpoint["state_dict"])
+        lm = cli.model.policy.causal_lm
+        weights = {name: tensor.contiguous() for name, tensor in stream_weights(cli.model.policy)}
+        lm.save_pretrained(cli.config["out"], state_dict=weights)
+        cli.datamodule.tokenizer.save_pretrained(cli.config["out"])
+        print(f"version {cli.model.version} written to {cli.config['out']}")
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """A user's mistake ends in its message, without a traceback; with one if LIT_ASYNC_RL_TRACEBACK is set."""
+    quiet()
+    try:
+        yield
+    except USER_ERRORS as error:
+        if os.environ.get("LIT_ASYNC_RL_TRACEBACK"):
+            raise
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def quiet() -> None:
+    """Keeps messages about internals out of the user's terminal."""
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*treespec.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")

@@ -70,6 +70,7 @@ class PolicyModule(pl.LightningModule):
 
     Attributes:
         version: number of weight publications so far; checkpointed.
+        validator: holds the samples of the last validation.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.signals`.
     """
 
@@ -120,7 +121,7 @@ class PolicyModule(pl.LightningModule):
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated = False
-        self._validator = Validator()
+        self.validator = Validator()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -204,11 +205,11 @@ class PolicyModule(pl.LightningModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Samples completions of held-out prompts with the current weights and scores them."""
-        self._validator.step(self, batch, batch_idx)
+        self.validator.step(self, batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
         """Logs pass@1, pass@k and mean reward."""
-        self.log_dict(self._validator.compute(), prog_bar=True)
+        self.log_dict(self.validator.compute(), prog_bar=True)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

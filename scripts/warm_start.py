@@ -2,8 +2,9 @@
 
     python scripts/warm_start.py --out lit_async_rl/assets/sort_policy
 
-Each character of a demonstrated answer is replaced by a random digit with probability `--noise`, so most demonstrations
-are wrong somewhere, and a policy that imitates them perfectly is, too: 0.88^8 = 36 % of its samples are right. What is
+The demonstrations have two faults: with probability `--reversed` the answer is written backwards, and each character is
+replaced by a random digit with probability `--noise`. So a policy that imitates them perfectly is right about as often
+as they are, (1 - 0.4) * (1 - 0.9 * 0.055)^8 = 40 % of the time (a random digit may be the right one). What is
 left to do for reinforcement learning is what it does for language models: find out, from a verifier alone, which of the
 things that the policy does are right. Deterministic for a given seed, torch version and processor.
 """
@@ -69,8 +70,9 @@ def accuracy(lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, source: P
     return sum(exact_match(p, text) for p, text in zip(prompts, texts, strict=True)) / len(prompts)
 
 
-def corrupt(answer: str, noise: float, chance: random.Random) -> str:
-    """The answer with each character replaced by a random digit with probability `noise`."""
+def demonstrate(answer: str, noise: float, reversed_share: float, chance: random.Random) -> str:
+    """The answer, sometimes backwards, with each character replaced by a random digit with probability `noise`."""
+    answer = answer[::-1] if chance.random() < reversed_share else answer
     return "".join(chance.choice(string.digits) if chance.random() < noise else c for c in answer)
 
 
@@ -81,7 +83,8 @@ def main() -> None:
     parser.add_argument("--num_digits", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--noise", type=float, default=0.12, help="share of answer characters that are replaced")
+    parser.add_argument("--noise", type=float, default=0.055, help="share of answer characters that are replaced")
+    parser.add_argument("--reversed", type=float, default=0.4, help="share of answers that are written backwards")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
@@ -99,7 +102,7 @@ def main() -> None:
     chance = random.Random(args.seed)
     for step in range(args.steps):
         problems = [train[step * args.batch_size + n] for n in range(args.batch_size)]
-        texts = [f"{p.text}{corrupt(p.answer or '', args.noise, chance)}{EOS}" for p in problems]
+        texts = [f"{p.text}{demonstrate(p.answer or '', args.noise, args.reversed, chance)}{EOS}" for p in problems]
         batch = tokenizer(texts, padding=True, return_tensors="pt", padding_side="right")
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         prompt_lengths = torch.tensor([len(p.text) for p in problems])

@@ -1,0 +1,56 @@
+"""Type prompts at a trained policy.
+
+    python scripts/chat.py --model runs/my_policy
+    python scripts/chat.py --model runs/my_policy --prompt "31424210="
+
+`--model` is a Hugging Face folder or name (`scripts/export.py` makes one from a checkpoint).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from lit_async_rl.embedded_engine import EmbeddedEngine
+from lit_async_rl.engine import GenerationRequest, SamplingParams
+from lit_async_rl.hf_models import load_policy, load_tokenizer
+
+
+def main() -> None:
+    """Reads prompts from the terminal until it ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder or name")
+    parser.add_argument("--prompt", help="answer this one and end")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--max_tokens", type=int, default=64)
+    parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("--chat_template", action="store_true", help="wrap the prompt as a user's turn")
+    args = parser.parse_args()
+    try:
+        sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        tokenizer, engine = load_tokenizer(args.model), EmbeddedEngine.from_module(load_policy(args.model))
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+
+    def answer(text: str) -> None:
+        if args.chat_template:
+            messages = [{"role": "user", "content": text}]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = tokenizer(text)["input_ids"]
+        request = GenerationRequest(id=0, prompt_ids=tuple(ids), num_samples=args.num_samples, sampling=sampling)
+        for completion in engine.run([request])[0]:
+            print(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+    if args.prompt is not None:
+        answer(args.prompt)
+        return
+    try:
+        while True:
+            answer(input("> "))
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+if __name__ == "__main__":
+    main()
