@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import slow_references as slow
+import slow_corrections as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import slow_batch_references as slow_batch
 import slow_references as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
+from loss_helpers import as_batch, assert_close, junk_at, make_inputs, run
 from torch import Tensor
 
 import lit_async_rl.losses as losses_package
-from lit_async_rl.importance import second_moment_excess
 from lit_async_rl.losses import (
     ASPO,
     BAPO,
@@ -38,14 +39,12 @@ from lit_async_rl.losses import (
     GSPOToken,
     KimiRegression,
     LossInputs,
-    LossOutput,
     M2POAdaptiveClip,
     MiniRL,
     PolicyLoss,
     PPOClip,
     Reinforce,
 )
-from lit_async_rl.losses.trust_region import water_level
 
 
 @dataclass(frozen=True)
@@ -77,78 +76,14 @@ CASES = [
     Case(DPPO(), slow.dppo),
     Case(IPO(), slow.ipo),
     Case(DPPOBinaryKL(), slow.dppo_binary_kl),
-    Case(M2PO(), slow.m2po),
-    Case(M2PO(budget=0.5), slow.m2po),
-    Case(M2POAdaptiveClip(), slow.m2po_adaptive_clip),
-    Case(M2POAdaptiveClip(budget=0.5), slow.m2po_adaptive_clip),
-    Case(BAPO(), slow.bapo),
-    Case(BAPOReleased(), slow.bapo_released),
+    Case(M2PO(), slow_batch.m2po),
+    Case(M2PO(budget=0.5), slow_batch.m2po),
+    Case(M2POAdaptiveClip(), slow_batch.m2po_adaptive_clip),
+    Case(M2POAdaptiveClip(budget=0.5), slow_batch.m2po_adaptive_clip),
+    Case(BAPO(), slow_batch.bapo),
+    Case(BAPOReleased(), slow_batch.bapo_released),
 ]
 every_loss = pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.loss))
-
-
-def make_inputs(seed: int, shape: tuple[int, int] = (4, 6), spread: float = 0.5) -> LossInputs:
-    """Random data in float64; `spread` is the standard deviation of log-ratios."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal() -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    anchor = -0.05 - torch.rand(shape, generator=generator, dtype=torch.float64) * 3
-    logprobs = (anchor + spread * normal()).clamp(max=-0.01)
-    advantages = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, normal())
-    return LossInputs(
-        logprobs=logprobs.requires_grad_(),
-        anchor_logprobs=anchor,
-        behavior_logprobs=anchor + 0.1 * normal(),
-        advantages=advantages,
-        loss_mask=torch.rand(shape, generator=generator) < 0.7,
-        staleness=torch.randint(0, 5, shape, generator=generator),
-        token_weights=torch.rand(shape, generator=generator, dtype=torch.float64),
-    )
-
-
-def run(loss: PolicyLoss, inputs: LossInputs) -> tuple[LossOutput, Tensor]:
-    """Output, and gradient of the token-weighted sum."""
-    logprobs = inputs.logprobs.detach().clone().requires_grad_()
-    output = loss(replace(inputs, logprobs=logprobs))
-    (inputs.token_weights * output.per_token).sum().backward()
-    assert logprobs.grad is not None
-    return output, logprobs.grad
-
-
-def as_batch(inputs: LossInputs) -> slow.Batch:
-    return slow.Batch(
-        logprobs=inputs.logprobs.tolist(),
-        anchor=inputs.anchor_logprobs.tolist(),
-        behavior=inputs.behavior_logprobs.tolist(),
-        advantages=inputs.advantages.tolist(),
-        cotangents=inputs.token_weights.tolist(),
-        mask=inputs.loss_mask.tolist(),
-    )
-
-
-def junk_at(inputs: LossInputs, where: Tensor, seed: int) -> LossInputs:
-    """The same with values that poison any arithmetic."""
-    generator = torch.Generator().manual_seed(seed)
-    poison = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30], dtype=torch.float64)
-
-    def spoil(values: Tensor) -> Tensor:
-        return torch.where(where, poison[torch.randint(0, 5, values.shape, generator=generator)], values)
-
-    return replace(
-        inputs,
-        logprobs=spoil(inputs.logprobs.detach()),
-        anchor_logprobs=spoil(inputs.anchor_logprobs),
-        behavior_logprobs=spoil(inputs.behavior_logprobs),
-        advantages=spoil(inputs.advantages),
-        staleness=torch.where(where, -(10**9), inputs.staleness),
-    )
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    expected = torch.as_tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 7))
@@ -313,120 +248,3 @@ def test_every_loss_is_named_and_built_by_yaml(loss_class: type[PolicyLoss]) -> 
 def test_a_setting_out_of_range_is_refused_by_name(make: Callable[[], PolicyLoss], setting: str) -> None:
     with pytest.raises(ValueError, match=setting):
         make()
-
-
-# -- identities -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        PPOClip(clip_low=math.inf, clip_high=math.inf),
-        PPOClip(clip_low=math.inf, clip_high=math.inf, dual_clip=math.inf),
-        MiniRL(clip_low=math.inf, clip_high=math.inf),
-        OPSM(delta=math.inf, clip_low=math.inf, clip_high=math.inf),
-        CISPO(clip_high=math.inf),
-        DPPO(max_increase=math.inf, max_decrease=math.inf, kl_coefficient=0.0),
-        IPO(threshold=math.inf, kl_coefficient=0.0),
-        DPPOBinaryKL(threshold=math.inf, cap=math.inf),
-        M2PO(budget=math.inf),
-        M2POAdaptiveClip(budget=math.inf),
-    ],
-    ids=str,
-)
-def test_infinite_bounds_undo_clipping(loss: PolicyLoss) -> None:
-    inputs = make_inputs(7, spread=2.0)
-    output, grad = run(loss, inputs)
-    expected = -inputs.token_weights * inputs.ratio.detach() * inputs.advantages
-    assert_close(grad, torch.where(inputs.loss_mask, expected, 0.0))
-    assert not output.clipped.any()
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=spreads)
-def test_topr_leaves_positive_completions_untouched(seed: int, spread: float) -> None:
-    inputs = make_inputs(seed, spread=spread)
-    (topr, topr_grad), (plain, plain_grad) = run(TOPR(), inputs), run(Reinforce(), inputs)
-    positive = inputs.advantages > 0
-    assert torch.equal(topr.per_token[positive], plain.per_token[positive])
-    assert torch.equal(topr_grad[positive], plain_grad[positive])
-    assert not topr.clipped[positive].any()
-    assert (topr_grad[~positive].abs() <= plain_grad[~positive].abs() + 1e-12).all()
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=spreads)
-def test_mini_rl_has_the_gradient_of_ppo_clip(seed: int, spread: float) -> None:
-    inputs = make_inputs(seed, spread=spread)
-    assert_close(run(MiniRL(), inputs)[1], run(PPOClip(clip_low=0.2, clip_high=0.27), inputs)[1])
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=spreads)
-def test_gspo_and_its_token_form_agree_when_a_completion_has_one_advantage_and_weight(seed: int, spread: float) -> None:
-    inputs = make_inputs(seed, spread=spread)
-    inputs = replace(
-        inputs,
-        advantages=inputs.advantages[:, :1].expand(4, 6),
-        token_weights=inputs.token_weights[:, :1].expand(4, 6),
-    )
-    assert_close(run(GSPO(0.1, 0.1), inputs)[1], run(GSPOToken(0.1, 0.1), inputs)[1])
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    values=st.lists(st.floats(0, 4).map(lambda x: round(x, 1)), max_size=12),  # rounded: ties happen
-    budget=st.floats(0, 2),
-    data=st.data(),
-)
-def test_m2po_in_one_sort_drops_exactly_what_the_greedy_loop_drops(values: list, budget: float, data: Any) -> None:
-    eligible = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
-    dropped = second_moment_excess(
-        torch.tensor(values, dtype=torch.float64), torch.tensor(eligible, dtype=torch.bool), budget
-    )
-    places = [n for n, counts in enumerate(eligible) if counts]
-    greedy = {places[n] for n in slow.greedy_second_moment([values[n] for n in places], budget)}
-    assert set(dropped.nonzero().flatten().tolist()) == greedy
-
-
-@settings(max_examples=100, deadline=None)
-@given(values=st.lists(st.floats(0, 9), max_size=12), budget=st.floats(0.01, 5))
-def test_water_level_caps_the_mean_at_the_budget(values: list[float], budget: float) -> None:
-    level = water_level(torch.tensor(values, dtype=torch.float64), budget)
-    assert level == pytest.approx(slow.water_level(values, budget), rel=1e-6)
-    if level < math.inf:
-        assert sum(min(value, level) for value in values) / len(values) == pytest.approx(budget)
-
-
-@pytest.mark.parametrize(("loss", "bounds"), [(BAPO(), (0.9, 3.0)), (BAPOReleased(), (0.95, 2.0))])
-def test_bapo_opens_fully_for_bad_completions_alone_and_stays_for_good_ones(loss: Any, bounds: tuple) -> None:
-    inputs = make_inputs(8).cleaned()
-    bad, good = (replace(inputs, advantages=sign * inputs.advantages.abs()) for sign in (-1, 1))
-    assert loss.bounds(bad) == pytest.approx(bounds)
-    assert loss.bounds(good) == (loss.low_start, loss.high_start)
-
-
-def _bounds_of_rank(rank: int, port: int, results: Any) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
-    inputs = make_inputs(9, shape=(8, 6)).cleaned()
-    # the second rank has the larger part, and each would choose other bounds by itself
-    part = slice(0, 3) if rank == 0 else slice(3, 8)
-    inputs = LossInputs(**{name: value.detach()[part] for name, value in vars(inputs).items()})
-    results[rank] = (BAPO(target_share=0.9).bounds(inputs), BAPOReleased(target_ratio=0.9).bounds(inputs))
-    torch.distributed.destroy_process_group()
-
-
-def test_bapo_bounds_over_two_ranks_are_those_of_one_process() -> None:
-    results = torch.multiprocessing.Manager().dict()
-    torch.multiprocessing.spawn(_bounds_of_rank, (free_port(), results), nprocs=2)
-    inputs = make_inputs(9, shape=(8, 6)).cleaned()
-    single = (BAPO(target_share=0.9).bounds(inputs), BAPOReleased(target_ratio=0.9).bounds(inputs))
-    assert results[0] == results[1] == single
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,0 +1,77 @@
+"""Random inputs of losses, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import slow_references as slow
+import torch
+from torch import Tensor
+
+from lit_async_rl.losses import LossInputs, LossOutput, PolicyLoss
+
+
+def make_inputs(seed: int, shape: tuple[int, int] = (4, 6), spread: float = 0.5) -> LossInputs:
+    """Random data in float64; `spread` is the standard deviation of log-ratios."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    anchor = -0.05 - torch.rand(shape, generator=generator, dtype=torch.float64) * 3
+    logprobs = (anchor + spread * normal()).clamp(max=-0.01)
+    advantages = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, normal())
+    return LossInputs(
+        logprobs=logprobs.requires_grad_(),
+        anchor_logprobs=anchor,
+        behavior_logprobs=anchor + 0.1 * normal(),
+        advantages=advantages,
+        loss_mask=torch.rand(shape, generator=generator) < 0.7,
+        staleness=torch.randint(0, 5, shape, generator=generator),
+        token_weights=torch.rand(shape, generator=generator, dtype=torch.float64),
+    )
+
+
+def run(loss: PolicyLoss, inputs: LossInputs) -> tuple[LossOutput, Tensor]:
+    """Output, and gradient of the token-weighted sum."""
+    logprobs = inputs.logprobs.detach().clone().requires_grad_()
+    output = loss(replace(inputs, logprobs=logprobs))
+    (inputs.token_weights * output.per_token).sum().backward()
+    assert logprobs.grad is not None
+    return output, logprobs.grad
+
+
+def as_batch(inputs: LossInputs) -> slow.Batch:
+    return slow.Batch(
+        logprobs=inputs.logprobs.tolist(),
+        anchor=inputs.anchor_logprobs.tolist(),
+        behavior=inputs.behavior_logprobs.tolist(),
+        advantages=inputs.advantages.tolist(),
+        cotangents=inputs.token_weights.tolist(),
+        mask=inputs.loss_mask.tolist(),
+    )
+
+
+def junk_at(inputs: LossInputs, where: Tensor, seed: int) -> LossInputs:
+    """The same with values that poison any arithmetic."""
+    generator = torch.Generator().manual_seed(seed)
+    poison = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30], dtype=torch.float64)
+
+    def spoil(values: Tensor) -> Tensor:
+        return torch.where(where, poison[torch.randint(0, 5, values.shape, generator=generator)], values)
+
+    return replace(
+        inputs,
+        logprobs=spoil(inputs.logprobs.detach()),
+        anchor_logprobs=spoil(inputs.anchor_logprobs),
+        behavior_logprobs=spoil(inputs.behavior_logprobs),
+        advantages=spoil(inputs.advantages),
+        staleness=torch.where(where, -(10**9), inputs.staleness),
+    )
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
