@@ -4,7 +4,7 @@
 
 The demonstrations have two faults: with probability `--reversed` the answer is written backwards, and each character is
 replaced by a random digit with probability `--noise`. So a policy that imitates them perfectly is right about as often
-as they are, (1 - 0.4) * (1 - 0.9 * 0.055)^8 = 40 % of the time (a random digit may be the right one). What is
+as they are, (1 - 0.5) * (1 - 0.9 * 0.03)^8 = 40 % of the time (a random digit may be the right one). What is
 left to do for reinforcement learning is what it does for language models: find out, from a verifier alone, which of the
 things that the policy does are right. Deterministic for a given seed, torch version and processor.
 """
@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument("--num_digits", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--noise", type=float, default=0.055, help="share of answer characters that are replaced")
-    parser.add_argument("--reversed", type=float, default=0.4, help="share of answers that are written backwards")
+    parser.add_argument("--noise", type=float, default=0.03, help="share of answer characters that are replaced")
+    parser.add_argument("--reversed", type=float, default=0.5, help="share of answers that are written backwards")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
