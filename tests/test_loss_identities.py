@@ -12,7 +12,8 @@ import slow_batch_references as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_helpers import assert_close, make_inputs, run
+from loss_helpers import as_batch, assert_close, make_inputs, run
+from test_losses import CASES, Case
 
 from lit_async_rl.importance import second_moment_excess
 from lit_async_rl.losses import (
@@ -27,14 +28,16 @@ from lit_async_rl.losses import (
     BAPOReleased,
     DPPOBinaryKL,
     GSPOToken,
+    KimiRegression,
     LossInputs,
+    LossOutput,
     M2POAdaptiveClip,
     MiniRL,
     PolicyLoss,
     PPOClip,
     Reinforce,
 )
-from lit_async_rl.losses.trust_region import water_level
+from lit_async_rl.losses.trust_region import binary_kl, water_level
 
 spreads = st.sampled_from([0.001, 0.1, 0.5, 2.0])
 
@@ -119,6 +122,16 @@ def test_water_level_caps_the_mean_at_the_budget(values: list[float], budget: fl
         assert sum(min(value, level) for value in values) / len(values) == pytest.approx(budget)
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), target=st.floats(0.1, 1.5))
+def test_bapo_bounds_are_those_of_the_loop_that_computes_every_sum_anew(seed: int, target: float) -> None:
+    inputs = make_inputs(seed, spread=1.0)
+    inputs = replace(inputs, behavior_logprobs=3 * inputs.behavior_logprobs)  # so that mu matters
+    paper, released = BAPO(target_share=target), BAPOReleased(target_ratio=target)
+    assert paper.bounds(inputs.cleaned()) == pytest.approx(slow.bapo_bounds(as_batch(inputs), paper))
+    assert released.bounds(inputs.cleaned()) == pytest.approx(slow.bapo_released_bounds(as_batch(inputs), released))
+
+
 @pytest.mark.parametrize(("loss", "bounds"), [(BAPO(), (0.9, 3.0)), (BAPOReleased(), (0.95, 2.0))])
 def test_bapo_opens_fully_for_bad_completions_alone_and_stays_for_good_ones(loss: Any, bounds: tuple) -> None:
     inputs = make_inputs(8).cleaned()
@@ -149,3 +162,39 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_binary_kl_is_that_of_two_coins_and_finite_for_certain_tokens() -> None:
+    p, q = torch.tensor([0.3, 0.9, 1.0, 1.0, 0.5]), torch.tensor([0.6, 0.9, 1.0, 0.5, 1.0])
+    exact = torch.distributions.kl_divergence(
+        torch.distributions.Bernoulli(p[:4]), torch.distributions.Bernoulli(q[:4])
+    )
+    divergence = binary_kl(p.log(), q.log())
+    torch.testing.assert_close(divergence[:4], exact, rtol=1e-4, atol=1e-6)
+    assert divergence.isfinite().all()
+
+
+class _Careless(PolicyLoss):
+    """What a newcomer may write: its value depends on nothing that is 0 at masked tokens."""
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        return LossOutput(per_token=1 + inputs.logprobs, clipped=torch.ones_like(inputs.loss_mask))
+
+
+def test_a_loss_that_forgets_the_mask_is_masked_all_the_same() -> None:
+    inputs = make_inputs(10)
+    output, grad = run(_Careless(), inputs)
+    for values in (output.per_token, grad, output.clipped):
+        assert (values[~inputs.loss_mask] == 0).all()
+        assert (values[inputs.loss_mask] != 0).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.loss))
+def test_zero_advantages_move_nothing_but_a_pull_to_the_anchor(case: Case) -> None:
+    inputs = make_inputs(6)
+    inputs = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
+    _, grad = run(case.loss, inputs)
+    if isinstance(case.loss, DPPO | IPO | KimiRegression):  # these have one; it points back
+        assert (grad * inputs.log_ratio.detach() >= 0).all()
+    else:
+        assert (grad == 0).all()

@@ -102,7 +102,7 @@ class MiniRL(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-M sg(r) A log pi."""
-        ratio = inputs.ratio.detach()
+        ratio = inputs.ratio
         cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
         return LossOutput(per_token=surrogate(torch.where(cut, 0.0, ratio), inputs), clipped=cut)
 

@@ -54,7 +54,7 @@ class CISPO(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(clip(r)) A log pi."""
-        ratio = inputs.ratio.detach()
+        ratio = inputs.ratio
         weights = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return LossOutput(per_token=surrogate(weights, inputs), clipped=weights != ratio)
 

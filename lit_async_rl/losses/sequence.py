@@ -100,7 +100,7 @@ class TOPR(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(clip(w)) A log pi."""
-        ratio = safe_exp(inputs.sequence_log_ratio.detach()).expand_as(inputs.logprobs)
+        ratio = safe_exp(inputs.sequence_log_ratio).expand_as(inputs.logprobs)
         weights = torch.where(
             inputs.advantages > 0,
             ratio.clamp(self.positive_low, self.positive_high),
@@ -142,7 +142,7 @@ class VESPO(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(phi(W)) A log pi."""
-        log_w = inputs.sequence_log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_w = inputs.sequence_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         positive = self.c1_positive * log_w + self.c2_positive * (1 - log_w.exp())
         negative = self.c1_negative * log_w + self.c2_negative * (1 - log_w.exp())
         weights = torch.where(inputs.advantages >= 0, positive, negative).exp()

@@ -114,7 +114,7 @@ class DPPOBinaryKL(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-keep sg(min(r, cap)) A log pi."""
-        ratio = inputs.ratio.detach()
+        ratio = inputs.ratio
         divergence = binary_kl(inputs.anchor_logprobs, inputs.logprobs.detach())
         away = ((inputs.advantages > 0) & (ratio > 1)) | ((inputs.advantages < 0) & (ratio < 1))
         dropped = away & (divergence > self.threshold)
