@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_policy(
-    model: str, dtype: str = "float32", attn_implementation: str | None = None, random_init: bool = False
+    model: str,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    random_init: bool = False,
+    device: str = "cpu",
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode and without dropout: a log-probability must not depend on chance.
 
@@ -20,6 +26,7 @@ def load_policy(
         dtype: name of a torch dtype.
         attn_implementation: as in transformers; None is its default.
         random_init: only the architecture is taken from `model`.
+        device: `auto` is the first accelerator, or the CPU.
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
@@ -39,7 +46,9 @@ def load_policy(
     else:
         lm = _load(AutoModelForCausalLM, model, **kwargs)
     _remove_dropout(lm)
-    return lm.eval()
+    module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
+    module.to(_first_device() if device == "auto" else torch.device(device))
+    return lm
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -59,7 +68,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
     """
     if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"model.model={model!r}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary only {vocab_size}"
+            f"model.model={model!r}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary only "
+            f"{vocab_size}"
         )
 
 
@@ -79,6 +89,52 @@ def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
+def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of `weights`, on the devices and in the dtypes of the parameters of `lm`, which stay as they are.
+
+    Each tensor is copied before the next is asked for, because gathered shards live no longer; the iterable is always
+    read to its end, because other ranks take part in it.
+
+    Raises:
+        ValueError: names or shapes are not those of `lm`. Only a tied parameter's second name may be missing.
+    """
+    own, known = dict(lm.named_parameters()), lm.state_dict().keys()
+    received: dict[str, Tensor] = {}
+    problem = ""
+    for name, tensor in weights:
+        if name not in known:
+            problem = problem or f"the engine's model has no weight {name!r}: policy and engine differ"
+        elif name in own and tensor.shape != own[name].shape:
+            problem = problem or (
+                f"weight {name!r} has shape {tuple(tensor.shape)} in the policy and {tuple(own[name].shape)} in the "
+                "engine"
+            )
+        elif name in own:
+            like = own[name]
+            received[name] = tensor.detach().to(like.device, like.dtype, copy=True)
+    missing = own.keys() - received.keys()
+    if problem or missing:
+        raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")
+    return received
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Every submodule in evaluation mode; afterwards each is in the mode it had."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _first_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator if accelerator is not None and torch.accelerator.is_available() else torch.device("cpu")
+
+
 def _load(loader: Any, model: str, **kwargs: Any) -> Any:
     is_folder = Path(model).is_dir()
     if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
@@ -95,4 +151,4 @@ def _remove_dropout(lm: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (typed as a submodule otherwise)

@@ -11,13 +11,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowParams:
-    """`SamplingParams` of each row, as tensors; `truncates` says whether any row has top-k, top-p or min-p."""
+    """`SamplingParams` of each row, as tensors.
+
+    Attributes:
+        truncates: False promises that no row has top-k, top-p or min-p, which saves sorting.
+        greedy: False promises that every temperature is positive.
+    """
 
     temperature: Float[Tensor, " n"]
     top_p: Float[Tensor, " n"]
     top_k: Int[Tensor, " n"]
     min_p: Float[Tensor, " n"]
-    truncates: bool
+    truncates: bool = True
+    greedy: bool = True
 
 
 def processed_logprobs(logits: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "n V"]:
@@ -25,7 +31,9 @@ def processed_logprobs(logits: Float[Tensor, "n V"], params: RowParams) -> Float
 
     Greedy rows (temperature 0) get those of temperature 1.
     """
-    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
+    temperature = params.temperature
+    if params.greedy:
+        temperature = torch.where(temperature > 0, temperature, 1.0)
     log_p = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
     return _truncate(log_p, params) if params.truncates else log_p
 
@@ -49,9 +57,13 @@ def draw(
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
     """One token for each row, and its log-probability.
 
-    Exponential race: the smallest of independent Exponential(p_v) times falls on v with probability p_v.
+    Inverse of the cumulative distribution: one random number for each row, not one for each token of the vocabulary.
+    In double precision, because neither the sum over a large vocabulary nor a float32 random number (24 bits) would
+    give unlikely tokens their probability. A token of probability 0 adds nothing to the sum and is never found.
     """
-    times = torch.empty_like(log_p).exponential_(generator=generator)
-    tokens = (log_p - times.log()).argmax(-1)
-    tokens = torch.where(params.temperature > 0, tokens, log_p.argmax(-1))
+    cdf = log_p.double().exp_().cumsum(-1)
+    uniform = torch.rand(len(log_p), 1, dtype=torch.float64, device=log_p.device, generator=generator)
+    tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0]  # rounding keeps u * total < total
+    if params.greedy:
+        tokens = torch.where(params.temperature > 0, tokens, log_p.argmax(-1))
     return tokens, log_p.gather(-1, tokens[:, None])[:, 0]

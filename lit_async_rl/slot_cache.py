@@ -27,6 +27,7 @@ class SlotCache:
         self._keys: list[Tensor] = []  # per layer [S, Hk, M, D]
         self._values: list[Tensor] = []
         self._prefill: list[tuple[Tensor, Tensor]] | None = None
+        self._all_rows = torch.empty(0, dtype=torch.long)
         self._rows = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, dtype=torch.long)
         self._view = 0
@@ -55,7 +56,7 @@ class SlotCache:
         self._prefill = []
 
     def end_prefill(self, source: Tensor, first_slot: int, max_len: int) -> None:
-        """Copies row `source[j]` of the prefill to slot `first_slot + j`, for each j, with room for `max_len` positions."""
+        """Copies row `source[j]` of the prefill to slot `first_slot + j`, with room for `max_len` positions."""
         assert self._prefill is not None
         fresh, self._prefill = self._prefill, None
         self._reserve(fresh, max_len)
@@ -65,9 +66,9 @@ class SlotCache:
             self._values[layer][slots, :, : value.shape[2]] = value[source]
 
     def begin_decode(self, positions: Tensor, view: int) -> None:
-        """The next forward adds one token to each active row, at `positions`; attention sees the first `view` positions."""
+        """The next forward adds one token to each active row, at `positions`; attention sees the first `view`."""
         self._positions, self._view = positions, view
-        self._rows = torch.arange(len(positions), device=positions.device)
+        self._rows = self._all_rows[: len(positions)]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of one slot to another."""
@@ -78,6 +79,7 @@ class SlotCache:
     def _reserve(self, fresh: list[tuple[Tensor, Tensor]], max_len: int) -> None:
         if max_len <= self.max_len:
             return
+        self._all_rows = torch.arange(self.num_slots, device=fresh[0][0].device)
         for layer, pair in enumerate(fresh):
             for buffers, like in zip((self._keys, self._values), pair, strict=True):
                 grown = like.new_zeros(self.num_slots, like.shape[1], max_len, like.shape[3])

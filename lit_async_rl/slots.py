@@ -7,27 +7,20 @@ looked at one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engine import Completion, GenerationRequest
+from lit_async_rl.engine import Completion
+from lit_async_rl.llama_forward import LlamaForward
 from lit_async_rl.network import CausalPolicy
+from lit_async_rl.request_queue import Pending
 from lit_async_rl.sampling import RowParams, draw, processed_logprobs
 from lit_async_rl.slot_cache import SlotCache
 
 NO_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Samples `first_sample ... first_sample + num_samples - 1` of a request."""
-
-    request: GenerationRequest
-    first_sample: int
-    num_samples: int
 
 
 class Slots:
@@ -41,14 +34,20 @@ class Slots:
     """
 
     def __init__(self, lm: PreTrainedModel, num_slots: int, eos_token_ids: Sequence[int], seed: int) -> None:
+        if lm.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"the embedded engine needs the attention implementation sdpa or eager, whose masks it can give; the "
+                f"model has {lm.config._attn_implementation!r}"
+            )
         self.lm = lm
         self._policy = CausalPolicy(lm)
+        self._llama = LlamaForward(lm) if LlamaForward.supports(lm) else None
         self._eos_token_ids = tuple(eos_token_ids)
         self._cache = SlotCache(num_slots)
         self._owners: list[tuple[int, int]] = []  # (request id, sample index) of each active row
         self.device = next(lm.parameters()).device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
-        rows = {"device": self.device, "dtype": torch.long}
+        rows: dict[str, Any] = {"device": self.device, "dtype": torch.long}
         self._position = torch.zeros(num_slots, **rows)  # of the last token, which has no keys and values yet
         self._last = torch.zeros(num_slots, **rows)
         self._count = torch.zeros(num_slots, **rows)  # completion tokens so far
@@ -61,8 +60,14 @@ class Slots:
         self._top_p = torch.ones(num_slots, device=self.device)
         self._top_k = torch.zeros(num_slots, **rows)
         self._min_p = torch.zeros(num_slots, device=self.device)
-        self._truncates = False
+        self._truncates = self._greedy = False
         self._longest = 0  # upper bound on the position of any active row, known without asking the device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model can read are smaller than this."""
+        embeddings: Any = self.lm.get_input_embeddings()
+        return embeddings.weight.shape[0]
 
     @property
     def num_active(self) -> int:
@@ -106,11 +111,14 @@ class Slots:
         return self._commit(self._policy.logits(hidden[:, 0]), slice(0, n), version)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
+        position_ids = position_ids.expand(len(input_ids), -1)
+        if self._llama is not None:
+            return self._llama(input_ids, position_ids, mask, self._cache)
         if self.lm.config._attn_implementation == "eager":  # adds its mask to the scores
             mask = torch.zeros(mask.shape, device=self.device, dtype=self.lm.dtype).masked_fill(~mask, -torch.inf)
         output = self.lm.base_model(
             input_ids=input_ids,
-            position_ids=position_ids.expand(len(input_ids), -1),
+            position_ids=position_ids,
             attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
@@ -120,7 +128,8 @@ class Slots:
     def _commit(self, logits: Tensor, rows: slice, version: int) -> list[Completion]:
         """Draws a token for each of `rows`, notes it, and closes the rows that are finished."""
         params = RowParams(
-            self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows], self._truncates
+            *(self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows]),
+            *(self._truncates, self._greedy),
         )
         log_p = processed_logprobs(logits, params)
         tokens, logprobs = draw(log_p, params, self.generator)
@@ -156,6 +165,7 @@ class Slots:
         self._temperature[rows], self._top_p[rows] = sampling.temperature, sampling.top_p
         self._top_k[rows], self._min_p[rows] = sampling.top_k, sampling.min_p
         self._truncates |= sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        self._greedy |= sampling.temperature == 0
         stops = self._eos_token_ids + sampling.stop_token_ids
         if len(stops) > self._stops.shape[1]:
             self._stops = _widen(self._stops, len(stops), NO_TOKEN)
@@ -195,6 +205,7 @@ class Slots:
         self._owners.pop()
         self._longest = int(self._position[: self.num_active].max()) if self._owners else 0
         self._truncates &= bool(self._owners)
+        self._greedy &= bool(self._owners)
 
     def drop(self, request_ids: set[int]) -> None:
         """Closes all rows of these requests."""

@@ -1,0 +1,72 @@
+"""A lock that a busy loop cannot keep from others, and a counter that others wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PriorityLock:
+    """A loop takes it `patient`ly again and again, others `urgent`ly in between: whoever waits urgently comes next.
+
+    A plain lock would not do: the loop that has just released it takes it again before a waiting thread wakes up.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._next, self._patient = threading.Lock(), threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def urgent(self) -> Iterator[None]:
+        """Holds the lock; waits for at most one turn of the loop."""
+        with self._next:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Holds the lock for one turn of a loop."""
+        with self._patient, self.urgent():  # of several loops only one competes with those in a hurry
+            yield
+
+
+class Room:
+    """Counts what waits to be used, and lets nobody add to it while it is full. An error or `close` lets everybody go.
+
+    Args:
+        size: most that may wait.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._num_inside = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns when there is room; False if there was none in time.
+
+        Raises:
+            RuntimeError: `close` was called with an error, which is the cause.
+        """
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._num_inside < self.size or self._closed, timeout_s)
+            if self._error is not None:
+                raise RuntimeError(f"the embedded engine broke: {self._error}") from self._error
+            return in_time
+
+    def add(self, number: int) -> None:
+        """Something was added (1) or used (-1)."""
+        with self._changed:
+            self._num_inside += number
+            self._changed.notify_all()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """From now on nobody waits."""
+        with self._changed:
+            self._closed, self._error = True, self._error or error
+            self._changed.notify_all()
