@@ -36,7 +36,7 @@ class Regression(pl.LightningModule):
     def __init__(self, make_optimizer: Callable[..., Any] | None = None, make_scheduler: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.net = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 1))
         self.make_optimizer = make_optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1))
         self.make_scheduler = make_scheduler
         self.stabilizer_signals: dict[str, Any] = {}
