@@ -3,6 +3,7 @@
 from lit_async_rl.callbacks.ess_learning_rate import ESSLearningRate
 from lit_async_rl.callbacks.gradient_alignment_control import GradientAlignmentControl
 from lit_async_rl.callbacks.gradient_clipping import GradientClipping
+from lit_async_rl.callbacks.gradient_monitor import GradientMonitor
 from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
 from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
 from lit_async_rl.callbacks.run_summary import RunSummary
@@ -15,6 +16,7 @@ __all__ = [
     "ESSLearningRate",
     "GradientAlignmentControl",
     "GradientClipping",
+    "GradientMonitor",
     "ImportanceMonitor",
     "RolloutMonitor",
     "RunSummary",

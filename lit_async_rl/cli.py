@@ -23,6 +23,7 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.callbacks import (
+    GradientMonitor,
     ImportanceMonitor,
     RolloutMonitor,
     RunSummary,
@@ -60,7 +61,7 @@ class AsyncRLCLI(LightningCLI):
             trainer_defaults={
                 "callbacks": [
                     *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
-                    *(SampleLogger(), self.summary),
+                    *(GradientMonitor(), SampleLogger(), self.summary),
                 ]
             },
         )
