@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lit_async_rl.callbacks.staleness_monitor import StalenessMonitor
 from lit_async_rl.data import RolloutDataModule
-from lit_async_rl.producer import ProducerStats
+from lit_async_rl.stats import ProducerStats
 
 
 class RunSummary(pl.Callback):

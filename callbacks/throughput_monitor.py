@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.step_monitor import StepMonitor
 from lit_async_rl.data import RolloutDataModule
-from lit_async_rl.producer import ProducerStats
+from lit_async_rl.stats import ProducerStats
 from lit_async_rl.types import RolloutBatch
 
 

@@ -52,7 +52,7 @@ class AsyncRLCLI(LightningCLI):
         super().__init__(
             PolicyModule,
             RolloutDataModule,
-            args=args,
+            args=None if args is None else list(args),
             run=False,
             auto_configure_optimizers=False,
             seed_everything_default=0,

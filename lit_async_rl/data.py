@@ -6,7 +6,7 @@ notices SIGTERM and dead threads). Nothing here waits for the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -16,15 +16,16 @@ from lit_async_rl.admission import Admission
 from lit_async_rl.advantages import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.aggregation import Aggregation, TokenMean
 from lit_async_rl.batching import collate_step
+from lit_async_rl.compatibility import check_step_compatibility
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
+from lit_async_rl.feeds import PromptFeed, StepFeed
 from lit_async_rl.hf_models import load_tokenizer
-from lit_async_rl.producer import Producer, ProducerStats
+from lit_async_rl.producer import Producer
 from lit_async_rl.prompts import PromptSource, PromptStream
 from lit_async_rl.scoring import Reward, Scorer
+from lit_async_rl.stats import ProducerStats
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup
-
-ENDLESS = 10**9  # a feed must have a length: without one Lightning fetches a batch ahead, which breaks the bound
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -113,6 +114,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
         self.sampling, self.val_sampling = sampling, val_sampling or sampling
         self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
+        check_step_compatibility(self.advantage, self.aggregation)
         self.use_chat_template = use_chat_template
         self.num_val_samples, self.val_batch_size = num_val_samples, val_batch_size
         self.success_reward = success_reward
@@ -144,7 +146,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
@@ -199,11 +201,11 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
         """Micro-batches; a plain sized iterable, because there is nothing for workers, samplers or collation to do."""
-        return _Feed(self)
+        return StepFeed(self)
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        return _PromptFeed(self.val_prompts, self.val_batch_size) if self.val_prompts is not None else []
+        return PromptFeed(self.val_prompts, self.val_batch_size) if self.val_prompts is not None else []
 
     def next_step(self) -> list[RolloutBatch] | None:
         """All micro-batches of the next optimizer step; None when the run is asked to stop."""
@@ -251,45 +253,3 @@ class RolloutDataModule(pl.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Called by Lightning when a run breaks (teardown is not)."""
         self.stop()
-
-
-class _Feed:
-    """Sized, so that Lightning fetches nothing ahead."""
-
-    def __init__(self, data: RolloutDataModule) -> None:
-        self._data = data
-        self._micro_batches: list[RolloutBatch] = []
-
-    def __len__(self) -> int:
-        trainer = self._data.trainer
-        assert trainer is not None
-        steps_left = trainer.max_steps - trainer.global_step
-        return steps_left * self._data.micro_batches_per_step if trainer.max_steps > 0 else ENDLESS
-
-    def __iter__(self) -> Iterator[RolloutBatch]:
-        return self
-
-    def __next__(self) -> RolloutBatch:
-        if not self._micro_batches:
-            step = self._data.next_step()
-            if step is None:
-                assert self._data.trainer is not None
-                self._data.trainer.should_stop = True
-                raise StopIteration
-            self._micro_batches = step
-        return self._micro_batches.pop(0)
-
-
-class _PromptFeed:
-    """Held-out prompts in their own order."""
-
-    def __init__(self, source: PromptSource, batch_size: int) -> None:
-        self._source, self._batch_size = source, batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self._source) // self._batch_size)
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        for begin in range(0, len(self._source), self._batch_size):
-            end = min(begin + self._batch_size, len(self._source))
-            yield PromptBatch([self._source[n] for n in range(begin, end)])

@@ -109,7 +109,7 @@ class PolicyModule(pl.LightningModule):
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.kl_coefficient, self.entropy_coefficient = kl_coefficient, entropy_coefficient
-        load = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
+        load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         lm = load_policy(model, **load)
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -6,6 +6,7 @@ B rows, T positions, N = tokens that train, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,7 +42,9 @@ class CausalPolicy(nn.Module):
     @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model, without the PEFT wrapper."""
-        lm = self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
+        lm: Any = self.lm
+        if hasattr(lm, "peft_config"):
+            lm = lm.get_base_model()
         assert isinstance(lm, PreTrainedModel)
         return lm
 

@@ -24,6 +24,7 @@ from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, Sa
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.prompts import PromptStream
 from lit_async_rl.scoring import Scorer
+from lit_async_rl.stats import ProducerStats
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
@@ -38,32 +39,6 @@ class _Unfinished:
     version: int
     began: float
     completions: dict[int, Completion] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProducerStats:
-    """Totals since the start.
-
-    Attributes:
-        wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
-        engine_busy_s: seconds the engine generated; `num_tokens`: tokens it generated.
-        num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
-    """
-
-    wait_s: float
-    run_s: float
-    engine_busy_s: float
-    num_tokens: int
-    num_finished: int
-    num_queued: int
-    num_unfinished: int
-
-    @classmethod
-    def zero(cls) -> ProducerStats:
-        """Before anything happened."""
-        return cls(
-            wait_s=0.0, run_s=0.0, engine_busy_s=0.0, num_tokens=0, num_finished=0, num_queued=0, num_unfinished=0
-        )
 
 
 class Producer:

@@ -6,17 +6,20 @@ Every rank must iterate to the end, in the same order: gathering a shard is a co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from lit_async_rl.network import CausalPolicy
+
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 
 
 @torch.no_grad()
-def stream_weights(policy: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter, tied ones once, LoRA merged into its base.
 
     Args:
@@ -27,7 +30,9 @@ def stream_weights(policy: nn.Module, root: nn.Module | None = None) -> Iterator
         yield from _stream_fsdp1(root)
         return
     causal_lm = policy.causal_lm
-    lora = {name: module for name, module in causal_lm.named_modules() if hasattr(module, "get_delta_weight")}
+    lora: dict[str, Any] = {
+        name: module for name, module in causal_lm.named_modules() if hasattr(module, "get_delta_weight")
+    }
     for name, parameter in causal_lm.named_parameters():
         name = _clean(name)
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
