@@ -1,5 +1,7 @@
 """Callbacks: weight synchronisation, stabilizers that change the step, monitors that change nothing."""
 
+from lit_async_rl.callbacks.adaptive_staleness import AdaptiveStaleness
+from lit_async_rl.callbacks.collapse_alarm import CollapseAlarm
 from lit_async_rl.callbacks.ess_learning_rate import ESSLearningRate
 from lit_async_rl.callbacks.gradient_alignment_control import GradientAlignmentControl
 from lit_async_rl.callbacks.gradient_clipping import GradientClipping
@@ -13,6 +15,8 @@ from lit_async_rl.callbacks.throughput_monitor import ThroughputMonitor
 from lit_async_rl.callbacks.weight_sync import WeightSync
 
 __all__ = [
+    "AdaptiveStaleness",
+    "CollapseAlarm",
     "ESSLearningRate",
     "GradientAlignmentControl",
     "GradientClipping",

@@ -204,7 +204,7 @@ class GradientAlignmentControl(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Checks the choice of optimizer and forgets references of an earlier run."""
         check_choice(trainer, pl_module, self.optimizer, "GradientAlignmentControl")
-        self._references = {}
+        self._references, self._spaces = {}, GradSpaces(self._spaces.per_parameter_group)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

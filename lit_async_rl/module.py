@@ -177,6 +177,10 @@ class PolicyModule(pl.LightningModule):
         """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
+    def mark_updated(self) -> None:
+        """Says that weights were changed by other means than the optimizer (a rollback): they will be published."""
+        self._updated = True
+
     def take_updated(self) -> bool:
         """Whether the weights have changed since the last call."""
         updated, self._updated = self._updated, False

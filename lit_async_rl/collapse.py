@@ -1,0 +1,152 @@
+"""When a run counts as collapsing, as a pure function of what each step shows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepHealth:
+    """What one step shows; None where nothing was measured."""
+
+    ess_ratio: float | None = None
+    kl: float | None = None
+    grad_norm: float | None = None
+    cosine: float | None = None
+    entropy: float | None = None
+    reward: float | None = None
+
+
+class CollapseWatch:
+    """Counts, for each limit, how many steps in a row broke it.
+
+    No method has published numbers for such limits; what is known is the order of events: ESS falls, KL grows, the
+    gradient's norm jumps and then vanishes, the reward drops (VCPO, arXiv:2602.17616). Limits of None are not watched.
+
+    Args:
+        min_ess_ratio: smallest effective sample size, as a share of the step's completions.
+        max_kl: largest mean KL(mu || pi) per token (k3).
+        max_grad_norm_factor: largest gradient norm, in medians of the last `window` healthy steps.
+        max_cosine: largest cosine of consecutive gradients.
+        min_entropy: smallest mean entropy per token.
+        max_reward_drop: largest fall of the mean reward of `window` steps below its best so far, in rewards.
+        patience: steps in a row that must break a limit.
+        window: steps that medians and means are taken over.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_ess_ratio: float | None,
+        max_kl: float | None,
+        max_grad_norm_factor: float | None,
+        max_cosine: float | None,
+        min_entropy: float | None,
+        max_reward_drop: float | None,
+        patience: int,
+        window: int,
+    ) -> None:
+        if patience < 1 or window < 1:
+            raise ValueError(f"CollapseAlarm: patience and window must be >= 1, got {patience} and {window}")
+        self.min_ess_ratio, self.max_kl, self.max_grad_norm_factor = min_ess_ratio, max_kl, max_grad_norm_factor
+        self.max_cosine, self.min_entropy, self.max_reward_drop = max_cosine, min_entropy, max_reward_drop
+        self.patience, self.window = patience, window
+        self._in_a_row: dict[str, int] = {}
+        self._norms: deque[float] = deque(maxlen=window)
+        self._rewards: deque[float] = deque(maxlen=window)
+        self._best_reward = -math.inf
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the last step broke no limit."""
+        return not self._in_a_row
+
+    def observe(self, seen: StepHealth) -> list[str]:
+        """Takes in one step; a sentence for each limit that has now been broken `patience` times in a row."""
+        broken = self._broken(seen)
+        self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in broken}
+        if "grad_norm" not in broken and seen.grad_norm:
+            self._norms.append(seen.grad_norm)
+        return [words for name, words in broken.items() if self._in_a_row[name] >= self.patience]
+
+    def forgive(self) -> None:
+        """Starts counting afresh, after something was done about it."""
+        self._in_a_row = {}
+        self._rewards.clear()
+
+    def _broken(self, seen: StepHealth) -> dict[str, str]:
+        broken = {}
+        if _below(seen.ess_ratio, self.min_ess_ratio):
+            broken["ess_ratio"] = (
+                f"the effective sample size was {seen.ess_ratio:.3g} of the completions "
+                f"(limit {self.min_ess_ratio:g}): a few of them decide the whole gradient"
+            )
+        if _above(seen.kl, self.max_kl):
+            broken["kl"] = f"the KL to the sampling policy was {seen.kl:.3g} per token (limit {self.max_kl:g})"
+        if _above(seen.cosine, self.max_cosine):
+            broken["cosine"] = (
+                f"consecutive gradients had a cosine of {seen.cosine:.3g} (limit {self.max_cosine:g}): "
+                "the run drifts in one direction"
+            )
+        if _below(seen.entropy, self.min_entropy):
+            broken["entropy"] = f"the entropy was {seen.entropy:.3g} per token (limit {self.min_entropy:g})"
+        return broken | self._broken_norm(seen.grad_norm) | self._broken_reward(seen.reward)
+
+    def _broken_norm(self, norm: float | None) -> dict[str, str]:
+        if norm is None or self.max_grad_norm_factor is None:
+            return {}
+        if not math.isfinite(norm):
+            return {"grad_norm": "the gradient contained NaN or infinity"}
+        if len(self._norms) < self.window:
+            return {}
+        median = statistics.median(self._norms)
+        if norm <= self.max_grad_norm_factor * median:
+            return {}
+        return {
+            "grad_norm": f"the gradient norm was {norm:.3g}, {norm / median:.0f} times its median {median:.3g} "
+            f"(limit {self.max_grad_norm_factor:g} times)"
+        }
+
+    def _broken_reward(self, reward: float | None) -> dict[str, str]:
+        if reward is None or self.max_reward_drop is None:
+            return {}
+        self._rewards.append(reward)
+        if len(self._rewards) < self.window:
+            return {}
+        mean = statistics.fmean(self._rewards)
+        self._best_reward = max(self._best_reward, mean)
+        if self._best_reward - mean <= self.max_reward_drop:
+            return {}
+        return {
+            "reward": f"the mean reward of {self.window} steps fell to {mean:.3g} from {self._best_reward:.3g} "
+            f"(limit {self.max_reward_drop:g})"
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was counted."""
+        return {
+            "in_a_row": dict(self._in_a_row),
+            "norms": list(self._norms),
+            "rewards": list(self._rewards),
+            "best_reward": self._best_reward,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores it."""
+        self._in_a_row = dict(state_dict["in_a_row"])
+        self._norms = deque(state_dict["norms"], maxlen=self.window)
+        self._rewards = deque(state_dict["rewards"], maxlen=self.window)
+        self._best_reward = state_dict["best_reward"]
+
+
+def _below(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and not value >= limit
+
+
+def _above(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and not value <= limit

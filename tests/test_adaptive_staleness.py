@@ -1,0 +1,91 @@
+"""AdaptiveStaleness: keeps the effective sample size near its target, never leaves its range, never hurries."""
+
+import pytest
+import torch
+from foreign_modules import Regression, fit
+from hypothesis import given
+from hypothesis import strategies as st
+from test_collapse_alarm import Bounded
+
+from lit_async_rl.callbacks import AdaptiveStaleness
+
+
+class Aging(Regression):
+    """Its log-weights spread in proportion to the bound, as if all data were as old as that allows."""
+
+    spread = 0.3
+
+    def signals(self, batch):
+        scale = self.spread * self.trainer.datamodule.max_staleness
+        return {"log_ratio": scale * torch.linspace(-1, 1, len(batch["x"]))}
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.floats(0, 1), st.floats(0, 1))
+def test_never_leaves_its_range(bound, highest, minimum, smoothed, target):
+    loop = AdaptiveStaleness(target_ess_ratio=target, min_staleness=minimum)
+    loop._smoothed = smoothed
+    following = loop.next_bound(min(bound, highest), highest)
+    assert min(minimum, highest) <= following <= highest
+
+
+def test_finds_the_bound_that_the_target_allows_stays_there_and_follows_when_the_data_bears_more():
+    data = Bounded(16)
+    ages = {}
+
+    class Settling(Aging):
+        def on_train_batch_end(self, *args):
+            ages[self.global_step] = data.max_staleness
+            self.spread = 0.3 if self.global_step < 100 else 0.2
+
+    fit(Settling(), AdaptiveStaleness(target_ess_ratio=0.6, smoothing=0.0), data=data, max_steps=200, max_epochs=9)
+    assert data.history[:2] == [8, 4]
+    assert {ages[step] for step in range(40, 100)} == {4}
+    assert data.history[2:] == [5, 6]  # 6 versions of 0.2 spread as much as 4 of 0.3
+
+
+def test_waits_until_data_of_the_old_bound_is_gone():
+    data = Bounded(4)
+    changes = []
+
+    class Watch(Aging):
+        spread = 10.0
+
+        def on_train_batch_end(self, *args):
+            changes.append(data.max_staleness)
+
+    fit(Watch(), AdaptiveStaleness(target_ess_ratio=0.9, smoothing=0.0), data=data, max_steps=9)
+    assert changes == [2, 2, 2, 2, 2, 2, 1, 1, 1]
+
+
+def test_follows_the_kl_where_told_to():
+    data = Bounded(16)
+    fit(Aging(), AdaptiveStaleness(max_kl=0.5, smoothing=0.0), data=data, max_steps=60, max_epochs=9)
+    assert 0 < data.max_staleness < 16
+
+
+def test_target_zero_never_changes_anything():
+    data = Bounded(3)
+    fit(Aging(), AdaptiveStaleness(target_ess_ratio=0.0), data=data, max_steps=20, max_epochs=9)
+    assert data.history == []
+
+
+def test_a_resumed_run_gets_its_bound_back():
+    first = AdaptiveStaleness(target_ess_ratio=0.9, smoothing=0.0)
+    fit(Aging(), first, data=Bounded(8), max_steps=2)
+    second = AdaptiveStaleness(target_ess_ratio=0.9, smoothing=0.0)
+    second.load_state_dict(first.state_dict())
+    data = Bounded(8)
+    fit(Aging(), second, data=data, max_steps=1)
+    assert data.history == [first.state_dict()["bound"]]
+    assert data.max_staleness < 8
+
+
+def test_a_data_module_without_a_bound_is_refused_by_name():
+    with pytest.raises(ValueError, match="AdaptiveStaleness needs a data module"):
+        fit(Regression(), AdaptiveStaleness())
+
+
+@pytest.mark.parametrize("setting", [{"target_ess_ratio": 2.0}, {"smoothing": -1.0}, {"max_kl": 0.0}])
+def test_senseless_settings_are_refused(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        AdaptiveStaleness(**setting)
