@@ -1,6 +1,7 @@
 """Prompt sources with answers that a program can check."""
 
 from lit_async_rl.tasks.arithmetic import Addition
+from lit_async_rl.tasks.reasoning import ReasoningGym, ReasoningGymReward
 from lit_async_rl.tasks.sorting import SortDigits
 
-__all__ = ["Addition", "SortDigits"]
+__all__ = ["Addition", "ReasoningGym", "ReasoningGymReward", "SortDigits"]
