@@ -7,7 +7,7 @@ notices SIGTERM and dead threads). Nothing here waits for the trainer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -237,6 +237,15 @@ class RolloutDataModule(pl.LightningDataModule):
         assert oldest is None or self._producer.version - oldest <= bound, (
             f"a token of version {oldest} reached version {self._producer.version}, beyond max_staleness={bound}"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompt comes next: those admitted but not yet trained on are sampled again after a resume."""
+        untrained = self.admission.num_admitted - self.admission.num_taken
+        return {"stream": {"position": self.stream.position - untrained}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues the order of prompts."""
+        self.stream.load_state_dict(state_dict["stream"])
 
     def stop(self) -> None:
         """Ends the background thread and frees the engine. Safe to call twice."""

@@ -46,6 +46,7 @@ def fit(
     data: RolloutDataModule,
     max_steps: int,
     callbacks: list[pl.Callback] | None = None,
+    ckpt_path: str | None = None,
     **trainer: Any,
 ) -> pl.Trainer:
     """Trains on the CPU without logs or files."""
@@ -61,7 +62,7 @@ def fit(
         callbacks=[WeightSync(data.weight_sync_steps), *(callbacks or [])],
     )
     runner = pl.Trainer(**(settings | trainer))
-    runner.fit(module, datamodule=data)
+    runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return runner
 
 

@@ -227,3 +227,40 @@ def test_skipped_updates_count_no_version_and_still_free_slots():
     trainer = fit(module, make_data(max_staleness=1), 6, [Skip()])
     assert trainer.global_step == 6
     assert module.version == 3
+
+
+def test_trainer_and_engine_agree_on_fresh_tokens():
+    worst = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            worst.append(float(pl_module.stabilizer_signals["log_ratio"][batch.loss_mask].abs().max()))
+
+    sampling = SamplingParams(max_tokens=10, temperature=0.7)
+    fit(make_module(), make_data(max_staleness=0, sampling=sampling), 4, [Watch()])
+    assert len(worst) == 4
+    assert max(worst) <= 1e-5
+
+
+def test_a_resumed_run_goes_on_with_version_bound_and_prompts(tmp_path):
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            staleness = pl_module.stabilizer_signals["staleness"][batch.loss_mask]
+            seen.append((pl_module.version, int(staleness.max())))
+
+    first = fit(make_module(), make_data(max_staleness=1, schedule="fixed_lag", engine=barrier_engine()), 3)
+    first.save_checkpoint(tmp_path / "step3.ckpt")
+    module, data = make_module(), make_data(max_staleness=1, schedule="fixed_lag", engine=barrier_engine())
+    fit(module, data, 6, [Watch()], ckpt_path=str(tmp_path / "step3.ckpt"))
+    assert module.version == 6
+    assert [staleness for _, staleness in seen] == [0, 1, 1], "nothing sampled before the resume is trained on"
+    assert data.stream.position == 3 * 4 + (3 + 1 + 1) * 4, "12 prompts were trained on before, the others come again"
+
+
+def test_checkpoints_load_without_pickle(tmp_path):
+    trainer = fit(make_module(), make_data(), 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    checkpoint = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert checkpoint["version"] == 1

@@ -1,0 +1,64 @@
+"""Draws learning curves from the CSV logs of runs.
+
+    python scripts/plot_runs.py --runs runs/quickstart/version_* --out docs/quickstart.png
+
+Runs whose folders differ only in `version_*` are seeds of one line: thin lines are runs, the thick one is their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+import pandas as pd
+
+PANELS = {
+    "val/pass@1": "held-out accuracy (one sample)",
+    "reward/mean": "training reward",
+    "sample/staleness_mean": "staleness (versions)",
+    "importance/ess_ratio": "effective sample size / rollouts",
+}
+
+
+def read(folder: Path, column: str) -> pd.Series:
+    """One column by optimizer step."""
+    table = pd.read_csv(folder / "metrics.csv")
+    if column not in table:
+        raise SystemExit(f"{folder / 'metrics.csv'} has no column {column!r}")
+    values = table[["step", column]].dropna().drop_duplicates("step", keep="last").set_index("step")[column]
+    return values.rolling(5, min_periods=1).mean() if len(values) > 30 else values
+
+
+def main() -> None:
+    """Reads, draws, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", type=Path, required=True, help="folders that hold metrics.csv")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write")
+    args = parser.parse_args()
+    lines: dict[str, list[Path]] = {}
+    for run in args.runs:
+        if not (run / "metrics.csv").is_file():
+            raise SystemExit(f"{run} holds no metrics.csv")
+        lines.setdefault(run.parent.name, []).append(run)
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(16, 3.6), layout="constrained")
+    for axis, (column, title) in zip(axes, PANELS.items(), strict=True):
+        for number, (name, runs) in enumerate(lines.items()):
+            seeds = pd.DataFrame({str(run): read(run, column) for run in runs})
+            axis.plot(seeds.index, seeds, color=f"C{number}", alpha=0.3, linewidth=0.8)
+            label = f"{name} ({len(runs)} runs)"
+            axis.plot(seeds.index, seeds.median(axis=1), color=f"C{number}", linewidth=2, label=label)
+        axis.set(title=title, xlabel="optimizer step")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    axes[0].set_ylim(0, 1)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=110)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
