@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.optimizers import check_choice, chosen_index
 from lit_async_rl.signals import Extract, SignalCollector, StepSignals
 from lit_async_rl.staleness_bound import bounded_data
@@ -83,31 +84,29 @@ class AdaptiveStaleness(pl.Callback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Finds the signals."""
         if stage == "fit":
             self._signals.attach(pl_module)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes the configured bound as the highest."""
         check_choice(trainer, pl_module, self.optimizer, "AdaptiveStaleness")
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError("AdaptiveStaleness: several optimizers, choose one: optimizer=<position or name>")
         self._highest = bounded_data(trainer, "AdaptiveStaleness").max_staleness
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
         """Collects, once for each micro-batch."""
         self._signals.collect(trainer, pl_module)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Measures."""
         if chosen_index(trainer, pl_module, optimizer, self.optimizer) is not None:
             self._pending = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Acts, once the step is over and the data module is at rest."""
         if self._pending is None:
@@ -137,11 +136,11 @@ class AdaptiveStaleness(pl.Callback):
             return bound
         return self.next_bound(bound, self._highest)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Leaves the module as it was."""
         self._signals.detach()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Leaves the module as it was."""
         self._signals.detach()
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.collapse import CollapseWatch, StepHealth
 from lit_async_rl.gradients import GradSpace, GradSpaces
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.optimizers import check_choice, chosen_index, raw_optimizer, unscale_gradients
 from lit_async_rl.rollback import AlarmAction, Warn
 from lit_async_rl.signals import Extract, SignalCollector
@@ -84,26 +85,25 @@ class CollapseAlarm(pl.Callback):
         self._quiet_steps = 0
         self._alarm: list[str] = []
         self._stepped = False
+        self._resumed: dict[str, Any] | None = None
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Finds the signals."""
         if stage == "fit":
             self._signals.attach(pl_module)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks the choice of optimizer."""
         check_choice(trainer, pl_module, self.optimizer, "CollapseAlarm")
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError("CollapseAlarm: several optimizers, choose one: optimizer=<position or submodule name>")
         self._previous, self._spaces = None, GradSpaces()
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
         """Collects, once for each micro-batch."""
         self._signals.collect(trainer, pl_module)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Measures and judges."""
         if chosen_index(trainer, pl_module, optimizer, self.optimizer) is None:
             return
@@ -127,12 +127,15 @@ class CollapseAlarm(pl.Callback):
             pl_module.log(f"collapse/{name}", value)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Acts, once the step is over."""
         if not self._stepped:
             return
         self._stepped = False
+        if self._resumed is not None:
+            self.action.resume(trainer, self._resumed)
+            self._resumed = None
         if self._alarm:
             report = f"CollapseAlarm at step {trainer.global_step}: {'; '.join(self._alarm)}. "
             report += self.action.act(trainer, pl_module)
@@ -144,15 +147,15 @@ class CollapseAlarm(pl.Callback):
         elif self.watch.is_healthy and self._quiet_steps == 0:
             self.action.healthy(trainer, pl_module)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Leaves the module as it was."""
         self._signals.detach()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Leaves the module as it was."""
         self._signals.detach()
 
-    def _gradient(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
+    def _gradient(self, trainer: AnyTrainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
         """Norm, and cosine with the last gradient, as far as they are watched; None if there is no gradient."""
         if self.watch.max_grad_norm_factor is None and self.watch.max_cosine is None:
             return None, None
@@ -171,10 +174,16 @@ class CollapseAlarm(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and history."""
-        return {"watch": self.watch.state_dict(), "quiet_steps": self._quiet_steps, "reports": list(self.reports)}
+        return {
+            "watch": self.watch.state_dict(),
+            "action": self.action.state_dict(),
+            "quiet_steps": self._quiet_steps,
+            "reports": list(self.reports),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores them."""
         self.watch.load_state_dict(state_dict["watch"])
         self._quiet_steps = state_dict["quiet_steps"]
         self.reports = list(state_dict["reports"])
+        self._resumed = state_dict["action"]

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.optimizers import OneStepLearningRate, check_choice, chosen_index, raw_optimizer
 from lit_async_rl.signals import Extract, SignalCollector, StepSignals
 
@@ -117,12 +118,12 @@ class ESSLearningRate(pl.Callback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Finds the signals."""
         if stage == "fit":
             self._signals.attach(pl_module)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Puts its hooks on the optimizers."""
         check_choice(trainer, pl_module, self.optimizer, "ESSLearningRate")
         if self.optimizer is None and len(trainer.optimizers) > 1:
@@ -131,24 +132,22 @@ class ESSLearningRate(pl.Callback):
             if chosen_index(trainer, pl_module, optimizer, self.optimizer) is not None:
                 self._rate_of(raw_optimizer(optimizer))
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: torch.Tensor) -> None:
         """Collects, once for each micro-batch."""
         self._signals.collect(trainer, pl_module)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Acts."""
         if chosen_index(trainer, pl_module, optimizer, self.optimizer) is None:
             return
         for name, value in self.apply(optimizer).items():
             pl_module.log(name, value)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Leaves module and optimizers as they were."""
         self._close()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Leaves module and optimizers as they were."""
         self._close()
 

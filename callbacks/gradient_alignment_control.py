@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.alignment import AlignmentRule, ExactResidual, LastRaw, Reference, Regime, Residual
 from lit_async_rl.gradients import GradSpace, GradSpaces
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.optimizers import check_choice, chosen_index, metric_suffix, raw_optimizer, unscale_gradients
 
 
@@ -201,14 +202,12 @@ class GradientAlignmentControl(pl.Callback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks the choice of optimizer and forgets references of an earlier run."""
         check_choice(trainer, pl_module, self.optimizer, "GradientAlignmentControl")
         self._references, self._spaces = {}, GradSpaces(self._spaces.per_parameter_group)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Acts, on the accumulated gradient."""
         index = chosen_index(trainer, pl_module, optimizer, self.optimizer)
         if index is None:

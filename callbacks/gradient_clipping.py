@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_async_rl.gradients import GradSpaces
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.optimizers import check_choice, chosen_index, metric_suffix, raw_optimizer, unscale_gradients
 
 
@@ -57,14 +58,12 @@ class GradientClipping(pl.Callback):
         space.scale_(gradients, [scale])
         return {"grad/norm": norm, "grad/clip_scale": scale, "grad/num_dropped": float(self.num_dropped)}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks the choice of optimizer."""
         check_choice(trainer, pl_module, self.optimizer, "GradientClipping")
         self._spaces = GradSpaces()
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Acts."""
         index = chosen_index(trainer, pl_module, optimizer, self.optimizer)
         if index is None:

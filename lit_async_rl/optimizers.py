@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 from torch.optim import Optimizer
+
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 
 
 def raw_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -17,7 +18,7 @@ def raw_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def chosen_index(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, choice: int | str | None
+    trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, choice: int | str | None
 ) -> int | None:
     """Position of `optimizer` among the trainer's if `choice` means it, else None.
 
@@ -34,7 +35,7 @@ def chosen_index(
     return index if choice is None or choice == index else None
 
 
-def check_choice(trainer: pl.Trainer, pl_module: pl.LightningModule, choice: int | str | None, owner: str) -> None:
+def check_choice(trainer: AnyTrainer, pl_module: AnyModule, choice: int | str | None, owner: str) -> None:
     """Refuses a choice that means no optimizer at all.
 
     Raises:
@@ -48,12 +49,12 @@ def check_choice(trainer: pl.Trainer, pl_module: pl.LightningModule, choice: int
         raise ValueError(f"{owner}: optimizer={choice}, but there are {len(trainer.optimizers)} optimizers")
 
 
-def metric_suffix(trainer: pl.Trainer, choice: int | str | None, index: int) -> str:
+def metric_suffix(trainer: AnyTrainer, choice: int | str | None, index: int) -> str:
     """What keeps metrics of several optimizers apart; empty where one was chosen or there is only one."""
     return f"/{index}" if choice is None and len(trainer.optimizers) > 1 else ""
 
 
-def unscale_gradients(trainer: pl.Trainer, optimizer: Optimizer) -> None:
+def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
     """Divides the gradients by the loss scale where a fused optimizer would do so only within its own step.
 
     Lightning unscales for all others before `on_before_optimizer_step`. The scaler remembers, so nothing is done twice.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.module import PolicyModule
 from lit_async_rl.staleness_bound import bounded_data
 
@@ -19,18 +19,25 @@ from lit_async_rl.staleness_bound import bounded_data
 class AlarmAction(ABC):
     """Carried out after the step that raised the alarm, on all ranks alike."""
 
-    def healthy(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: B027
+    def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
         """After every step that broke no limit."""
 
     @abstractmethod
-    def act(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         """Acts; says in words what was done."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to checkpoint; plain and the same on all ranks."""
+        return {}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:  # noqa: B027
+        """Restores it, after the first step of a resumed run."""
 
 
 class Warn(AlarmAction):
     """Only says what happened."""
 
-    def act(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         """See the class."""
         return "Training goes on unchanged."
 
@@ -38,13 +45,12 @@ class Warn(AlarmAction):
 class Stop(AlarmAction):
     """Ends training after this step, in good order."""
 
-    def act(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         """See the class."""
         trainer.should_stop = True
         return "Training stops."
 
 
-@dataclass(frozen=True)
 class LowerStaleness(AlarmAction):
     """Lowers the data module's `max_staleness`.
 
@@ -53,17 +59,32 @@ class LowerStaleness(AlarmAction):
         minimum: but not below.
     """
 
-    by: int = 1
-    minimum: int = 0
+    def __init__(self, by: int = 1, minimum: int = 0) -> None:
+        if by < 1 or minimum < 0:
+            raise ValueError(f"LowerStaleness: by must be >= 1 and minimum >= 0, got {by} and {minimum}")
+        self.by, self.minimum = by, minimum
+        self._bound: int | None = None
 
-    def act(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         """See the class."""
         data = bounded_data(trainer, "LowerStaleness")
         before, after = data.max_staleness, max(self.minimum, data.max_staleness - self.by)
         if after >= before:
             return f"max_staleness stays at {before}, its minimum."
         data.set_max_staleness(after)
+        self._bound = after
         return f"max_staleness was lowered from {before} to {after}."
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bound, if it was ever lowered."""
+        return {"bound": self._bound}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:
+        """Lowers it again: a data module starts at its configured bound."""
+        self._bound = state_dict["bound"]
+        data = bounded_data(trainer, "LowerStaleness")
+        if self._bound is not None and self._bound < data.max_staleness:
+            data.set_max_staleness(self._bound)
 
 
 class _Limited(AlarmAction):
@@ -75,7 +96,7 @@ class _Limited(AlarmAction):
         self.max_rollbacks = max_rollbacks
         self.num_rollbacks = 0
 
-    def act(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         """See the class."""
         if self.num_rollbacks >= self.max_rollbacks:
             trainer.should_stop = True
@@ -93,8 +114,16 @@ class _Limited(AlarmAction):
         self.num_rollbacks += 1
         return done
 
+    def state_dict(self) -> dict[str, Any]:
+        """How often it was needed."""
+        return {"num_rollbacks": self.num_rollbacks}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:
+        """Restores it."""
+        self.num_rollbacks = state_dict["num_rollbacks"]
+
     @abstractmethod
-    def roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+    def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
         """Restores weights and moments; None if there is nothing to restore."""
 
 
@@ -118,7 +147,7 @@ class RollBack(_Limited):
         self._weights: list[Tensor] = []
         self._moments: list[list[dict[str, object]]] = []
 
-    def healthy(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes a copy when it is time."""
         if self._step is not None and trainer.global_step - self._step < self.every_n_steps:
             return
@@ -127,7 +156,7 @@ class RollBack(_Limited):
         self._moments = [[_copied(o.state.get(p, {})) for p in _params(o)] for o in trainer.optimizers]
 
     @torch.no_grad()
-    def roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+    def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
         """See the class."""
         if self._step is None:
             return None
@@ -150,13 +179,13 @@ class RollBackToCheckpoint(_Limited):
         super().__init__(max_rollbacks)
         self.path: str | None = None
 
-    def healthy(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Remembers what the checkpoint callbacks have written so far."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self.path = callback.last_model_path or callback.best_model_path or self.path
 
-    def roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+    def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
         """See the class."""
         if self.path is None:
             return None

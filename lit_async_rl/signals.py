@@ -24,13 +24,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from lit_async_rl.importance import kl_k3
+from lit_async_rl.lightning_types import AnyModule, AnyTrainer
 
 Signals = Mapping[str, Any]
 Extract = Callable[[Any, Any, Any, Any], Signals | None]
@@ -74,7 +74,7 @@ class SignalCollector:
         self._log_weights: list[Tensor] = []
         self._sums: list[Tensor] = []
 
-    def attach(self, pl_module: pl.LightningModule) -> None:
+    def attach(self, pl_module: AnyModule) -> None:
         """Starts to record what `training_step` gets and returns, where the attribute alone will not do."""
         if self.extract is not None or not hasattr(pl_module, "stabilizer_signals"):
             self._recorder = _StepRecorder.of(pl_module)
@@ -86,7 +86,7 @@ class SignalCollector:
             self._recorder = None
         self._clear()
 
-    def collect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def collect(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes the signals of the `training_step` that just ran; those it has already taken count once."""
         signals = self._find(trainer, pl_module)
         if signals is not None and "log_ratio" in signals and signals["log_ratio"] is not self._seen:
@@ -119,7 +119,7 @@ class SignalCollector:
         local = torch.cat([weight_sums(log_weights).to(device), totals.to(device)])
         return _summary(_all_gather(local).cpu())
 
-    def _find(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Signals | None:
+    def _find(self, trainer: AnyTrainer, pl_module: AnyModule) -> Signals | None:
         recorder = self._recorder
         if self.extract is not None:
             assert recorder is not None, "call `attach` first"
@@ -201,7 +201,7 @@ def _all_gather(local: Float[Tensor, " K"]) -> Float[Tensor, "R K"]:
 class _StepRecorder:
     """Stands in for `training_step` to see its batch and output; one for each module, shared by all collectors."""
 
-    def __init__(self, pl_module: pl.LightningModule) -> None:
+    def __init__(self, pl_module: AnyModule) -> None:
         self.batch: Any = None
         self.output: Any = None
         self._pl_module = pl_module
@@ -218,7 +218,7 @@ class _StepRecorder:
         pl_module.training_step = training_step  # type: ignore[method-assign]
 
     @classmethod
-    def of(cls, pl_module: pl.LightningModule) -> _StepRecorder:
+    def of(cls, pl_module: AnyModule) -> _StepRecorder:
         """The module's recorder, made by the first who asks."""
         step = vars(pl_module).get("training_step")
         recorder = step._recorder if hasattr(step, "_recorder") else cls(pl_module)  # type: ignore[union-attr]

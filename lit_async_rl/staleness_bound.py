@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import lightning.pytorch as pl
+from lit_async_rl.lightning_types import AnyTrainer
 
 
 @runtime_checkable
 class BoundedData(Protocol):
-    """A data module with a bound on staleness, in versions; `RolloutDataModule` is one."""
+    """A data module with a bound on staleness, in versions; `RolloutDataModule` is one.
+
+    It starts at its configured bound, after a resume too: who changed the bound restores the change.
+    """
 
     @property
     def max_staleness(self) -> int:
@@ -19,7 +22,7 @@ class BoundedData(Protocol):
         """Changes it. Called alike on all ranks."""
 
 
-def bounded_data(trainer: pl.Trainer, owner: str) -> BoundedData:
+def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
     """The trainer's data module.
 
     Raises:
