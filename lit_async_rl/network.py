@@ -43,7 +43,7 @@ class CausalPolicy(nn.Module):
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model, without the PEFT wrapper."""
         lm: Any = self.lm
-        if hasattr(lm, "peft_config"):
+        if hasattr(lm, "get_base_model"):
             lm = lm.get_base_model()
         assert isinstance(lm, PreTrainedModel)
         return lm
