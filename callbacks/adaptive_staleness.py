@@ -144,6 +144,11 @@ class AdaptiveStaleness(pl.Callback):
         """Leaves the module as it was."""
         self._signals.detach()
 
+    @property
+    def state_key(self) -> str:
+        """Keeps the checkpointed state of several of them apart."""
+        return self._generate_state_key(optimizer=self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """The bound and the state of the loop."""
         return {"smoothed": self._smoothed, "bound": self._bound, "wait": self._wait}

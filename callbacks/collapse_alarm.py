@@ -172,6 +172,11 @@ class CollapseAlarm(pl.Callback):
         self._previous = (space, [None if g is None else g.clone() for g in gradients])
         return gg**0.5, max(-1.0, min(1.0, gp / gg**0.5 / pp**0.5)) if pp > 0 else None
 
+    @property
+    def state_key(self) -> str:
+        """Keeps the checkpointed state of several of them apart."""
+        return self._generate_state_key(optimizer=self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """Counts and history."""
         return {

@@ -157,6 +157,11 @@ class ESSLearningRate(pl.Callback):
             rate.close()
         self._rates = {}
 
+    @property
+    def state_key(self) -> str:
+        """Keeps the checkpointed state of several of them apart."""
+        return self._generate_state_key(optimizer=self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """The measured base."""
         return {"measured": list(self._measured)}

@@ -218,6 +218,11 @@ class GradientAlignmentControl(pl.Callback):
         for name, value in self.apply(trainer.strategy.model, optimizer, index).items():
             pl_module.log(name + suffix, value)
 
+    @property
+    def state_key(self) -> str:
+        """Keeps the checkpointed state of several of them apart."""
+        return self._generate_state_key(optimizer=self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything but the reference; the same on all ranks."""
         return {

@@ -74,6 +74,11 @@ class GradientClipping(pl.Callback):
         for name, value in self.apply(trainer.strategy.model, optimizer).items():
             pl_module.log(name + suffix, value)
 
+    @property
+    def state_key(self) -> str:
+        """Keeps the checkpointed state of several of them apart."""
+        return self._generate_state_key(optimizer=self.optimizer)
+
     def state_dict(self) -> dict[str, int]:
         """How many steps were dropped."""
         return {"num_dropped": self.num_dropped}
