@@ -7,6 +7,7 @@ from lit_async_rl.callbacks.gradient_alignment_control import GradientAlignmentC
 from lit_async_rl.callbacks.gradient_clipping import GradientClipping
 from lit_async_rl.callbacks.gradient_monitor import GradientMonitor
 from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
+from lit_async_rl.callbacks.progress import Progress
 from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
 from lit_async_rl.callbacks.run_summary import RunSummary
 from lit_async_rl.callbacks.sample_logger import SampleLogger
@@ -22,6 +23,7 @@ __all__ = [
     "GradientClipping",
     "GradientMonitor",
     "ImportanceMonitor",
+    "Progress",
     "RolloutMonitor",
     "RunSummary",
     "SampleLogger",

@@ -6,6 +6,7 @@ Several `--config` files compose, `${...}` interpolates, dotted flags override, 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -25,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from lit_async_rl.callbacks import (
     GradientMonitor,
     ImportanceMonitor,
+    Progress,
     RolloutMonitor,
     RunSummary,
     SampleLogger,
@@ -61,7 +63,7 @@ class AsyncRLCLI(LightningCLI):
             trainer_defaults={
                 "callbacks": [
                     *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
-                    *(GradientMonitor(), SampleLogger(), self.summary),
+                    *(GradientMonitor(), SampleLogger(), Progress(), self.summary),
                 ]
             },
         )
@@ -84,7 +86,10 @@ class AsyncRLCLI(LightningCLI):
         torch.set_num_threads(self.config["num_threads"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Adds the CSV log beside whatever else was configured."""
+        """Adds the CSV log beside whatever else was configured; `enable_progress_bar: false` takes our bar away, too."""
+        if self.config_init["trainer"]["enable_progress_bar"] is False:
+            callbacks = self.trainer_defaults["callbacks"]
+            self.trainer_defaults["callbacks"] = [c for c in callbacks if not isinstance(c, Progress)]
         trainer = super().instantiate_trainer(**kwargs)
         if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
             trainer.loggers = [*trainer.loggers, CSVLogger(trainer.log_dir or "runs", name="csv")]
@@ -155,6 +160,8 @@ def _user_errors() -> Iterator[None]:
 def quiet() -> None:
     """Keeps messages about internals out of the user's terminal."""
     transformers_logging.disable_progress_bar()
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: "💡" not in record.getMessage())
     warnings.filterwarnings("ignore", message=".*treespec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")

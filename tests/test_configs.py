@@ -86,7 +86,8 @@ def test_train_evaluate_export_and_chat(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_other_loggers_run_beside_the_csv_log(name, tmp_path):
-    main([*BASE, "--config", f"configs/loggers/{name}.yaml", *TINY, *logs(tmp_path)])
+    quiet = ["--trainer.enable_progress_bar", "false"]
+    main([*BASE, "--config", f"configs/loggers/{name}.yaml", *TINY, *logs(tmp_path), *quiet])
     assert list(tmp_path.rglob("metrics.csv"))
     assert list(tmp_path.rglob("*.wandb" if name == "wandb" else "events.out*"))
 
