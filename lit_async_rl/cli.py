@@ -86,7 +86,7 @@ class AsyncRLCLI(LightningCLI):
         torch.set_num_threads(self.config["num_threads"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Adds the CSV log beside whatever else was configured; `enable_progress_bar: false` takes our bar away, too."""
+        """Adds the CSV log beside other loggers; `enable_progress_bar: false` takes our bar away, too."""
         if self.config_init["trainer"]["enable_progress_bar"] is False:
             callbacks = self.trainer_defaults["callbacks"]
             self.trainer_defaults["callbacks"] = [c for c in callbacks if not isinstance(c, Progress)]
