@@ -22,9 +22,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, SamplingParams
 
+# Key-value heads are shared as in Llama 3 and Qwen, except where the name says "MHA".
+_SMALL = dict(vocab_size=98, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
+_LARGER = dict(vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8)
 MODELS = {
-    "0.6M": dict(vocab_size=98, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4),
-    "5M": dict(vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8),
+    "0.6M": dict(_SMALL, num_key_value_heads=2),
+    "5M": dict(_LARGER, num_key_value_heads=2),
+    "0.6M-MHA": _SMALL,
+    "5M-MHA": _LARGER,
 }
 
 
@@ -52,7 +57,7 @@ def run_generate(lm: LlamaForCausalLM, requests: list[GenerationRequest], batch_
 
 
 def workloads(args: argparse.Namespace) -> dict[str, list[GenerationRequest]]:
-    """Requests by name; mixed lengths are one request for each completion, so that nothing of the prompts is shared."""
+    """Requests by name; for mixed lengths one for each completion, because a length belongs to a request."""
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(2, 98) for _ in range(args.prompt_tokens)) for _ in range(args.num_prompts)]
 
@@ -89,7 +94,7 @@ def main() -> None:
     parser.add_argument("--num_samples", type=int, default=8)
     parser.add_argument("--prompt_tokens", type=int, default=24)
     parser.add_argument("--new_tokens", type=int, default=128)
-    parser.add_argument("--num_batches", type=int, default=4, help="batches of generate in the mixed workload")
+    parser.add_argument("--num_batches", type=int, default=8, help="batches of generate in the mixed workload")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num_threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -99,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(args.num_threads)
     slots = args.num_prompts * args.num_samples
     results = []
-    print(f"{'model':>6} {'lengths':>8} {'generate tok/s':>15} {'engine tok/s':>13} {'ratio':>6}")
+    print(f"{'model':>9} {'lengths':>8} {'generate tok/s':>15} {'engine tok/s':>13} {'ratio':>6}")
     for name in args.models:
         lm = build(name, args.device, args.dtype)
         for lengths, requests in workloads(args).items():
@@ -111,7 +116,7 @@ def main() -> None:
             num_tokens = sum(r.num_samples * r.sampling.max_tokens for r in requests)
             rates = compare(runs, num_tokens, args.repeats)
             ratio = rates["engine"] / rates["generate"]
-            print(f"{name:>6} {lengths:>8} {rates['generate']:15.0f} {rates['engine']:13.0f} {ratio:6.2f}", flush=True)
+            print(f"{name:>9} {lengths:>8} {rates['generate']:15.0f} {rates['engine']:13.0f} {ratio:6.2f}", flush=True)
             results.append({"model": name, "lengths": lengths, **rates, "ratio": ratio})
     args.output.write_text(json.dumps({"settings": {**vars(args), "output": None}, "results": results}, indent=1))
 

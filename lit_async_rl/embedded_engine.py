@@ -116,8 +116,6 @@ class EmbeddedEngine(RolloutEngine):
         """Tokens sampled so far."""
         return self._num_tokens
 
-    # -- requests -----------------------------------------------------------------------------------------------------
-
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests, all at once.
 
@@ -181,8 +179,6 @@ class EmbeddedEngine(RolloutEngine):
             return []
         self._busy_s += time.monotonic() - began
         return finished
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Uses these weights from the next token on, or after what was submitted before (see the class).

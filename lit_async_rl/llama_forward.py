@@ -52,7 +52,7 @@ class LlamaForward:
     def __call__(
         self, input_ids: Int[Tensor, "n T"], position_ids: Int[Tensor, "n T"], mask: Tensor, cache: SlotCache
     ) -> Float[Tensor, "n T H"]:
-        """`mask` is True (boolean) where a query sees a key, broadcastable to [n, 1, T, keys]."""
+        """`mask` is added to the scores, broadcastable to [n, 1, T, keys]."""
         x = F.embedding(input_ids, self._model.embed_tokens.weight)
         cos, sin = self._model.rotary_emb(x, position_ids)  # [n, T, D], the halves of D alike
         half = self._head_size // 2

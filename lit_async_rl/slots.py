@@ -79,7 +79,7 @@ class Slots:
     @torch.no_grad()
     def admit(self, pending: Sequence[Pending], version: int) -> list[Completion]:
         """Reads the prompts, samples the first token of each of their completions; returns what is finished already."""
-        prompts = [item.request.prompt_ids for item in pending]
+        prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))  # each once
         lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
         width = max(len(ids) for ids in prompts)
         input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
@@ -87,7 +87,8 @@ class Slots:
         self._cache.begin_prefill()
         hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], causal)
         counts = torch.tensor([item.num_samples for item in pending], device=self.device)
-        source = torch.arange(len(pending), device=self.device).repeat_interleave(counts)
+        owner = torch.tensor([prompts.index(item.request.prompt_ids) for item in pending], device=self.device)
+        source = owner.repeat_interleave(counts)
         begin = self.num_active
         needed = max(len(item.request.prompt_ids) + item.request.sampling.max_tokens for item in pending)
         self._cache.end_prefill(source, begin, needed)
@@ -96,7 +97,7 @@ class Slots:
         rows = slice(begin, self.num_active)
         self._position[rows] = lengths[source] - 1
         self._longest = max(self._longest, width - 1)
-        logits = self._policy.logits(hidden[torch.arange(len(pending), device=self.device), lengths - 1])
+        logits = self._policy.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
         return self._commit(logits[source], rows, version)
 
     @torch.no_grad()
@@ -112,10 +113,10 @@ class Slots:
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         position_ids = position_ids.expand(len(input_ids), -1)
+        # Added to the scores: eager attention needs it so, the others would make it so in every layer.
+        mask = torch.zeros(mask.shape, device=self.device, dtype=self.lm.dtype).masked_fill_(~mask, -torch.inf)
         if self._llama is not None:
             return self._llama(input_ids, position_ids, mask, self._cache)
-        if self.lm.config._attn_implementation == "eager":  # adds its mask to the scores
-            mask = torch.zeros(mask.shape, device=self.device, dtype=self.lm.dtype).masked_fill(~mask, -torch.inf)
         output = self.lm.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
