@@ -18,10 +18,10 @@ quickstart: $(VENV)/installed  ## train the shipped policy, asynchronously, on t
 	$(BIN)/python scripts/train.py --config configs/quickstart.yaml
 
 test: $(VENV)/installed  ## all tests that need neither GPU nor vLLM
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/installed lint types  ## what to run before a commit
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

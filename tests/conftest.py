@@ -1,0 +1,12 @@
+"""One thread for each test process, no time limits inside hypothesis (the machine may be busy), no network."""
+
+import os
+
+import torch
+from hypothesis import settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)
+settings.register_profile("lit_async_rl", deadline=None)
+settings.load_profile("lit_async_rl")
