@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, Subset
 
 from lit_async_rl.alignment import CappedResidual
-from lit_async_rl.callbacks import ESSLearningRate, GradientAlignmentControl, GradientClipping
+from lit_async_rl.callbacks import CollapseAlarm, ESSLearningRate, GradientAlignmentControl, GradientClipping
+from lit_async_rl.rollback import RollBack
 from lit_async_rl.signals import SignalCollector
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -48,6 +49,20 @@ class TensorParallel(Regression):
         parallelize_module(
             self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
         )
+
+
+def run_rollback(module: Regression, data_ranks: int, **kwargs: Any) -> list[float]:
+    """Breaks a limit from step 4 on; the alarm of step 5 must undo steps 4 and 5, moments included."""
+    rows = Rows(6 * ROWS)
+    rows.log_ratio[3 * ROWS :] *= 100
+    mine = Subset(rows, range(RANK % data_ranks, 6 * ROWS, data_ranks))
+    limits = dict(min_ess_ratio=0.18, max_kl=None, max_grad_norm_factor=None, patience=2)
+    alarm = CollapseAlarm(RollBack(every_n_steps=1), cooldown_steps=9, **limits)
+    settings = dict(max_steps=6, devices=WORLD, use_distributed_sampler=False)
+    trainer = fit(module, alarm, data=DataLoader(mine, batch_size=ROWS // data_ranks), **(settings | kwargs))
+    assert len(alarm.reports) == 1, alarm.reports
+    assert "after step 3" in alarm.reports[0], alarm.reports
+    return full_weights(module, trainer.strategy.model).tolist()
 
 
 def full_weights(module: nn.Module, root: nn.Module) -> Tensor:
@@ -90,22 +105,36 @@ def check_signals_of_one_rank_only() -> None:
     assert collector.reduce("cpu").ess_ratio is None
 
 
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.03)
+
+
 def main(output: str) -> None:
     results = {}
     for accumulate in (1, 2):
         if WORLD == 1:
+            results["rollback"] = run_rollback(Regression(adam), 1)
             results[f"single-{accumulate}"] = run(Regression(sgd), accumulate, 1)
             continue
         strategies = {
-            "ddp": lambda: (Regression(sgd), DDPStrategy(process_group_backend="gloo")),
-            "fsdp1": lambda: (Regression(sgd), FSDPOnCPU(use_orig_params=True)),
-            "fsdp1-flat": lambda: (Regression(sgd), FSDPOnCPU(use_orig_params=False)),
-            "fsdp2": lambda: (FullySharded(sgd), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
-            "tp": lambda: (TensorParallel(sgd), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),
+            "ddp": lambda opt: (Regression(opt), DDPStrategy(process_group_backend="gloo")),
+            "fsdp1": lambda opt: (Regression(opt), FSDPOnCPU(use_orig_params=True)),
+            "fsdp1-flat": lambda opt: (Regression(opt), FSDPOnCPU(use_orig_params=False)),
+            "fsdp2": lambda opt: (
+                FullySharded(opt),
+                ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            ),
+            "tp": lambda opt: (
+                TensorParallel(opt),
+                ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+            ),
         }
         for name, make in strategies.items():
-            module, strategy = make()
+            module, strategy = make(sgd)
             results[f"{name}-{accumulate}"] = run(module, accumulate, 1 if name == "tp" else WORLD, strategy=strategy)
+            if accumulate == 1:
+                module, strategy = make(adam)
+                results[f"{name}-rollback"] = run_rollback(module, 1 if name == "tp" else WORLD, strategy=strategy)
     if WORLD > 1:
         check_signals_of_one_rank_only()
     if RANK == 0:

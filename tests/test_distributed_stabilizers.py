@@ -15,6 +15,8 @@ def test_cosine_norm_ess_projection_and_weights_equal_a_single_process(tmp_path)
     launch(SCRIPT, [str(tmp_path / "one.json")], 1, timeout_s=150)
     launch(SCRIPT, [str(tmp_path / "two.json")], 2, timeout_s=200)
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
+    for name in [name for name in two if name.endswith("rollback")]:
+        assert two.pop(name) == pytest.approx(one["rollback"], rel=1e-4, abs=1e-5), name
     assert len(two) == 10  # five strategies, with and without accumulation
     for name, result in two.items():
         expected = one[f"single-{name[-1]}"]

@@ -7,7 +7,9 @@ import torch
 from foreign_modules import Probe, Regression, fit, weights
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lit_async_rl.alignment import (
     AlignmentRule,
@@ -22,6 +24,8 @@ from lit_async_rl.alignment import (
     Regime,
 )
 from lit_async_rl.callbacks import GradientAlignmentControl
+from lit_async_rl.module import PolicyModule
+from lit_async_rl.types import RolloutBatch
 
 RESIDUALS = [FullRemoval(), CappedResidual(), ExactResidual(), FixedResidual(0.3)]
 REFERENCES = [LastRaw(), LastApplied(), LastProjected(), MovingAverage(0.5)]
@@ -231,3 +235,65 @@ def test_a_skip_in_a_trainer_advances_the_scheduler_but_not_the_weights():
     assert torch.equal(history[0], history[1])
     assert torch.equal(history[0], history[2])
     assert probe.scheduled_lr == pytest.approx([0.005, 0.0025, 0.00125])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loss_scaling_changes_neither_cosines_nor_skips(fused):
+    """A fused optimizer's gradients are still scaled when the hook runs, and by another factor in the next step."""
+
+    class Scaler(torch.amp.GradScaler):
+        def update(self, new_scale=None):
+            super().update(self.get_scale() * 2)
+
+    def run(scaler):
+        probe, module = Probe(), Regression(lambda params: torch.optim.SGD(params, lr=0.01, fused=fused))
+        gac = GradientAlignmentControl(low=0.0, high=0.9, reference=MovingAverage(0.5))
+        fit(module, gac, probe, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        return [m.get("gac/cosine", 0.0) for m in probe.metrics], [m["gac/regime"] for m in probe.metrics]
+
+    plain, scaled = run(torch.amp.GradScaler("cpu", init_scale=1.0)), run(Scaler("cpu", init_scale=2.0))
+    assert Regime.SKIP in plain[1]
+    assert scaled[1] == plain[1]
+    assert scaled[0] == pytest.approx(plain[0], abs=1e-2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.filterwarnings("ignore:GradientAlignmentControl")
+def test_an_overflow_is_dropped_and_the_loss_scaler_still_learns_from_it(fused):
+    class Overflow(Regression):
+        def loss(self, batch):
+            return super().loss(batch) * (torch.inf if self.global_step == 2 else 1.0)
+
+    probe, scaler = Probe(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    module = Overflow(lambda params: torch.optim.AdamW(params, lr=0.01, fused=fused))
+    fit(module, GradientAlignmentControl(), probe, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert [m["gac/regime"] for m in probe.metrics][2] == Regime.DROP
+    assert scaler.get_scale() == 4.0
+    assert weights(module).isfinite().all()
+
+
+def test_a_skipped_step_is_no_new_version_of_the_policy():
+    batch_size, length = 2, 6
+    mask = torch.ones(batch_size, length, dtype=torch.bool)
+    mask[:, :2] = False
+    batch = RolloutBatch(
+        input_ids=torch.arange(3, 3 + batch_size * length).reshape(batch_size, length),
+        attention_mask=torch.ones_like(mask),
+        loss_mask=mask,
+        behavior_logprobs=torch.full(mask.shape, -1.0),
+        versions=torch.zeros(mask.shape, dtype=torch.long),
+        advantages=torch.tensor([[1.0], [-1.0]]).expand(mask.shape),
+        token_weights=mask / mask.sum(),
+        rewards=torch.tensor([1.0, 0.0]),
+        group_index=torch.zeros(batch_size, dtype=torch.long),
+    )
+    updated = []
+
+    class Watch(Probe):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            updated.append(pl_module.take_updated())
+
+    module = PolicyModule("lit_async_rl/assets/sort_policy")
+    gac = GradientAlignmentControl(low=0.0, high=0.0, max_consecutive_skips=9)
+    fit(module, gac, Watch(), data=DataLoader([batch] * 3, batch_size=None), max_steps=3)
+    assert updated == [True, False, False]
