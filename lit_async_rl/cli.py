@@ -141,7 +141,7 @@ def export(args: Sequence[str] | None = None) -> None:
         lm = cli.model.policy.causal_lm
         weights = {name: tensor.contiguous() for name, tensor in stream_weights(cli.model.policy)}
         lm.save_pretrained(cli.config["out"], state_dict=weights)
-        cli.datamodule.tokenizer.save_pretrained(cli.config["out"])
+        cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
         print(f"version {cli.model.version} written to {cli.config['out']}")
 
 

@@ -20,12 +20,12 @@ from lit_async_rl.compatibility import check_step_compatibility
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
 from lit_async_rl.feeds import PromptFeed, StepFeed
-from lit_async_rl.hf_models import load_tokenizer
 from lit_async_rl.producer import Producer
 from lit_async_rl.prompts import PromptSource, PromptStream
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
-from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup
+from lit_async_rl.text import TextCodec
+from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -115,38 +115,16 @@ class RolloutDataModule(pl.LightningDataModule):
         self.sampling, self.val_sampling = sampling, val_sampling or sampling
         self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
         check_step_compatibility(self.advantage, self.aggregation)
-        self.use_chat_template = use_chat_template
         self.num_val_samples, self.val_batch_size = num_val_samples, val_batch_size
         self.success_reward = success_reward
         self.reward_workers, self.reward_timeout_s = reward_workers, reward_timeout_s
         self.rollout_timeout_s = rollout_timeout_s
         self.admission = Admission(groups_per_step * weight_sync_steps, max_staleness, in_order=schedule == "fixed_lag")
         self.stream = PromptStream(prompts, seed=seed)
-        self.tokenizer = load_tokenizer(model)
+        self.codec = TextCodec(model, use_chat_template)
         self.last_step_groups: Sequence[RolloutGroup] = ()
         self._producer: Producer | None = None
         self._is_engine_set_up = False
-
-    # -- text and tokens ----------------------------------------------------------------------------------------------
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt.
-
-        Raises:
-            ValueError: it is empty.
-        """
-        if self.use_chat_template:
-            messages = [{"role": "user", "content": prompt.text}]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = self.tokenizer(prompt.text)["input_ids"]
-        if not ids:
-            raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
-        return tuple(ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
@@ -162,8 +140,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._producer = Producer(
             engine=self.engine,
             stream=self.stream,
-            encode=self.encode,
-            decode=self.decode,
+            codec=self.codec,
             scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s),
             admission=self.admission,
             group_size=self.group_size,
@@ -225,7 +202,7 @@ class RolloutDataModule(pl.LightningDataModule):
             advantage=self.advantage,
             aggregation=self.aggregation,
             num_micro_batches=self.micro_batches_per_step,
-            pad_token_id=self.tokenizer.pad_token_id or 0,
+            pad_token_id=self.codec.pad_token_id,
             temperature=self.sampling.temperature,
         )
 

@@ -25,6 +25,7 @@ from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.prompts import PromptStream
 from lit_async_rl.scoring import Scorer
 from lit_async_rl.stats import ProducerStats
+from lit_async_rl.text import TextCodec
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
@@ -47,9 +48,7 @@ class Producer:
     Args:
         engine: set up and loaded with the first weights.
         stream: endless prompts.
-        encode: prompt text to token ids; raises for a prompt that does not fit.
-        decode: completion token ids to text.
-        scorer: rewards.
+        codec: text to token ids and back.
         admission: the bound.
         group_size: completions of each prompt.
         sampling: how they are sampled.
@@ -61,8 +60,7 @@ class Producer:
         *,
         engine: RolloutEngine,
         stream: PromptStream,
-        encode: Callable[[Prompt], tuple[int, ...]],
-        decode: Callable[[tuple[int, ...]], str],
+        codec: TextCodec,
         scorer: Scorer,
         admission: Admission,
         group_size: int,
@@ -70,8 +68,7 @@ class Producer:
         timeout_s: float,
     ) -> None:
         self.engine, self.stream, self.scorer, self.admission = engine, stream, scorer, admission
-        self.encode, self.decode = encode, decode
-        self.group_size, self.sampling, self.timeout_s = group_size, sampling, timeout_s
+        self.codec, self.group_size, self.sampling, self.timeout_s = codec, group_size, sampling, timeout_s
         self.version = 0
         self._unfinished: dict[int, _Unfinished] = {}
         self._finished: dict[int, RolloutGroup] = {}
@@ -194,7 +191,7 @@ class Producer:
             requests = []
             for _ in range(self.admission.num_admissible):
                 prompt = self.stream.next()
-                prompt_ids = self.encode(prompt)
+                prompt_ids = self.codec.encode(prompt)
                 index = self.admission.admit()
                 self._unfinished[index] = _Unfinished(prompt, prompt_ids, self.version, time.monotonic())
                 requests.append(
@@ -213,7 +210,7 @@ class Producer:
                 return
         index, now = completion.request_id, time.monotonic()
         completions = [group.completions[n] for n in range(self.group_size)]
-        texts = [self.decode(c.token_ids) for c in completions]
+        texts = [self.codec.decode(c.token_ids) for c in completions]
         self.scorer.submit(
             group.prompt, texts, lambda rewards: self._finish(index, group, completions, texts, rewards, now)
         )

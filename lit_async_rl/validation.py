@@ -63,13 +63,13 @@ class Validator(torch.nn.Module):
             self.reset()
         requests = [
             GenerationRequest(
-                id=n, prompt_ids=data.encode(prompt), num_samples=data.num_val_samples, sampling=data.val_sampling
+                id=n, prompt_ids=data.codec.encode(prompt), num_samples=data.num_val_samples, sampling=data.val_sampling
             )
             for n, prompt in enumerate(batch.prompts)
         ]
         engine = EmbeddedEngine.from_module(module.policy.causal_lm, seed=batch_idx)
         for prompt, completions in zip(batch.prompts, engine.run(requests), strict=True):
-            texts = [data.decode(completion.token_ids) for completion in completions]
+            texts = [data.codec.decode(completion.token_ids) for completion in completions]
             rewards = [score(data.reward, prompt, text) for text in texts]
             self._update(rewards, data.success_reward)
             self.samples += [

@@ -13,7 +13,9 @@ import sys
 
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, SamplingParams
-from lit_async_rl.hf_models import load_policy, load_tokenizer
+from lit_async_rl.hf_models import load_policy
+from lit_async_rl.text import TextCodec
+from lit_async_rl.types import Prompt
 
 
 def main() -> None:
@@ -28,19 +30,15 @@ def main() -> None:
     args = parser.parse_args()
     try:
         sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        tokenizer, engine = load_tokenizer(args.model), EmbeddedEngine.from_module(load_policy(args.model))
+        codec, engine = TextCodec(args.model, args.chat_template), EmbeddedEngine.from_module(load_policy(args.model))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 
     def answer(text: str) -> None:
-        if args.chat_template:
-            messages = [{"role": "user", "content": text}]
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = tokenizer(text)["input_ids"]
-        request = GenerationRequest(id=0, prompt_ids=tuple(ids), num_samples=args.num_samples, sampling=sampling)
+        ids = codec.encode(Prompt(text=text))
+        request = GenerationRequest(id=0, prompt_ids=ids, num_samples=args.num_samples, sampling=sampling)
         for completion in engine.run([request])[0]:
-            print(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            print(codec.decode(completion.token_ids))
 
     if args.prompt is not None:
         answer(args.prompt)

@@ -1,6 +1,6 @@
 """Held-out accuracy of a checkpoint, with samples to look at.
 
-    python scripts/evaluate.py --config configs/quickstart.yaml --ckpt_path runs/quickstart/version_0/checkpoints/last.ckpt
+    python scripts/evaluate.py --config configs/quickstart.yaml --ckpt_path runs/.../checkpoints/last.ckpt
 
 `--data.num_val_samples 8` adds pass@8. Without `--ckpt_path` the untrained model is measured.
 """

@@ -77,6 +77,7 @@ def demonstrate(answer: str, noise: float, reversed_share: float, chance: random
 
 
 def main() -> None:
+    """Trains, measures as it goes, and saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--task", choices=["sort", "add"], default="sort")

@@ -8,7 +8,7 @@ from lit_async_rl.admission import Admission
 
 
 def run(admission: Admission, rounds: int, pick, bounds=None) -> list[tuple[int, int, int]]:
-    """Trains `rounds` rounds; `pick(n)` chooses which of n unfinished groups finishes next. (index, admitted, trained)."""
+    """(index, admitted, trained) of each group; `pick(n)` chooses which of n unfinished groups finishes next."""
     unfinished: dict[int, int] = {}
     finished: dict[int, int] = {}
     trained = []
