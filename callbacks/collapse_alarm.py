@@ -120,6 +120,8 @@ class CollapseAlarm(pl.Callback):
         )
         broken = self.watch.observe(seen)
         self._alarm = broken if self._quiet_steps == 0 else []
+        if self.watch.is_healthy and self._quiet_steps == 0:
+            self.action.healthy(trainer, pl_module)
         self._quiet_steps = max(0, self._quiet_steps - 1)
         self._stepped = True
         values = {name: value for name, value in vars(seen).items() if value is not None and math.isfinite(value)}
@@ -144,8 +146,6 @@ class CollapseAlarm(pl.Callback):
             self.watch.forgive()
             self._quiet_steps = self.cooldown_steps
             self._previous = None
-        elif self.watch.is_healthy and self._quiet_steps == 0:
-            self.action.healthy(trainer, pl_module)
 
     def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Leaves the module as it was."""

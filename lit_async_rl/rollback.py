@@ -20,7 +20,7 @@ class AlarmAction(ABC):
     """Carried out after the step that raised the alarm, on all ranks alike."""
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
-        """After every step that broke no limit."""
+        """Called before each update whose data broke no limit: the weights as they are now have proved good."""
 
     @abstractmethod
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
@@ -131,7 +131,8 @@ class RollBack(_Limited):
     """Restores weights, buffers and optimizer moments of the last healthy copy in memory.
 
     Each rank copies its own shards to the CPU: works under every strategy, without communication. Schedulers and data
-    go on. The copies are not checkpointed.
+    go on: data sampled by the policies that were undone arrives for up to `max_staleness` more versions, and is for
+    importance weights or `ESSLearningRate` to deal with. The copies are not checkpointed.
 
     Args:
         every_n_steps: healthy steps between copies.
@@ -148,7 +149,7 @@ class RollBack(_Limited):
         self._moments: list[list[dict[str, object]]] = []
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Takes a copy when it is time."""
+        """Takes a copy when it is time; not after the update, because nothing has judged that one yet."""
         if self._step is not None and trainer.global_step - self._step < self.every_n_steps:
             return
         self._step = trainer.global_step
@@ -180,7 +181,7 @@ class RollBackToCheckpoint(_Limited):
         self.path: str | None = None
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Remembers what the checkpoint callbacks have written so far."""
+        """Remembers what the checkpoint callbacks have written up to now."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self.path = callback.last_model_path or callback.best_model_path or self.path

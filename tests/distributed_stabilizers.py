@@ -52,7 +52,7 @@ class TensorParallel(Regression):
 
 
 def run_rollback(module: Regression, data_ranks: int, **kwargs: Any) -> list[float]:
-    """Breaks a limit from step 4 on; the alarm of step 5 must undo steps 4 and 5, moments included."""
+    """Breaks a limit from step 4 on; the alarm of step 5 must undo steps 3 to 5, moments included."""
     rows = Rows(6 * ROWS)
     rows.log_ratio[3 * ROWS :] *= 100
     mine = Subset(rows, range(RANK % data_ranks, 6 * ROWS, data_ranks))
@@ -61,7 +61,7 @@ def run_rollback(module: Regression, data_ranks: int, **kwargs: Any) -> list[flo
     settings = dict(max_steps=6, devices=WORLD, use_distributed_sampler=False)
     trainer = fit(module, alarm, data=DataLoader(mine, batch_size=ROWS // data_ranks), **(settings | kwargs))
     assert len(alarm.reports) == 1, alarm.reports
-    assert "after step 3" in alarm.reports[0], alarm.reports
+    assert "after step 2" in alarm.reports[0], alarm.reports
     return full_weights(module, trainer.strategy.model).tolist()
 
 
