@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,8 @@ class AsyncRLCLI(LightningCLI):
         parser.link_arguments("data.micro_batches_per_step", "trainer.accumulate_grad_batches")
 
     def before_instantiate_classes(self) -> None:
-        """Threads must be set before any parallel work."""
+        """Refuses what would fail late; threads must be set before any parallel work."""
+        check_checkpoint(self.config["ckpt_path"])
         if self.config["num_threads"] < 1:
             raise ValueError(f"num_threads must be >= 1, got {self.config['num_threads']}")
         torch.set_num_threads(self.config["num_threads"])
@@ -143,6 +145,21 @@ def export(args: Sequence[str] | None = None) -> None:
         lm.save_pretrained(cli.config["out"], state_dict=weights)
         cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
         print(f"version {cli.model.version} written to {cli.config['out']}")
+
+
+def check_checkpoint(path: str | None) -> None:
+    """Refuses a missing or truncated file before anything is loaded; folders are sharded checkpoints.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: the file is not whole.
+    """
+    if path is None or Path(path).is_dir():
+        return
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"ckpt_path={path!r}: there is no such checkpoint")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"ckpt_path={path!r} is no whole checkpoint: it was cut off, or is something else")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ clipping, precision, schedulers and every sharding strategy work as in any Light
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,29 +17,16 @@ from torch.optim import Optimizer
 
 from lit_async_rl.compatibility import check_compatibility
 from lit_async_rl.corrections import Correction
-from lit_async_rl.hf_models import load_policy
+from lit_async_rl.data import RolloutDataModule
+from lit_async_rl.hf_models import check_vocabulary, load_policy
 from lit_async_rl.importance import kl_k3
+from lit_async_rl.lora import LoRA, add_lora
 from lit_async_rl.losses import LossInputs, PolicyLoss, PPOClip
 from lit_async_rl.network import CausalPolicy, TokenStats
 from lit_async_rl.proximal import BehaviorProximal, Proximal
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.validation import Validator
 from lit_async_rl.weights import stream_weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoRA:
-    """Low-rank adapters (needs `pip install "lit-async-rl[peft]"`); the engine is given the merged weights.
-
-    Args:
-        rank: of the update.
-        alpha: the update is scaled by alpha / rank.
-        target_modules: names of the layers that get one; None lets PEFT choose.
-    """
-
-    rank: int = 16
-    alpha: int = 32
-    target_modules: list[str] | None = None
 
 
 class PolicyModule(pl.LightningModule):
@@ -117,11 +103,18 @@ class PolicyModule(pl.LightningModule):
         if kl_coefficient > 0:
             self.reference = CausalPolicy(load_policy(model, **load), logprob_chunk_tokens).requires_grad_(False)
             self.reference.lm.load_state_dict(lm.state_dict())
-        self.policy = CausalPolicy(lm if lora is None else _add_lora(lm, lora), logprob_chunk_tokens)
+        self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens)
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated = False
         self.validator = Validator()
+
+    def setup(self, stage: str) -> None:
+        """Checks that the prompts' tokenizer fits the model."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, RolloutDataModule):
+            vocab_size = self.policy.causal_lm.config.get_text_config().vocab_size
+            check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -227,20 +220,3 @@ class PolicyModule(pl.LightningModule):
         self.version = checkpoint["version"]
         if self.reference is not None:
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
-
-
-def _add_lora(lm: torch.nn.Module, lora: LoRA) -> torch.nn.Module:
-    try:
-        import peft
-    except ImportError:
-        raise ModuleNotFoundError('model.lora needs PEFT: pip install "lit-async-rl[peft]"') from None
-    return peft.get_peft_model(
-        lm,
-        peft.LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=lora.target_modules,
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
-        ),
-    )
