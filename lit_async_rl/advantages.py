@@ -40,6 +40,7 @@ class AdvantageEstimator(ABC):
         """The formula. Rewards are finite; groups may be empty."""
 
 
+@dataclass(frozen=True)
 class Raw(AdvantageEstimator):
     """A = R: no baseline, so that equal rewards do not give 0."""
 
@@ -48,6 +49,7 @@ class Raw(AdvantageEstimator):
         return [list(group) for group in rewards]
 
 
+@dataclass(frozen=True)
 class GroupMean(AdvantageEstimator):
     """A = R - mean of the group. Dr. GRPO, arXiv:2503.20783."""
 
@@ -81,6 +83,7 @@ class GroupMeanStd(AdvantageEstimator):
         return [_standardized(group, self.eps) for group in rewards]
 
 
+@dataclass(frozen=True)
 class LeaveOneOut(AdvantageEstimator):
     """A_i = R_i - mean of the group's others = (R_i - mean) N / (N - 1). RLOO, arXiv:2402.14740."""
 
@@ -122,6 +125,7 @@ class GlobalMeanStd(AdvantageEstimator):
         return [[next(standardized) for _ in group] for group in groups]
 
 
+@dataclass(frozen=True)
 class LengthWeighted(AdvantageEstimator):
     """A = R - b, b = sum L_i R_i / sum L_i over the group. OPO, arXiv:2505.23585.
 

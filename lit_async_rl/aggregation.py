@@ -20,6 +20,7 @@ class Aggregation(ABC):
         """Weight of a token of each rollout; `group_sizes` add up to the number of rollouts."""
 
 
+@dataclass(frozen=True)
 class TokenMean(Aggregation):
     """1 / sum L: every token counts the same, long rollouts count more. DAPO, arXiv:2503.14476."""
 
@@ -29,6 +30,7 @@ class TokenMean(Aggregation):
         return [1 / total for _ in lengths]
 
 
+@dataclass(frozen=True)
 class SequenceMean(Aggregation):
     """1 / (B L_i): every rollout counts the same. GRPO, arXiv:2402.03300. B counts rollouts with tokens."""
 
@@ -38,6 +40,7 @@ class SequenceMean(Aggregation):
         return [1 / (num_rollouts * length) if length else 0.0 for length in lengths]
 
 
+@dataclass(frozen=True)
 class PromptMean(Aggregation):
     """1 / (G sum of the group's L): every prompt counts the same, its tokens share. ScaleRL, arXiv:2510.13786.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lit_async_rl.records import jsonl_records, load_dataset, parquet_records
 from lit_async_rl.types import Prompt
 
 
@@ -64,7 +63,7 @@ class PromptStream:
 
 
 class RecordPrompts(PromptSource):
-    """Prompts from records (mappings) that are held in memory.
+    """Prompts from records (mappings), made when they are asked for: a data set on disk stays there.
 
     Args:
         records: one mapping each.
@@ -74,39 +73,48 @@ class RecordPrompts(PromptSource):
         origin: what messages call the source.
 
     Raises:
-        ValueError: there are no records, or a field is missing.
+        ValueError: there are no records, or the first one lacks a field.
     """
 
     def __init__(
         self,
-        records: Iterable[Mapping[str, Any]],
+        records: Sequence[Mapping[str, Any]],
         prompt_field: str,
         answer_field: str | None,
         template: str,
         origin: str,
     ) -> None:
-        if "{prompt}" not in template:
-            raise ValueError(f"template must contain {{prompt}}, got {template!r}")
-        self._prompts = []
-        for number, record in enumerate(records):
-            for field in (prompt_field, answer_field):
-                if field is not None and field not in record:
-                    raise ValueError(f"{origin}, record {number}: no field {field!r}, it has {sorted(record)}")
-            self._prompts.append(
-                Prompt(
-                    text=template.replace("{prompt}", str(record[prompt_field])),
-                    answer=None if answer_field is None else str(record[answer_field]),
-                    metadata={k: v for k, v in record.items() if k not in (prompt_field, answer_field)},
-                )
-            )
-        if not self._prompts:
+        check_template(template)
+        self.prompt_field, self.answer_field, self.template, self.origin = prompt_field, answer_field, template, origin
+        self._records = records
+        if len(records) == 0:
             raise ValueError(f"{origin} holds no prompts")
+        self[0]  # a wrong field is an error now, not in the middle of a run
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._records)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        record = self._records[index]
+        return Prompt(
+            text=self.template.replace("{prompt}", self._text(record, "prompt_field", self.prompt_field, index)),
+            answer=self.answer_field and self._text(record, "answer_field", self.answer_field, index),
+            metadata={k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)},
+        )
+
+    def _text(self, record: Mapping[str, Any], setting: str, field: str, index: int) -> str:
+        where = f"{self._where(index)}, {setting}={field!r}"
+        if field not in record:
+            raise ValueError(f"{where}: there is no such field, only {sorted(record)}")
+        value = record[field]
+        if not isinstance(value, (str, int, float)):
+            raise ValueError(f"{where}: it must hold text or a number, not {str(value)[:80]!r}")
+        return str(value)
+
+    def _where(self, index: int) -> str:
+        return f"{self.origin}, record {index}"
 
 
 class JsonlPrompts(RecordPrompts):
@@ -130,11 +138,24 @@ class JsonlPrompts(RecordPrompts):
         answer_field: str | None = "answer",
         template: str = "{prompt}",
     ) -> None:
-        super().__init__(_jsonl_records(path), prompt_field, answer_field, template, path)
+        records = jsonl_records(path)
+        self._lines = list(records)
+        super().__init__(list(records.values()), prompt_field, answer_field, template, path)
+        for index in range(len(self)):
+            self[index]
+
+    def _where(self, index: int) -> str:
+        return f"{self.origin}, line {self._lines[index]}"
 
 
 class ParquetPrompts(RecordPrompts):
     """Rows of a Parquet file; arguments as `JsonlPrompts`.
+
+    Args:
+        path: the file.
+        prompt_field: column that holds the prompt.
+        answer_field: column that holds the reference answer; None if there is none.
+        template: text around the prompt, with `{prompt}` where it goes.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -148,32 +169,24 @@ class ParquetPrompts(RecordPrompts):
         answer_field: str | None = "answer",
         template: str = "{prompt}",
     ) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        _existing_file(path)
-        try:
-            records = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path} is no Parquet file: {error}") from error
-        super().__init__(records, prompt_field, answer_field, template, path)
+        super().__init__(parquet_records(path), prompt_field, answer_field, template, path)
 
 
 class HuggingFacePrompts(RecordPrompts):
-    """A split of a Hugging Face dataset: hub name, or folder that `datasets.load_dataset` understands.
+    """A split of a Hugging Face dataset: hub name, or folder (of data files, or made by `save_to_disk`).
 
     Args:
         path: name or folder.
-        split: for example `train`.
+        split: for example `train`, or `train[:1000]`.
         name: configuration of the dataset, if it has several.
-        prompt_field: field that holds the prompt.
-        answer_field: field that holds the reference answer; None if there is none.
+        prompt_field: column that holds the prompt.
+        answer_field: column that holds the reference answer; None if there is none.
         template: text around the prompt, with `{prompt}` where it goes.
 
     Raises:
         FileNotFoundError: the dataset can't be found or reached.
         ModuleNotFoundError: `datasets` is not installed.
-        ValueError: a field is missing, or the split is empty.
+        ValueError: a column is missing, or the split is unknown or empty.
     """
 
     def __init__(
@@ -185,33 +198,16 @@ class HuggingFacePrompts(RecordPrompts):
         answer_field: str | None = "answer",
         template: str = "{prompt}",
     ) -> None:
-        try:
-            import datasets
-        except ImportError:
-            raise ModuleNotFoundError('HuggingFacePrompts needs: pip install "lit-async-rl[data]"') from None
-        try:
-            records = datasets.load_dataset(path, name, split=split)
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(f"dataset {path!r}, split {split!r}: {error}") from error
-        super().__init__(records, prompt_field, answer_field, template, f"dataset {path!r}, split {split!r}")
+        super().__init__(
+            load_dataset(path, name, split), prompt_field, answer_field, template, f"path={path!r}, split={split!r}"
+        )
 
 
-def _existing_file(path: str) -> Path:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"prompts: there is no file {path!r} (in {Path.cwd()})")
-    return file
+def check_template(template: str) -> None:
+    """Refuses a template without a place for the prompt.
 
-
-def _jsonl_records(path: str) -> Iterable[Mapping[str, Any]]:
-    with _existing_file(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number} is no JSON object: {line[:80]!r}")
-            yield record
+    Raises:
+        ValueError: it has none.
+    """
+    if "{prompt}" not in template:
+        raise ValueError(f"template must contain {{prompt}}, got {template!r}")

@@ -7,6 +7,7 @@ the second in the correction.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +31,7 @@ class Proximal(ABC):
         """Log-probabilities of the anchor; `staleness` is versions between mu and pi."""
 
 
+@dataclass(frozen=True)
 class BehaviorProximal(Proximal):
     """The anchor is mu: the ratio is pi / mu, no matter how stale. Leaves nothing for a correction to correct."""
 
@@ -43,6 +45,7 @@ class BehaviorProximal(Proximal):
         return behavior_logprobs
 
 
+@dataclass(frozen=True)
 class CurrentProximal(Proximal):
     """The anchor is pi at the start of the step.
 
@@ -61,6 +64,7 @@ class CurrentProximal(Proximal):
         return logprobs.detach()
 
 
+@dataclass(frozen=True)
 class InterpolatedProximal(Proximal):
     """The anchor is between mu and pi: log pi_prox = (1/d) log mu + (1 - 1/d) log pi, d = staleness of the token.
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 
+from lit_async_rl.isolation import IsolatedFunction
 from lit_async_rl.types import Prompt
 
 
 def exact_match(prompt: Prompt, completion: str) -> float:
-    """1 if the completion is the answer, apart from space around it; else 0."""
-    return float(completion.strip() == (prompt.answer or "").strip())
+    """1 if the completion is the answer, apart from space around it; else 0.
+
+    Raises:
+        ValueError: the prompt has no answer.
+    """
+    return float(completion.strip() == reference_answer(prompt).strip())
 
 
 def share_correct(prompt: Prompt, completion: str) -> float:
     """Share of the answer's characters that stand in their place; 1 only for the answer itself.
 
     Denser than `exact_match`: an almost right completion is worth more than a wrong one.
+
+    Raises:
+        ValueError: the prompt has no answer.
     """
-    answer = prompt.answer or ""
+    answer = reference_answer(prompt)
     right = sum(a == b for a, b in zip(completion, answer, strict=False))
-    return right / max(len(answer), len(completion), 1)
+    longer = max(len(answer), len(completion))
+    return right / longer if longer else 1.0
 
 
 class MathVerify:
@@ -28,25 +37,42 @@ class MathVerify:
     Uses the `math-verify` library: pip install "lit-async-rl[tasks]". A reference may be a whole worked solution in
     GSM8K's form, whose answer stands behind `####`.
 
+    Args:
+        timeout_s: longest for one completion, which may ask for 9^9^9^9; one that takes longer is worth 0. The library
+            runs in a process of its own, so that nothing else waits.
+
     Raises:
         ModuleNotFoundError: the library is not installed.
+        ValueError: the time limit is not positive.
     """
 
-    def __init__(self) -> None:
-        try:
-            import math_verify
-        except ImportError:
-            raise ModuleNotFoundError('MathVerify needs: pip install "lit-async-rl[tasks]"') from None
-        # its own time limits are signals, which only the main thread may use; `data.reward_timeout_s` bounds the time
-        for module in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(module).setLevel(logging.ERROR)
-        self._parse, self._verify = math_verify.parse, math_verify.verify
+    def __init__(self, timeout_s: float = 3.0) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ModuleNotFoundError('MathVerify needs: pip install "lit-async-rl[tasks]"')
+        self._grade = IsolatedFunction("lit_async_rl.graders:math_grader", timeout_s)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Compares final answers."""
-        if prompt.answer is None:
-            raise ValueError("MathVerify needs a reference answer: set the prompt source's answer_field")
-        reference = prompt.answer.rpartition("####")[2].strip()
-        gold = self._parse(f"${reference}$", parsing_timeout=None) or self._parse(reference, parsing_timeout=None)
-        answer = self._parse(completion, parsing_timeout=None)
-        return float(self._verify(gold, answer, timeout_seconds=None))
+        """Compares final answers.
+
+        Raises:
+            ValueError: the prompt has no answer, or none that can be read as mathematics.
+        """
+        reference = reference_answer(prompt).rpartition("####")[2].strip()
+        try:
+            is_right = self._grade(reference, completion)
+        except TimeoutError:
+            return 0.0
+        if is_right is None:
+            raise ValueError(f"MathVerify cannot read the reference answer {reference!r}")
+        return float(is_right)
+
+
+def reference_answer(prompt: Prompt) -> str:
+    """What the completion is compared with.
+
+    Raises:
+        ValueError: there is none: a reward that is 0 for everything would teach nothing, and say nothing.
+    """
+    if prompt.answer is None:
+        raise ValueError("this reward needs a reference answer: set answer_field of the prompt source")
+    return prompt.answer

@@ -1,20 +1,20 @@
-"""Adding and multiplying numbers."""
+"""Adding numbers."""
 
 from __future__ import annotations
 
 import random
-from typing import Literal
+from collections.abc import Iterator
 
-from lit_async_rl.prompts import PromptSource
+from lit_async_rl.tasks.splits import Split, SplitPrompts
 from lit_async_rl.types import Prompt
 
 
-class Addition(PromptSource):
-    """`17+25=` asks for `42`. Training and held-out problems never share a pair of numbers.
+class Addition(SplitPrompts):
+    """`17+25=` asks for `42`. Training and held-out problems never share a pair of numbers, in either order.
 
     Args:
         num_digits: of each number, at most.
-        size: number of problems.
+        size: number of problems, drawn with repetition.
         split: which of the two disjoint sets.
         seed: of the problems.
 
@@ -22,22 +22,15 @@ class Addition(PromptSource):
         ValueError: a number is not positive.
     """
 
-    def __init__(
-        self, num_digits: int = 2, size: int = 4096, split: Literal["train", "held_out"] = "train", seed: int = 0
-    ) -> None:
-        if num_digits < 1 or size < 1:
-            raise ValueError(f"Addition needs positive num_digits and size, got {num_digits} and {size}")
-        self.num_digits, self.size, self.split, self.seed = num_digits, size, split, seed
+    def __init__(self, num_digits: int = 2, size: int = 4096, split: Split = "train", seed: int = 0) -> None:
+        super().__init__(size, split)
+        if num_digits < 1:
+            raise ValueError(f"Addition: num_digits must be >= 1, got {num_digits}")
+        self.num_digits, self.seed = num_digits, seed
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Prompt:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
+    def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
+        """Pairs of random numbers."""
         chance = random.Random(f"{self.seed}/{self.split}/{index}")
         while True:
             a, b = (chance.randrange(10**self.num_digits) for _ in range(2))
-            is_held_out = random.Random(f"{a}+{b}").random() < 0.125
-            if is_held_out == (self.split == "held_out"):
-                return Prompt(text=f"{a}+{b}=", answer=str(a + b))
+            yield f"{min(a, b)}+{max(a, b)}", Prompt(text=f"{a}+{b}=", answer=str(a + b))

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from lit_async_rl.prompts import PromptSource
+from lit_async_rl.isolation import IsolatedFunction
+from lit_async_rl.prompts import check_template
+from lit_async_rl.tasks.splits import MAX_DRAWS, Split, SplitPrompts
 from lit_async_rl.types import Prompt
 
 
-class ReasoningGym(PromptSource):
+class ReasoningGym(SplitPrompts):
     """Problems of one of its tasks; use it with `ReasoningGymReward`, which asks the task itself for the score.
+
+    The library draws problem i of seed s from the random number s + i, so its seeds 0 and 1 share all problems but one.
+    Here training and held-out problems never share a question.
 
     Args:
         task: name of the task, for example `chain_sum`.
         size: number of problems.
-        seed: of the problems; give held-out ones another.
+        split: which of the two disjoint sets.
+        seed: of the problems.
         template: text around the question, with `{prompt}` where it goes.
         config: settings of the task.
 
@@ -27,32 +37,68 @@ class ReasoningGym(PromptSource):
         self,
         task: str,
         size: int = 1000,
+        split: Split = "train",
         seed: int = 0,
         template: str = "{prompt}",
         config: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__(size, split)
+        check_template(template)
         try:
             import reasoning_gym
         except ImportError:
             raise ModuleNotFoundError('ReasoningGym needs: pip install "lit-async-rl[tasks]"') from None
+        self.task, self.template, self.config = task, template, json.dumps(config or {})
         try:
-            self._dataset = reasoning_gym.create_dataset(task, size=size, seed=seed, **(config or {}))
+            self._dataset = reasoning_gym.create_dataset(task, size=size * MAX_DRAWS, seed=seed, **(config or {}))
         except (ValueError, AssertionError, TypeError) as error:
             raise ValueError(f"ReasoningGym: task={task!r}, size={size}, config={config}: {error}") from error
-        self.template = template
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Prompt:
-        entry = self._dataset[index]
-        text = self.template.replace("{prompt}", entry["question"])
-        return Prompt(text=text, answer=entry["answer"], metadata={"dataset": self._dataset, "entry": entry})
+    def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
+        """Problems of the library that no other index draws."""
+        for number in range(index, self.size * MAX_DRAWS, self.size):
+            entry = self._dataset[number]
+            text = self.template.replace("{prompt}", entry["question"])
+            metadata = {"task": self.task, "config": self.config, "entry": entry}
+            yield entry["question"], Prompt(text=text, answer=entry["answer"], metadata=metadata)
 
 
 class ReasoningGymReward:
-    """The task's own score, between 0 and 1; many tasks give partial credit."""
+    """The task's own score, between 0 and 1; many tasks give partial credit.
+
+    Args:
+        answer_tag: score only what stands between `<answer>` and `</answer>` (the last of them), if this is `answer`;
+            a completion without it is worth 0. None scores the whole completion, without the space around it.
+        timeout_s: longest for one completion; one that takes longer is worth 0. Some tasks calculate what a completion
+            says, so they run in a process of their own.
+
+    Raises:
+        ModuleNotFoundError: the library is not installed.
+        ValueError: the time limit is not positive.
+    """
+
+    def __init__(self, answer_tag: str | None = None, timeout_s: float = 3.0) -> None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ModuleNotFoundError('ReasoningGymReward needs: pip install "lit-async-rl[tasks]"')
+        self.answer_tag = answer_tag
+        self._grade = IsolatedFunction("lit_async_rl.graders:reasoning_grader", timeout_s)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Score of the completion without the space around it."""
-        return float(prompt.metadata["dataset"].score_answer(completion.strip(), entry=prompt.metadata["entry"]))
+        """Score of the answer.
+
+        Raises:
+            ValueError: the prompt is not one of `ReasoningGym`.
+        """
+        if "entry" not in prompt.metadata:
+            raise ValueError("ReasoningGymReward scores the prompts of ReasoningGym only")
+        if self.answer_tag is not None:
+            tag = re.escape(self.answer_tag)
+            answers = re.findall(f"<{tag}>(.*?)</{tag}>", completion, flags=re.DOTALL)
+            if not answers:
+                return 0.0
+            completion = answers[-1]
+        origin = (prompt.metadata["task"], prompt.metadata["config"], prompt.metadata["entry"])
+        try:
+            return float(self._grade(*origin, completion.strip()))
+        except TimeoutError:
+            return 0.0

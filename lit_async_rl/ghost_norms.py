@@ -1,0 +1,227 @@
+"""Squared gradient norms of every trajectory of a micro-batch, without computing a gradient of any of them.
+
+For a linear layer y = W x the gradient of trajectory i is sum_t e_it x_it^T, e the gradient at the output. Its squared
+norm is sum_ts (e_it . e_is) (x_it . x_is), two T x T Gram matrices, and that is all we need ("ghost norms": Goodfellow
+2015, arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679, section 4). One backward pass to the outputs of
+the layers serves all trajectories, because rows of a batch do not meet.
+
+B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from lit_async_rl.network import CausalPolicy
+
+
+def linear_squared_norms(inputs: Float[Tensor, "B T D"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
+    """||sum_t e_t x_t^T||^2 of each row, by whichever of both ways needs fewer multiplications."""
+    length, num_inputs, num_outputs = inputs.shape[1], inputs.shape[2], grads.shape[2]
+    if length * (num_inputs + num_outputs) < num_inputs * num_outputs:
+        return ((inputs @ inputs.mT) * (grads @ grads.mT)).sum((1, 2))
+    return (grads.mT @ inputs).square().sum((1, 2))
+
+
+def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
+    """Squared norm of what each row adds to the table: gradients of equal ids add up."""
+    same = ids[:, :, None] == ids[:, None, :]
+    return ((grads @ grads.mT) * same).sum((1, 2))
+
+
+def elementwise_squared_norms(
+    module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Float[Tensor, "B *T K"]
+) -> Float[Tensor, " B"]:
+    """For layers that multiply by a vector and may add one (RMS norm, layer norm).
+
+    Their output is linear in the weight, so the factor of the weight is the change that a weight larger by 1 makes.
+    """
+    total = torch.zeros(len(grads), device=grads.device)
+    weight = module.weight
+    if weight.requires_grad:
+        with torch.no_grad():
+            raised = functional_call(module, {"weight": weight + 1}, (inputs,))
+        total = total + _sum_positions(grads * (raised - outputs)).square().sum(-1)
+    bias = dict(module.named_parameters(recurse=False)).get("bias")
+    if bias is not None and bias.requires_grad:
+        total = total + _sum_positions(grads).square().sum(-1)
+    return total
+
+
+def _sum_positions(values: Float[Tensor, "B *T K"]) -> Float[Tensor, "B K"]:
+    """Over positions, and over heads where a norm works on each."""
+    return values.flatten(1, -2).sum(1)
+
+
+class GhostTape:
+    """Records one forward pass of a `CausalPolicy`, then tells the norms.
+
+        with GhostTape(policy) as tape:
+            stats = policy(input_ids, mask, temperature)
+        norms = tape.squared_norms(coefficients, input_ids, mask, temperature)
+
+    The graph of the forward pass stays usable for the real backward pass. Linear layers (LoRA's too), transformers'
+    `Conv1D`, embeddings, and norm layers are known, and an output head tied to the embedding; the head is worked
+    through in chunks of rows of `policy.chunk_tokens` tokens.
+
+    Raises:
+        ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, or to two
+            layers (other than embedding and head), or activations are not kept (gradient checkpointing).
+    """
+
+    def __init__(self, policy: CausalPolicy) -> None:
+        self.policy = policy
+        self._body = policy.causal_lm.base_model
+        self._head = policy.causal_lm.get_output_embeddings()
+        self._layers = {
+            name: module
+            for name, module in self._body.named_modules()
+            if any(p.requires_grad for p in module.parameters(recurse=False))
+        }
+        self._check()
+        self._records: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> its input and output
+        self._hidden: Tensor | None = None
+        self._handles: list[Any] = []
+
+    def _check(self) -> None:
+        if getattr(self.policy.causal_lm, "is_gradient_checkpointing", False):
+            raise ValueError("ghost norms need the activations that gradient_checkpointing throws away")
+        owners: dict[int, str] = {}
+        for name, module in self._layers.items():
+            if not _is_known(module):
+                raise ValueError(f"ghost norms do not know layer {name!r} of type {type(module).__name__}")
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) in owners:
+                    raise ValueError(f"ghost norms: layers {owners[id(parameter)]!r} and {name!r} share a parameter")
+                owners[id(parameter)] = name
+
+    def __enter__(self) -> GhostTape:
+        self._records, self._hidden = {}, None
+        self._handles = [
+            self._body.register_forward_pre_hook(self._spread_positions, with_kwargs=True),
+            self._body.register_forward_hook(self._keep_hidden),
+            *(module.register_forward_hook(self._recorder(name)) for name, module in self._layers.items()),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @staticmethod
+    def _spread_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """One row of positions for each trajectory: a shared row would add up gradients of learned positions."""
+        ids = kwargs["input_ids"]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        return args, {**kwargs, "position_ids": positions}
+
+    def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._hidden = output.last_hidden_state
+
+    def _recorder(self, name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if name in self._records:
+                raise ValueError(f"ghost norms: layer {name!r} runs twice in one forward pass")
+            self._records[name] = (args[0].detach(), output)
+
+        return record
+
+    def squared_norms(
+        self,
+        coefficients: Float[Tensor, "B T"],
+        input_ids: Int[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+        temperature: float = 1.0,
+    ) -> Float[Tensor, " B"]:
+        """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all trainable parameters."""
+        assert self._hidden is not None, "record a forward pass first"
+        coefficients = torch.where(mask, coefficients.detach(), 0.0)
+        norms, hidden_grads, taken = self._head_pass(coefficients, input_ids, temperature)
+        names = list(self._records)
+        grads = torch.autograd.grad(
+            self._hidden, [self._records[name][1] for name in names], hidden_grads, retain_graph=True, allow_unused=True
+        )
+        embedding = self.policy.causal_lm.get_input_embeddings()
+        for name, grad in zip(names, grads, strict=True):
+            if grad is None:
+                continue
+            inputs, outputs = self._records[name]
+            module = self._layers[name]
+            if isinstance(module, nn.Embedding):
+                grad = _table_grads(module, inputs, grad)
+            norms = norms + self._layer_squared_norms(module, inputs, outputs.detach(), grad)
+            if module is embedding and self._head.weight is embedding.weight:
+                dots = self._hidden.detach()[:, :-1] @ grad.mT  # h_t . e_s
+                norms = norms + 2 * (taken * dots).sum((1, 2))
+        return norms
+
+    @staticmethod
+    def _layer_squared_norms(module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Tensor) -> Tensor:
+        if isinstance(module, nn.Embedding):
+            return embedding_squared_norms(inputs, grads)
+        if not isinstance(module, nn.Linear | Conv1D):
+            return elementwise_squared_norms(module, inputs, outputs, grads)
+        norms = torch.zeros(len(grads), device=grads.device)
+        if module.weight.requires_grad:
+            norms = norms + linear_squared_norms(inputs, grads)
+        if module.bias is not None and module.bias.requires_grad:
+            norms = norms + grads.sum(1).square().sum(-1)
+        return norms
+
+    def _head_pass(self, coefficients: Tensor, input_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Norms of the head, gradient at its input, and its output gradients at the prompt's and completion's own ids.
+
+        The last, [B, T - 1, T], is what a tied embedding's cross term needs: gradients meet in the rows of the table
+        that the input ids name.
+        """
+        assert self._hidden is not None
+        hidden = self._hidden.detach()
+        rows = max(1, self.policy.chunk_tokens // hidden.shape[1])
+        norms, hidden_grads, taken = [], torch.zeros_like(hidden), []
+        for begin in range(0, len(hidden), rows):
+            part = slice(begin, begin + rows)
+            features = hidden[part, :-1].detach().requires_grad_()
+            raw: list[Tensor] = []
+            handle = self._head.register_forward_hook(lambda module, args, output, raw=raw: raw.append(output))
+            with torch.enable_grad():
+                logits = self.policy.logits(features.flatten(0, 1)).float() / (temperature or 1.0)
+            handle.remove()
+            targets = input_ids[part, 1:].flatten()
+            with torch.enable_grad():
+                taken_logprobs = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+                total = (taken_logprobs * coefficients[part, 1:].flatten()).sum()
+            feature_grads, logit_grads = torch.autograd.grad(total, [features, raw[0]])
+            hidden_grads[part, :-1] = feature_grads
+            logit_grads = logit_grads.view(*features.shape[:2], -1)
+            norms.append(self._layer_squared_norms(self._head, features.detach(), logit_grads, logit_grads))
+            ids = input_ids[part, None].expand(-1, features.shape[1], -1)
+            taken.append(logit_grads.gather(-1, ids))
+        return torch.cat(norms), hidden_grads, torch.cat(taken)
+
+
+def _table_grads(module: nn.Embedding, ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Tensor:
+    """Gradients at the rows of the table: Gemma scales what it looks up, and the padding row never learns."""
+    grads = grads * getattr(module, "embed_scale", 1.0)
+    return grads if module.padding_idx is None else grads.masked_fill((ids == module.padding_idx)[..., None], 0.0)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Exact types only: a subclass may do more to what passes."""
+    if type(module) in (nn.Linear, Conv1D, nn.Embedding):
+        return True
+    if isinstance(module, nn.Embedding):
+        return hasattr(module, "embed_scale")
+    if isinstance(module, nn.Linear | Conv1D):
+        return False
+    own = dict(module.named_parameters(recurse=False))
+    # all that it learns are a vector `weight` and perhaps a vector `bias`
+    return "weight" in own and own.keys() <= {"weight", "bias"} and all(p.ndim == 1 for p in own.values())

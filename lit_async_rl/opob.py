@@ -1,0 +1,129 @@
+"""OPOB: the off-policy baseline of least variance (VCPO, arXiv:2602.17616), from gradient norms of trajectories.
+
+For the estimator sum_i (R_i - b) g_i with unit-advantage gradients g_i, the constant b of least second moment is
+
+    b* = sum_i W_i R_i / sum_i W_i,      W_i = ||g_i||^2
+
+With g_i = w_i grad log pi(tau_i) that is the paper's b* = sum w^2 ||grad log pi||^2 R / sum w^2 ||grad log pi||^2.
+B trajectories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_async_rl.ghost_norms import GhostTape
+from lit_async_rl.network import CausalPolicy
+
+
+class Flavour(Enum):
+    """Which W_i.
+
+    CONSISTENT takes the gradient exactly as it is accumulated: truncated weight and length factor included. It is the
+    optimum for the update that is made. PAPER takes the raw w^2 ||grad log pi||^2 of whole trajectories whatever the
+    loss does with them. PAPER_CODE is what the published code computes: the norm contains the truncated weight already
+    and is multiplied by the raw w^2 once more (about w^4 where nothing is truncated); only to reproduce it.
+    """
+
+    CONSISTENT = "consistent"
+    PAPER = "paper"
+    PAPER_CODE = "paper_code"
+
+
+class Norms(Enum):
+    """How the norms are computed.
+
+    GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs. PER_TRAJECTORY: one backward
+    pass for each, exact for any module.
+    """
+
+    GHOST = "ghost"
+    PER_TRAJECTORY = "per_trajectory"
+
+
+@dataclass(frozen=True)
+class OptimalBaseline:
+    """Replaces the advantages of each group by (R_i - b*) / std, b* from this micro-batch's gradient norms.
+
+    A group must not be split over micro-batches: `RolloutDataModule` keeps groups whole when `model.baseline` is set
+    (`data.keep_groups_whole`). Give rewards through untouched with `data.advantage: Raw`.
+
+    Args:
+        norms: see `Norms`.
+        flavour: see `Flavour`.
+        divide_by_std: by the population standard deviation of the group's rewards, as the paper's runs do.
+    """
+
+    norms: Norms = Norms.GHOST
+    flavour: Flavour = Flavour.CONSISTENT
+    divide_by_std: bool = True
+
+
+def optimal_baseline(log_weights: Float[Tensor, " B"], rewards: Float[Tensor, " B"]) -> Float[Tensor, ""]:
+    """b* = sum W R / sum W from log W, in log space: no weight over- or underflows. Broken weights count as 0."""
+    log_weights = torch.nan_to_num(log_weights.double(), nan=-torch.inf, posinf=torch.inf)
+    if not torch.isfinite(log_weights).any():
+        return rewards.mean()  # nothing is known about the gradients: every trajectory counts the same
+    return (torch.softmax(log_weights, 0) * rewards.double()).sum().to(rewards.dtype)
+
+
+def optimal_advantages(
+    log_weights: Float[Tensor, " B"],
+    rewards: Float[Tensor, " B"],
+    group_index: Int[Tensor, " B"],
+    divide_by_std: bool = True,
+) -> Float[Tensor, " B"]:
+    """(R - b*) / std within each group; exactly 0 where a group's rewards are equal, and for padding (index -1)."""
+    advantages = torch.zeros_like(rewards)
+    for index in group_index.unique().tolist():
+        rows = group_index == index
+        group = rewards[rows]
+        if index < 0 or group.max() == group.min():
+            continue
+        centered = group - optimal_baseline(log_weights[rows], group)
+        advantages[rows] = centered / group.std(correction=0) if divide_by_std else centered
+    return advantages
+
+
+def per_trajectory_squared_norms(
+    policy: CausalPolicy, logprobs: Float[Tensor, "B T"], coefficients: Float[Tensor, "B T"]
+) -> Float[Tensor, " B"]:
+    """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row, by one backward pass each; keeps the graph."""
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    norms = []
+    for row, weights in zip(logprobs, coefficients.detach(), strict=True):
+        grads = torch.autograd.grad((row * weights).sum(), parameters, retain_graph=True, allow_unused=True)
+        norms.append(torch.stack([grad.square().sum() for grad in grads if grad is not None]).sum())
+    return torch.stack(norms)
+
+
+def trajectory_log_weights(
+    flavour: Flavour,
+    squared_norms: Float[Tensor, " B"],
+    log_ratio: Float[Tensor, " B"],
+) -> Float[Tensor, " B"]:
+    """Logarithm of W_i, from the squared norms (of `unit_coefficients`) and the raw sequence log-ratios."""
+    log_norms = squared_norms.log()
+    return log_norms if flavour is Flavour.CONSISTENT else log_norms + 2 * log_ratio
+
+
+def unit_coefficients(
+    flavour: Flavour,
+    token_weights: Float[Tensor, "B T"],
+    correction_weights: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
+    """What multiplies log pi of each token in the gradient whose norm is taken."""
+    if flavour is Flavour.PAPER:
+        return mask.float()
+    return token_weights * correction_weights
+
+
+def record(policy: CausalPolicy, norms: Norms) -> GhostTape | None:
+    """The tape that a forward pass must be recorded on, if any."""
+    return GhostTape(policy) if norms is Norms.GHOST else None
