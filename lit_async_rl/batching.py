@@ -40,21 +40,27 @@ def collate_step(
     num_micro_batches: int,
     pad_token_id: int,
     temperature: float,
+    keep_groups_whole: bool = False,
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; the token weights of all of them together are what `aggregation` says.
 
-    Groups are put in order of admission first, so the result does not depend on which finished first.
+    Groups are put in order of admission first, so the result does not depend on which finished first. With
+    `keep_groups_whole` no group is split over micro-batches.
     """
     groups = sorted(groups, key=lambda group: group.index)
     lengths = [[_num_trained(rollout) for rollout in group.rollouts] for group in groups]
     advantages = advantage([[rollout.reward for rollout in group.rollouts] for group in groups], lengths)
     weights = iter(aggregation([n for group in lengths for n in group], [len(group.rollouts) for group in groups]))
-    rows = [
-        _Row(group.prompt_ids, rollout, value, next(weights), group.index)
+    units = [
+        [
+            _Row(group.prompt_ids, rollout, value, next(weights), group.index)
+            for rollout, value in zip(group.rollouts, values, strict=True)
+        ]
         for group, values in zip(groups, advantages, strict=True)
-        for rollout, value in zip(group.rollouts, values, strict=True)
     ]
-    parts = split_rows(sorted(rows, key=lambda row: row.length), num_micro_batches)
+    if not keep_groups_whole:
+        units = [[row] for unit in units for row in unit]
+    parts = split_units(units, num_micro_batches)
     return [_pad(part, pad_token_id, temperature) for part in parts]
 
 
@@ -62,26 +68,35 @@ def _num_trained(rollout: Rollout) -> int:
     return len(rollout.completion_ids) if rollout.loss_mask is None else sum(rollout.loss_mask)
 
 
-def split_rows(rows: Sequence[_Row], num_parts: int) -> list[Sequence[_Row]]:
-    """Cuts rows, sorted by length, into `num_parts` runs whose largest padded size is minimal; runs may be empty."""
-    low, high = 0, len(rows) * max((row.length for row in rows), default=0)
+def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
+    """Cuts units (rows that stay together) into `num_parts` runs whose largest padded size is minimal.
+
+    Units are sorted by length first, so that a run pads little; runs may be empty.
+    """
+    units = sorted((unit for unit in units if unit), key=_longest)
+    low = max((len(unit) * _longest(unit) for unit in units), default=0)
+    high = sum(len(unit) for unit in units) * max(map(_longest, units), default=0)
     while low < high:  # the smallest padded size that needs no more than num_parts runs
         middle = (low + high) // 2
-        if len(_greedy_runs(rows, middle)) <= num_parts and all(row.length <= middle for row in rows):
+        if len(_greedy_runs(units, middle)) <= num_parts:
             high = middle
         else:
             low = middle + 1
-    runs = _greedy_runs(rows, low)
+    runs = _greedy_runs(units, low)
     return runs + [[] for _ in range(num_parts - len(runs))]
 
 
-def _greedy_runs(rows: Sequence[_Row], max_padded: int) -> list[Sequence[_Row]]:
-    runs: list[Sequence[_Row]] = []
-    start = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or (end + 1 - start) * rows[end].length > max_padded:
-            runs.append(rows[start:end])
-            start = end
+def _longest(rows: Sequence[_Row]) -> int:
+    return max(row.length for row in rows)
+
+
+def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row]]:
+    runs: list[list[_Row]] = []
+    for unit in units:  # by length: the new unit's is the padded length of the run it joins
+        if runs and (len(runs[-1]) + len(unit)) * _longest(unit) <= max_padded:
+            runs[-1] = runs[-1] + unit
+        else:
+            runs.append(unit)
     return runs
 
 

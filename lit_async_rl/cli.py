@@ -78,6 +78,9 @@ class AsyncRLCLI(LightningCLI):
         parser.add_lightning_class_args(WeightSync, "weight_sync")
         parser.link_arguments("data.weight_sync_steps", "weight_sync.weight_sync_steps")
         parser.link_arguments("model.model", "data.model")
+        parser.link_arguments(
+            "model.baseline", "data.keep_groups_whole", compute_fn=lambda baseline: baseline is not None
+        )
         parser.link_arguments("data.micro_batches_per_step", "trainer.accumulate_grad_batches")
 
     def before_instantiate_classes(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from lit_async_rl.advantages import AdvantageEstimator, LengthWeighted
 from lit_async_rl.aggregation import Aggregation, SequenceMean
 from lit_async_rl.corrections import Correction
-from lit_async_rl.losses import PolicyLoss
+from lit_async_rl.losses import PolicyLoss, Reinforce
+from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.proximal import BehaviorProximal, CurrentProximal, Proximal
 
 
@@ -49,6 +50,19 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
         raise ValueError(
             f"{names} and model.correction={_name(correction)}: {_name(loss)} contains no ratio, so the correction "
             "must go all the way to the current policy. Use CurrentProximal."
+        )
+
+
+def check_baseline(loss: PolicyLoss, baseline: OptimalBaseline | None) -> None:
+    """Checks that the loss is linear in the advantage, which is what makes a baseline optimal.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if baseline is not None and not isinstance(loss, Reinforce):
+        raise ValueError(
+            f"model.baseline=OptimalBaseline with model.loss={_name(loss)}: its gradient is not linear in the "
+            "advantage. Use Reinforce, with a correction and CurrentProximal for stale data."
         )
 
 

@@ -47,6 +47,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: how training completions are sampled.
         advantage: what a reward is worth relative to others.
         aggregation: what a token counts in the average over the step.
+        keep_groups_whole: never split a group over micro-batches (`model.baseline` needs it, and sets it).
         use_chat_template: wrap each prompt as a user's turn with the tokenizer's chat template.
         seed: order of the prompts.
         num_val_samples: completions of each held-out prompt.
@@ -77,6 +78,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         advantage: AdvantageEstimator | None = None,
         aggregation: Aggregation | None = None,
+        keep_groups_whole: bool = False,
         use_chat_template: bool = False,
         seed: int = 0,
         num_val_samples: int = 1,
@@ -115,6 +117,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.sampling, self.val_sampling = sampling, val_sampling or sampling
         self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
         check_step_compatibility(self.advantage, self.aggregation)
+        self.keep_groups_whole = keep_groups_whole
         self.num_val_samples, self.val_batch_size = num_val_samples, val_batch_size
         self.success_reward = success_reward
         self.reward_workers, self.reward_timeout_s = reward_workers, reward_timeout_s
@@ -204,6 +207,7 @@ class RolloutDataModule(pl.LightningDataModule):
             num_micro_batches=self.micro_batches_per_step,
             pad_token_id=self.codec.pad_token_id,
             temperature=self.sampling.temperature,
+            keep_groups_whole=self.keep_groups_whole,
         )
 
     def _check_bound(self, groups: Sequence[RolloutGroup]) -> None:

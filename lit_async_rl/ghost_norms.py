@@ -45,6 +45,7 @@ def elementwise_squared_norms(
     """
     total = torch.zeros(len(grads), device=grads.device)
     weight = module.weight
+    assert isinstance(weight, nn.Parameter)
     if weight.requires_grad:
         with torch.no_grad():
             raised = functional_call(module, {"weight": weight + 1}, (inputs,))

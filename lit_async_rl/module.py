@@ -7,6 +7,7 @@ clipping, precision, schedulers and every sharding strategy work as in any Light
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_async_rl.compatibility import check_compatibility
+from lit_async_rl.compatibility import check_baseline, check_compatibility
 from lit_async_rl.corrections import Correction
 from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.hf_models import check_vocabulary, load_policy
@@ -23,6 +24,7 @@ from lit_async_rl.importance import kl_k3
 from lit_async_rl.lora import LoRA, add_lora
 from lit_async_rl.losses import LossInputs, PolicyLoss, PPOClip
 from lit_async_rl.network import CausalPolicy, TokenStats
+from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.proximal import BehaviorProximal, Proximal
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.validation import Validator
@@ -40,6 +42,7 @@ class PolicyModule(pl.LightningModule):
         loss: per-token loss; None is `PPOClip()`.
         proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, which sampled.
         correction: importance weights between that anchor and the behavior policy; None is no correction.
+        baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
         learning_rate: of AdamW, unless `optimizer` is given.
         weight_decay: of AdamW, unless `optimizer` is given.
         warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
@@ -66,6 +69,7 @@ class PolicyModule(pl.LightningModule):
         loss: PolicyLoss | None = None,
         proximal: Proximal | None = None,
         correction: Correction | None = None,
+        baseline: OptimalBaseline | None = None,
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
@@ -91,7 +95,9 @@ class PolicyModule(pl.LightningModule):
         self.loss = loss or PPOClip()
         self.proximal = proximal or BehaviorProximal()
         self.correction = correction
+        self.baseline = baseline
         check_compatibility(self.loss, self.proximal, self.correction)
+        check_baseline(self.loss, baseline)
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.kl_coefficient, self.entropy_coefficient = kl_coefficient, entropy_coefficient
@@ -115,43 +121,49 @@ class PolicyModule(pl.LightningModule):
         if isinstance(data, RolloutDataModule):
             vocab_size = self.policy.causal_lm.config.get_text_config().vocab_size
             check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
+            if self.baseline is not None and not data.keep_groups_whole:
+                raise ValueError("model.baseline needs data.keep_groups_whole=true: it compares a group's gradients")
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
-        stats: TokenStats = self.policy(
-            batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad=self.entropy_coefficient > 0
-        )
+        with self.baseline.record(self.policy) if self.baseline is not None else nullcontext() as tape:
+            stats: TokenStats = self.policy(
+                batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad=self.entropy_coefficient > 0
+            )
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, self.version - batch.versions, 0)
         anchor = self.proximal(detached, batch.behavior_logprobs, staleness)
+        weights = torch.ones_like(detached)
+        if self.correction is not None:
+            weights = self.correction(anchor - batch.behavior_logprobs, batch.loss_mask).weights
+        advantages = batch.advantages
+        if self.baseline is not None:
+            advantages = self.baseline.advantages(self.policy, tape, stats.logprobs, weights, batch)
         output = self.loss(
             LossInputs(
                 logprobs=stats.logprobs,
                 anchor_logprobs=anchor,
                 behavior_logprobs=batch.behavior_logprobs,
-                advantages=batch.advantages,
+                advantages=advantages,
                 loss_mask=batch.loss_mask,
                 staleness=staleness,
                 token_weights=batch.token_weights,
             )
         )
-        per_token = output.per_token
+        per_token = output.per_token * weights
         self.stabilizer_signals = {
             "log_ratio": detached - batch.behavior_logprobs,
             "mask": batch.loss_mask,
             "entropy": stats.entropy.detach(),
             "staleness": staleness,
-            "advantages": batch.advantages,
+            "advantages": advantages,
             "rewards": batch.rewards,
             "clipped": output.clipped,
+            "correction_weights": weights,
             "version": self.version,
         }
-        if self.correction is not None:
-            correction = self.correction(anchor - batch.behavior_logprobs, batch.loss_mask)
-            per_token = per_token * correction.weights
-            self.stabilizer_signals["correction_weights"] = correction.weights
         if self.reference is not None:
             per_token = per_token + self.kl_coefficient * self._reference_kl(stats.logprobs, batch)
         if self.entropy_coefficient > 0:

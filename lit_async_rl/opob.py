@@ -10,15 +10,18 @@ B trajectories.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lit_async_rl.ghost_norms import GhostTape
+from lit_async_rl.importance import masked, sequence_log_ratio
 from lit_async_rl.network import CausalPolicy
+from lit_async_rl.types import RolloutBatch
 
 
 class Flavour(Enum):
@@ -44,24 +47,6 @@ class Norms(Enum):
 
     GHOST = "ghost"
     PER_TRAJECTORY = "per_trajectory"
-
-
-@dataclass(frozen=True)
-class OptimalBaseline:
-    """Replaces the advantages of each group by (R_i - b*) / std, b* from this micro-batch's gradient norms.
-
-    A group must not be split over micro-batches: `RolloutDataModule` keeps groups whole when `model.baseline` is set
-    (`data.keep_groups_whole`). Give rewards through untouched with `data.advantage: Raw`.
-
-    Args:
-        norms: see `Norms`.
-        flavour: see `Flavour`.
-        divide_by_std: by the population standard deviation of the group's rewards, as the paper's runs do.
-    """
-
-    norms: Norms = Norms.GHOST
-    flavour: Flavour = Flavour.CONSISTENT
-    divide_by_std: bool = True
 
 
 def optimal_baseline(log_weights: Float[Tensor, " B"], rewards: Float[Tensor, " B"]) -> Float[Tensor, ""]:
@@ -102,28 +87,47 @@ def per_trajectory_squared_norms(
     return torch.stack(norms)
 
 
-def trajectory_log_weights(
-    flavour: Flavour,
-    squared_norms: Float[Tensor, " B"],
-    log_ratio: Float[Tensor, " B"],
-) -> Float[Tensor, " B"]:
-    """Logarithm of W_i, from the squared norms (of `unit_coefficients`) and the raw sequence log-ratios."""
-    log_norms = squared_norms.log()
-    return log_norms if flavour is Flavour.CONSISTENT else log_norms + 2 * log_ratio
+@dataclass(frozen=True)
+class OptimalBaseline:
+    """Replaces the advantages of each group by (R_i - b*) / std, b* from this micro-batch's gradient norms.
 
+    For losses without ratio (`Reinforce`), whose gradient is linear in the advantage; the correction's weights are part
+    of g_i. A group must not be split over micro-batches (`data.keep_groups_whole`, which the command line sets).
 
-def unit_coefficients(
-    flavour: Flavour,
-    token_weights: Float[Tensor, "B T"],
-    correction_weights: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> Float[Tensor, "B T"]:
-    """What multiplies log pi of each token in the gradient whose norm is taken."""
-    if flavour is Flavour.PAPER:
-        return mask.float()
-    return token_weights * correction_weights
+    As in the published code a trajectory takes part in its own baseline. That, and weights that are truncated, adds some
+    bias to the gradient, as for any such baseline; the first vanishes as groups grow.
 
+    Args:
+        norms: how gradient norms are computed, see `Norms`.
+        flavour: which W_i, see `Flavour`.
+        divide_by_std: by the population standard deviation of the group's rewards, as the paper's runs do.
+    """
 
-def record(policy: CausalPolicy, norms: Norms) -> GhostTape | None:
-    """The tape that a forward pass must be recorded on, if any."""
-    return GhostTape(policy) if norms is Norms.GHOST else None
+    norms: Norms = Norms.GHOST
+    flavour: Flavour = Flavour.CONSISTENT
+    divide_by_std: bool = True
+
+    def record(self, policy: CausalPolicy) -> AbstractContextManager[GhostTape | None]:
+        """What the forward pass must run in."""
+        return GhostTape(policy) if self.norms is Norms.GHOST else nullcontext()
+
+    def advantages(
+        self,
+        policy: CausalPolicy,
+        tape: GhostTape | None,
+        logprobs: Float[Tensor, "B T"],
+        weights: Float[Tensor, "B T"],
+        batch: RolloutBatch,
+    ) -> Float[Tensor, "B T"]:
+        """Advantages of each token; `logprobs` with the graph of the forward pass, `weights` the correction's."""
+        mask = batch.loss_mask
+        coefficients = mask.float() if self.flavour is Flavour.PAPER else batch.token_weights * weights
+        if tape is None:
+            norms = per_trajectory_squared_norms(policy, logprobs, coefficients)
+        else:
+            norms = tape.squared_norms(coefficients, batch.input_ids, mask, batch.temperature)
+        log_weights = norms.log()
+        if self.flavour is not Flavour.CONSISTENT:
+            log_weights = log_weights + 2 * sequence_log_ratio(logprobs.detach() - batch.behavior_logprobs, mask)
+        rows = optimal_advantages(log_weights, batch.rewards, batch.group_index, self.divide_by_std)
+        return masked(rows[:, None].expand_as(logprobs), mask)
