@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from lit_async_rl.records import jsonl_records, load_dataset, parquet_records
+from lit_async_rl.records import Records, jsonl_records, load_dataset, parquet_records
 from lit_async_rl.types import Prompt
 
 
@@ -78,7 +78,7 @@ class RecordPrompts(PromptSource):
 
     def __init__(
         self,
-        records: Sequence[Mapping[str, Any]],
+        records: Records,
         prompt_field: str,
         answer_field: str | None,
         template: str,
@@ -98,9 +98,13 @@ class RecordPrompts(PromptSource):
         if not 0 <= index < len(self):
             raise IndexError(index)
         record = self._records[index]
+        text = self._text(record, "prompt_field", self.prompt_field, index)
+        answer = None
+        if self.answer_field is not None:
+            answer = self._text(record, "answer_field", self.answer_field, index)
         return Prompt(
-            text=self.template.replace("{prompt}", self._text(record, "prompt_field", self.prompt_field, index)),
-            answer=self.answer_field and self._text(record, "answer_field", self.answer_field, index),
+            text=self.template.replace("{prompt}", text),
+            answer=answer,
             metadata={k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)},
         )
 

@@ -1,0 +1,107 @@
+"""Records behind prompts: JSON lines, Parquet, Hugging Face datasets. Each wrong file ends in one clear message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+@runtime_checkable
+class Records(Protocol):
+    """What can be counted and looked up by number (a Hugging Face dataset is no `Sequence`)."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Record number `index`, a mapping."""
+
+
+def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
+    """Objects by line number, which counts from 1; empty lines are left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON object.
+    """
+    file = _existing_file(path)
+    records: dict[int, Mapping[str, Any]] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{file}, line {number} is no JSON object: {line[:80]!r}")
+        records[number] = record
+    return records
+
+
+def parquet_records(path: str) -> Records:
+    """Rows of a Parquet file, which is mapped into memory.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no Parquet.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    file = _existing_file(path)
+    try:
+        return _Rows(pyarrow.parquet.read_table(file, memory_map=True))
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"path={path!r} is no Parquet file: {error}") from error
+
+
+def load_dataset(path: str, name: str | None, split: str) -> Records:
+    """A split of a dataset, from the hub or a folder; indexable, and not in memory.
+
+    Raises:
+        FileNotFoundError: it can't be found or reached.
+        ModuleNotFoundError: `datasets` is not installed.
+        ValueError: there is no such configuration or split.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ModuleNotFoundError('HuggingFacePrompts needs: pip install "lit-async-rl[data]"') from None
+    folder = Path(path).expanduser()
+    where = f"HuggingFacePrompts: path={path!r}, name={name!r}, split={split!r}"
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(folder / split)
+        if (folder / "state.json").is_file():
+            return datasets.load_from_disk(folder)
+        return datasets.load_dataset(str(folder) if folder.is_dir() else path, name, split=split)
+    except OSError as error:  # what the hub and the file system raise
+        raise FileNotFoundError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+class _Rows:
+    """An Arrow table, row by row."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def _existing_file(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"prompts: path={path!r} is not a file (working directory {Path.cwd()})")
+    return file
