@@ -94,8 +94,8 @@ class OptimalBaseline:
     For losses without ratio (`Reinforce`), whose gradient is linear in the advantage; the correction's weights are part
     of g_i. A group must not be split over micro-batches (`data.keep_groups_whole`, which the command line sets).
 
-    As in the published code a trajectory takes part in its own baseline. That, and weights that are truncated, adds some
-    bias to the gradient, as for any such baseline; the first vanishes as groups grow.
+    As in the published code a trajectory takes part in its own baseline. That, and weights that are truncated, adds
+    some bias to the gradient, as for any such baseline; the first vanishes as groups grow.
 
     Args:
         norms: how gradient norms are computed, see `Norms`.
