@@ -19,7 +19,7 @@ def math_grader() -> Callable[[str, str], bool | None]:
     def grade(reference: str, completion: str) -> bool | None:
         # the library's own time limits are signals that Python handles, too late for what does not return to Python
         parse = functools.partial(math_verify.parse, parsing_timeout=None)
-        gold = parse(f"${reference}$") or parse(reference)
+        gold = parse(f"${reference}$")
         return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None)) if gold else None
 
     grade("1", "$1$")  # loads what it loads on first use

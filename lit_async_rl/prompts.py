@@ -181,7 +181,8 @@ class HuggingFacePrompts(RecordPrompts):
 
     Args:
         path: name or folder.
-        split: for example `train`, or `train[:1000]`.
+        split: for example `train`, or `train[:1000]`. A folder that `save_to_disk` made of one split is used
+            whole.
         name: configuration of the dataset, if it has several.
         prompt_field: column that holds the prompt.
         answer_field: column that holds the reference answer; None if there is none.

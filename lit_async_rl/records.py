@@ -76,9 +76,7 @@ def load_dataset(path: str, name: str | None, split: str) -> Records:
     folder = Path(path).expanduser()
     where = f"HuggingFacePrompts: path={path!r}, name={name!r}, split={split!r}"
     try:
-        if (folder / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(folder / split)
-        if (folder / "state.json").is_file():
+        if (folder / "state.json").is_file():  # one split, whatever its name
             return datasets.load_from_disk(folder)
         return datasets.load_dataset(str(folder) if folder.is_dir() else path, name, split=split)
     except OSError as error:  # what the hub and the file system raise

@@ -174,6 +174,11 @@ def test_a_missing_dataset_is_named(path):
         HuggingFacePrompts(path)
 
 
+@pytest.mark.parametrize("kind", ["folder of jsonl", "saved splits"])
+def test_a_part_of_a_split_can_be_asked_for(kind, make):
+    assert [p.text for p in make(kind, split="train[1:3]")] == ["q1", "q2"]
+
+
 def test_a_missing_split_is_named(make, tmp_path):
     make("folder of jsonl")
     with pytest.raises(ValueError, match="split='test'"):

@@ -112,6 +112,12 @@ def test_reasoning_gym_scores_its_own_answers(task, reasoning_reward):
         assert reasoning_reward(prompt, "no idea") < 1.0
 
 
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_reasoning_gym_problems_of_one_set_differ(split):
+    texts = [p.text for p in ReasoningGym("chain_sum", size=200, split=split, config={"min_digits": 3})]
+    assert len(set(texts)) == 200
+
+
 def test_the_task_is_asked_not_the_text(reasoning_reward):
     prompt = ReasoningGym("countdown", size=1)[0]
     numbers = prompt.metadata["entry"]["metadata"]["numbers"]
