@@ -10,6 +10,7 @@ B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -36,22 +37,23 @@ def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K
     return ((grads @ grads.mT) * same).sum((1, 2))
 
 
+def elementwise_factor(module: nn.Module, inputs: Tensor, outputs: Tensor) -> Tensor:
+    """What a norm layer multiplies its weight with: its output is linear in the weight, so what one more adds."""
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    with torch.no_grad():
+        return functional_call(module, {"weight": weight + 1}, (inputs,)) - outputs
+
+
 def elementwise_squared_norms(
     module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Float[Tensor, "B *T K"]
 ) -> Float[Tensor, " B"]:
-    """For layers that multiply by a vector and may add one (RMS norm, layer norm).
-
-    Their output is linear in the weight, so the factor of the weight is the change that a weight larger by 1 makes.
-    """
+    """For layers that multiply by a vector and may add one (RMS norm, layer norm)."""
     total = torch.zeros(len(grads), device=grads.device)
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    if weight.requires_grad:
-        with torch.no_grad():
-            raised = functional_call(module, {"weight": weight + 1}, (inputs,))
-        total = total + _sum_positions(grads * (raised - outputs)).square().sum(-1)
-    bias = dict(module.named_parameters(recurse=False)).get("bias")
-    if bias is not None and bias.requires_grad:
+    own = {name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    if "weight" in own:
+        total = total + _sum_positions(grads * elementwise_factor(module, inputs, outputs)).square().sum(-1)
+    if "bias" in own:
         total = total + _sum_positions(grads).square().sum(-1)
     return total
 
@@ -90,6 +92,8 @@ class GhostTape:
         self._records: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> its input and output
         self._hidden: Tensor | None = None
         self._handles: list[Any] = []
+        self._grads: dict[str, Tensor] = {}  # at each layer's output, for unit advantages
+        self.head_record: tuple[Tensor, Tensor] | None = None  # input and output gradient, when in one chunk
 
     def _check(self) -> None:
         if getattr(self.policy.causal_lm, "is_gradient_checkpointing", False):
@@ -159,11 +163,21 @@ class GhostTape:
             module = self._layers[name]
             if isinstance(module, nn.Embedding):
                 grad = _table_grads(module, inputs, grad)
+            self._grads[name] = grad
             norms = norms + self._layer_squared_norms(module, inputs, outputs.detach(), grad)
             if module is embedding and self._head.weight is embedding.weight:
                 dots = self._hidden.detach()[:, :-1] @ grad.mT  # h_t . e_s
                 norms = norms + 2 * (taken * dots).sum((1, 2))
         return norms
+
+    def layer_records(self) -> Iterator[tuple[nn.Module, Tensor, Tensor, Tensor]]:
+        """(layer, input, output, gradient at the output) of all layers, the head last; after `squared_norms`."""
+        for name, grad in self._grads.items():
+            inputs, outputs = self._records[name]
+            yield self._layers[name], inputs, outputs.detach(), grad
+        if self.head_record is not None:
+            features, grad = self.head_record
+            yield self._head, features, grad, grad
 
     @staticmethod
     def _layer_squared_norms(module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Tensor) -> Tensor:
@@ -206,6 +220,7 @@ class GhostTape:
             norms.append(self._layer_squared_norms(self._head, features.detach(), logit_grads, logit_grads))
             ids = input_ids[part, None].expand(-1, features.shape[1], -1)
             taken.append(logit_grads.gather(-1, ids))
+        self.head_record = (features.detach(), logit_grads) if len(norms) == 1 else None
         return torch.cat(norms), hidden_grads, torch.cat(taken)
 
 

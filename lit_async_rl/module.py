@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_async_rl.bookkeeping import surrogate_loss
 from lit_async_rl.compatibility import check_baseline, check_compatibility
 from lit_async_rl.corrections import Correction
 from lit_async_rl.data import RolloutDataModule
@@ -152,7 +153,10 @@ class PolicyModule(pl.LightningModule):
                 token_weights=batch.token_weights,
             )
         )
-        per_token = output.per_token * weights
+        loss = (batch.token_weights * output.per_token * weights).sum()
+        if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
+            rows = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
+            loss = surrogate_loss(tape, -rows, loss)
         self.stabilizer_signals = {
             "log_ratio": detached - batch.behavior_logprobs,
             "mask": batch.loss_mask,
@@ -165,11 +169,11 @@ class PolicyModule(pl.LightningModule):
             "version": self.version,
         }
         if self.reference is not None:
-            per_token = per_token + self.kl_coefficient * self._reference_kl(stats.logprobs, batch)
+            loss = loss + self.kl_coefficient * (batch.token_weights * self._reference_kl(stats.logprobs, batch)).sum()
         if self.entropy_coefficient > 0:
-            per_token = per_token - self.entropy_coefficient * stats.entropy
+            loss = loss - self.entropy_coefficient * (batch.token_weights * stats.entropy).sum()
         # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
-        return (batch.token_weights * per_token).sum() * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def _reference_kl(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:
         assert self.reference is not None

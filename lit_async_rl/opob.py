@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lit_async_rl.bookkeeping import can_keep_books
 from lit_async_rl.ghost_norms import GhostTape
 from lit_async_rl.importance import masked, sequence_log_ratio
 from lit_async_rl.network import CausalPolicy
@@ -110,6 +111,10 @@ class OptimalBaseline:
     def record(self, policy: CausalPolicy) -> AbstractContextManager[GhostTape | None]:
         """What the forward pass must run in."""
         return GhostTape(policy) if self.norms is Norms.GHOST else nullcontext()
+
+    def can_keep_books(self, tape: GhostTape | None) -> bool:
+        """Whether the tape's gradients are those of the update, so that the real backward pass can use them again."""
+        return tape is not None and self.flavour is not Flavour.PAPER and can_keep_books(tape)
 
     def advantages(
         self,

@@ -1,0 +1,57 @@
+"""Parameter gradients from what a ghost tape has recorded, without another backward pass.
+
+Once sum_t c_it log pi(y_it) has been differentiated to the outputs of all layers, for the norms, the gradient of any
+weighted sum over trajectories needs only the last product of each layer, dW = sum_i a_i sum_t e_it x_it^T
+("book-keeping", Bu et al. 2023, arXiv:2210.00038, for differentially private training). So the norms cost no second
+backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from lit_async_rl.ghost_norms import GhostTape, elementwise_factor
+
+
+def can_keep_books(tape: GhostTape) -> bool:
+    """Whether parameters are whole tensors (not sharded), and the head's gradients were kept (a single chunk)."""
+    parameters = [p for p in tape.policy.parameters() if p.requires_grad]
+    is_whole = not any(isinstance(p, DTensor) or hasattr(p, "_fsdp_flattened") for p in parameters)
+    return is_whole and tape.head_record is not None
+
+
+def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """`value`, with the gradient of sum_i a_i sum_t c_it log pi(y_it), a = `row_weights`.
+
+    It is sum_p <p, G_p> over parameters p with their gradients G_p as constants, so hooks on parameters and loss
+    scaling see nothing unusual.
+    """
+    total = torch.zeros((), device=row_weights.device)
+    for module, inputs, outputs, grads in tape.layer_records():
+        scaled = grads * row_weights.view(-1, *[1] * (grads.ndim - 1))
+        total = total + _layer_term(module, inputs, outputs, scaled)
+    return total - total.detach() + value.detach()
+
+
+def _layer_term(module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Tensor) -> Tensor:
+    """sum_p <p, G_p> over the parameters of one layer."""
+    flat = grads.flatten(0, -2)
+    own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    total = flat.new_zeros(())
+    if "weight" in own:
+        weight = own["weight"]
+        if isinstance(module, nn.Embedding):
+            gradient = torch.zeros_like(weight).index_add_(0, inputs.flatten(), flat.to(weight.dtype))
+        elif isinstance(module, nn.Linear | Conv1D):
+            gradient = flat.mT @ inputs.flatten(0, -2)
+            gradient = gradient.mT if isinstance(module, Conv1D) else gradient
+        else:
+            gradient = (grads * elementwise_factor(module, inputs, outputs)).flatten(0, -2).sum(0)
+        total = total + (weight * gradient).sum()
+    if "bias" in own:
+        total = total + (own["bias"] * flat.sum(0)).sum()
+    return total
