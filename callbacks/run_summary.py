@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from rich.table import Table
 
@@ -56,8 +57,9 @@ class RunSummary(pl.Callback):
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
         if trainer.log_dir is not None:
             table.add_row("metrics and samples", trainer.log_dir)
-        if trainer.checkpoint_callback is not None and trainer.checkpoint_callback.best_model_path:  # type: ignore[attr-defined]
-            table.add_row("checkpoint", trainer.checkpoint_callback.best_model_path)  # type: ignore[attr-defined]
+        saved = trainer.checkpoint_callback
+        if isinstance(saved, ModelCheckpoint) and (path := saved.last_model_path or saved.best_model_path):
+            table.add_row("checkpoint", path)
         return table
 
     def print(self, trainer: pl.Trainer) -> None:

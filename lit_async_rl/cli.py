@@ -123,7 +123,8 @@ def evaluate(args: Sequence[str] | None = None) -> None:
             raise ValueError("data.val_prompts is not set: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
         table = Table("prompt", "completion", "answer", "reward", title="samples")
-        for sample in cli.model.validator.samples[: cli.config["num_shown"]]:
+        one_of_each = cli.model.validator.samples[:: cli.datamodule.num_val_samples]
+        for sample in one_of_each[: cli.config["num_shown"]]:
             row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
             table.add_row(*map(escape, row))
         console = Console()

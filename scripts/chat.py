@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from lit_async_rl.cli import quiet
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, SamplingParams
 from lit_async_rl.hf_models import load_policy
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--num_samples", type=int, default=1)
     parser.add_argument("--chat_template", action="store_true", help="wrap the prompt as a user's turn")
     args = parser.parse_args()
+    quiet()
     try:
         sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
         codec, engine = TextCodec(args.model, args.chat_template), EmbeddedEngine.from_module(load_policy(args.model))
