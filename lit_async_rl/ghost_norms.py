@@ -72,7 +72,7 @@ class GhostTape:
 
     The graph of the forward pass stays usable for the real backward pass. Linear layers (LoRA's too), transformers'
     `Conv1D`, embeddings, and norm layers are known, and an output head tied to the embedding; the head is worked
-    through in chunks of rows of `policy.chunk_tokens` tokens.
+    through in chunks of `policy.chunk_tokens` tokens.
 
     Raises:
         ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, or to two
@@ -150,7 +150,8 @@ class GhostTape:
         """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all trainable parameters."""
         assert self._hidden is not None, "record a forward pass first"
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
-        norms, hidden_grads, taken = self._head_pass(coefficients, input_ids, temperature)
+        columns = _used_columns(coefficients)
+        norms, hidden_grads, taken = self._head_pass(coefficients, input_ids, temperature, columns)
         names = list(self._records)
         grads = torch.autograd.grad(
             self._hidden, [self._records[name][1] for name in names], hidden_grads, retain_graph=True, allow_unused=True
@@ -166,7 +167,7 @@ class GhostTape:
             self._grads[name] = grad
             norms = norms + self._layer_squared_norms(module, inputs, outputs.detach(), grad)
             if module is embedding and self._head.weight is embedding.weight:
-                dots = self._hidden.detach()[:, :-1] @ grad.mT  # h_t . e_s
+                dots = self._hidden.detach()[:, columns] @ grad.mT  # h_t . e_s
                 norms = norms + 2 * (taken * dots).sum((1, 2))
         return norms
 
@@ -192,36 +193,42 @@ class GhostTape:
             norms = norms + grads.sum(1).square().sum(-1)
         return norms
 
-    def _head_pass(self, coefficients: Tensor, input_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _head_pass(
+        self, coefficients: Tensor, input_ids: Tensor, temperature: float, columns: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms of the head, gradient at its input, and its output gradients at the prompt's and completion's own ids.
 
-        The last, [B, T - 1, T], is what a tied embedding's cross term needs: gradients meet in the rows of the table
-        that the input ids name.
+        Only `columns` predict something that counts. The last, [B, columns, T], is what a tied embedding's cross term
+        needs: gradients meet in the rows of the table that the input ids name.
         """
         assert self._hidden is not None
         hidden = self._hidden.detach()
-        rows = max(1, self.policy.chunk_tokens // hidden.shape[1])
+        predicted = slice(columns.start + 1, columns.stop + 1)
+        rows = max(1, self.policy.chunk_tokens // (columns.stop - columns.start))
         norms, hidden_grads, taken = [], torch.zeros_like(hidden), []
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
-            features = hidden[part, :-1].detach().requires_grad_()
+            features = hidden[part, columns].detach().requires_grad_()
             raw: list[Tensor] = []
             handle = self._head.register_forward_hook(lambda module, args, output, raw=raw: raw.append(output))
             with torch.enable_grad():
                 logits = self.policy.logits(features.flatten(0, 1)).float() / (temperature or 1.0)
+                logprobs = torch.log_softmax(logits, -1).gather(-1, input_ids[part, predicted].flatten()[:, None])
+                total = (logprobs[:, 0] * coefficients[part, predicted].flatten()).sum()
             handle.remove()
-            targets = input_ids[part, 1:].flatten()
-            with torch.enable_grad():
-                taken_logprobs = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
-                total = (taken_logprobs * coefficients[part, 1:].flatten()).sum()
             feature_grads, logit_grads = torch.autograd.grad(total, [features, raw[0]])
-            hidden_grads[part, :-1] = feature_grads
+            hidden_grads[part, columns] = feature_grads
             logit_grads = logit_grads.view(*features.shape[:2], -1)
             norms.append(self._layer_squared_norms(self._head, features.detach(), logit_grads, logit_grads))
-            ids = input_ids[part, None].expand(-1, features.shape[1], -1)
-            taken.append(logit_grads.gather(-1, ids))
+            taken.append(logit_grads.gather(-1, input_ids[part, None].expand(-1, features.shape[1], -1)))
         self.head_record = (features.detach(), logit_grads) if len(norms) == 1 else None
         return torch.cat(norms), hidden_grads, torch.cat(taken)
+
+
+def _used_columns(coefficients: Float[Tensor, "B T"]) -> slice:
+    """The positions from which some row's first counting token is predicted to that of some row's last one."""
+    used = coefficients[:, 1:].ne(0).any(0).nonzero()[:, 0].tolist()
+    return slice(used[0], used[-1] + 1) if used else slice(0, 1)
 
 
 def _table_grads(module: nn.Embedding, ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Tensor:
