@@ -14,7 +14,8 @@ from lit_async_rl.cli import AsyncRLCLI, evaluate, export, main
 ROOT = Path(__file__).parent.parent
 BASE = ["--config", "configs/quickstart.yaml"]
 NEEDS_HUB = {"gsm8k_grpo.yaml"}
-ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in {"quickstart.yaml", *NEEDS_HUB})
+OTHERS = {"quickstart.yaml", *NEEDS_HUB}
+ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
 TINY = [
     *("--data.groups_per_step", "4", "--data.group_size", "4", "--trainer.max_steps", "2", "--num_threads", "1"),
     *("--trainer.val_check_interval", "2", "--data.val_prompts.init_args.size", "8"),

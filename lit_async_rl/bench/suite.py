@@ -1,0 +1,141 @@
+"""Which runs a suite consists of, read from `configs/bench/suites/*.yaml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+CONFIGS = Path("configs")
+BEST = "best"
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One training run.
+
+    Args:
+        regime: name of a file in `configs/bench/regimes`.
+        method: names of files in `configs/bench/methods` or `configs/stabilizers`, joined by `+`.
+        lag: `data.max_staleness`, in versions; 0 is synchronous.
+        learning_rate_scale: multiplies the regime's learning rate.
+        seed: of prompts, sampling and everything else.
+    """
+
+    regime: str
+    method: str
+    lag: int
+    learning_rate_scale: float
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        """Where its results are, relative to the benchmark's folder."""
+        name = f"lag={self.lag},lr={self.learning_rate_scale:g},seed={self.seed}"
+        return Path("cells", self.regime, self.method, name)
+
+    @classmethod
+    def of(cls, folder: Path) -> Cell:
+        """The inverse of `folder`."""
+        settings = dict(part.split("=") for part in folder.name.split(","))
+        regime, method = folder.parent.parent.name, folder.parent.name
+        return cls(regime, method, int(settings["lag"]), float(settings["lr"]), int(settings["seed"]))
+
+    def arguments(self) -> list[str]:
+        """What to give `scripts/train.py` to train the same thing by hand.
+
+        Raises:
+            FileNotFoundError: a method or regime has no file.
+        """
+        regime = find("regime", self.regime)
+        settings: Any = OmegaConf.load(regime)
+        arguments = ["--config", "configs/bench/base.yaml", "--config", str(regime)]
+        for part in self.method.split("+"):
+            arguments += ["--config", str(find("method", part))]
+        learning_rate = settings.model.learning_rate * self.learning_rate_scale
+        return [
+            *arguments,
+            *("--model.learning_rate", f"{learning_rate:g}", "--data.max_staleness", str(self.lag)),
+            *("--seed_everything", str(self.seed), "--data.seed", str(self.seed)),
+        ]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Cells of one regime: every method with every lag, learning rate and seed.
+
+    `learning_rate_scales` is `best` where each (method, lag) uses the scale that did best in an earlier block, the
+    search, whose seeds are other ones.
+    """
+
+    regime: str
+    methods: tuple[str, ...]
+    lags: tuple[int, ...]
+    seeds: tuple[int, ...]
+    learning_rate_scales: tuple[int | float, ...] | str = (1.0,)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it tries several learning rates."""
+        return not isinstance(self.learning_rate_scales, str) and len(self.learning_rate_scales) > 1
+
+    def cells(self, best: dict[tuple[str, str, int], float]) -> list[Cell]:
+        """Its runs, seed by seed, so that an interrupted grid has some of everything."""
+        cells = []
+        for seed, lag, method in product(self.seeds, self.lags, self.methods):
+            scales = self.learning_rate_scales
+            for scale in (best[self.regime, method, lag],) if isinstance(scales, str) else scales:
+                cells.append(Cell(self.regime, method, lag, float(scale), seed))
+        return cells
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Blocks in order; one cell may take `cell_timeout_s` seconds."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    cell_timeout_s: float = 1800.0
+
+
+def find(kind: str, name: str) -> Path:
+    """The YAML of a regime or a method.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    folders = [CONFIGS / "bench" / f"{kind}s"] + ([CONFIGS / "stabilizers"] if kind == "method" else [])
+    for folder in folders:
+        if (path := folder / f"{name}.yaml").is_file():
+            return path
+    raise FileNotFoundError(f"{kind} {name!r}: no {name}.yaml in {' or '.join(map(str, folders))}")
+
+
+def load_suite(name: str) -> Suite:
+    """Reads `configs/bench/suites/<name>.yaml`.
+
+    Raises:
+        FileNotFoundError: there is no such suite, or it names an unknown regime or method.
+        ValueError: a key is unknown.
+    """
+    path = CONFIGS / "bench" / "suites" / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        raise FileNotFoundError(f"suite={name!r}: no such suite; there are {known}")
+    raw: Any = OmegaConf.to_container(OmegaConf.load(path))
+    known_keys = set(Block.__dataclass_fields__)
+    blocks = []
+    for block in raw.pop("blocks"):
+        if unknown := set(block) - known_keys:
+            raise ValueError(f"{path}: unknown keys {sorted(unknown)} in a block; there are {sorted(known_keys)}")
+        settings: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in block.items()}
+        blocks.append(Block(**settings))
+        find("regime", blocks[-1].regime)
+        for part in {part for method in blocks[-1].methods for part in method.split("+")}:
+            find("method", part)
+    if unknown := set(raw) - {"cell_timeout_s"}:
+        raise ValueError(f"{path}: unknown keys {sorted(unknown)}; there are blocks and cell_timeout_s")
+    return Suite(name, tuple(blocks), float(raw.get("cell_timeout_s", Suite.cell_timeout_s)))
