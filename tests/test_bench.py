@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_async_rl.aggregation import SequenceMean
 from lit_async_rl.bench.cell import RESULT
+from lit_async_rl.bench.dropping import DropLongest
 from lit_async_rl.bench.grid import Grid
 from lit_async_rl.bench.report import write_report
 from lit_async_rl.bench.statistics import best_scales, gain_share, interval, per_cell, summarize, warning_time
@@ -190,3 +192,19 @@ def test_runs_end_with_their_grid(tmp_path):
     grid.wait()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.floats(0, 0.99))
+def test_the_longest_rollouts_are_dropped_and_the_others_averaged(lengths, share):
+    weights = DropLongest(share)(lengths, [len(lengths)])
+    kept = [length for length, weight in zip(lengths, weights, strict=True) if weight > 0]
+    dropped = [length for length, weight in zip(lengths, weights, strict=True) if weight == 0 and length]
+    assert len(dropped) <= share * len(lengths)
+    assert not kept or not dropped or max(kept) < min(dropped)
+    assert sum(w * n for w, n in zip(weights, lengths, strict=True)) == pytest.approx(1.0 if kept else 0.0)
+
+
+def test_without_a_share_nothing_is_dropped():
+    assert DropLongest(0.0)([3, 1, 2], [3]) == SequenceMean()([3, 1, 2], [3])
+    with pytest.raises(ValueError, match=r"share must be in \[0, 1\), got 1"):
+        DropLongest(1.0)

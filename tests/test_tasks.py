@@ -188,3 +188,13 @@ def test_it_begins_with_something_to_reinforce_and_much_to_learn(policy):
 def test_an_unknown_asset_is_named_with_those_there_are():
     with pytest.raises(FileNotFoundError, match=r"no asset 'x'; there are .*sort_policy"):
         asset("x")
+
+
+def test_lengths_can_be_mixed_and_problems_of_one_length_stay_what_they_were():
+    mixed = SortDigits(7, size=300, min_digits=3)
+    lengths = [len(mixed[n].answer or "") for n in range(300)]
+    assert set(lengths) == {3, 4, 5, 6, 7}
+    assert min(lengths.count(n) for n in range(3, 8)) > 30
+    assert [SortDigits(7, size=9)[n] for n in range(9)] == [SortDigits(7, size=9, min_digits=7)[n] for n in range(9)]
+    with pytest.raises(ValueError, match="min_digits must be between 2 and num_digits=7, got 8"):
+        SortDigits(7, min_digits=8)
