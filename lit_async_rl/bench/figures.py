@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -20,6 +21,26 @@ SIGNALS = {
     "ess_ratio": "effective sample size / rollouts",
     "kl": "KL per token (k3)",
     "grad_norm": "gradient norm",
+}
+TITLES = SIGNALS | {
+    "accuracy": "held-out accuracy",
+    "clip_fraction": "share of tokens cut",
+    "lr_scale": "learning rate factor",
+    "gac_kept": "share of the parallel part kept",
+    "staleness_mean": "staleness (versions)",
+}
+# stabilizer -> regime, what to compare it with, and the signals that it acts on
+EFFECTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "sequence_tis": ("heavy_tails", "uncorrected", ("kl", "grad_norm")),
+    "sequence_tis+ess_learning_rate": ("heavy_tails", "sequence_tis", ("ess_ratio", "lr_scale")),
+    "opob": ("heavy_tails", "sequence_tis", ("grad_norm", "ess_ratio")),
+    "vcpo": ("heavy_tails", "uncorrected", ("ess_ratio", "lr_scale")),
+    "m2po": ("heavy_tails", "ppo_clip", ("clip_fraction", "kl")),
+    "bapo": ("heavy_tails", "ppo_clip", ("clip_fraction", "kl")),
+    "ppo_clip+gac_project": ("aligned_gradients", "ppo_clip", ("cosine", "gac_kept")),
+    "uncorrected+gac_project": ("heavy_tails", "uncorrected", ("cosine", "gac_kept")),
+    "uncorrected+adaptive_staleness": ("mixed_lag", "uncorrected", ("staleness_mean", "ess_ratio")),
+    "uncorrected+lower_staleness": ("mixed_lag", "uncorrected", ("staleness_mean", "ess_ratio")),
 }
 SMOOTH = 9  # steps in the running mean of a signal
 
@@ -129,6 +150,25 @@ def equal_cost(table: pd.DataFrame, methods: list[str], lag: int) -> Figure:
     axes[0].set_ylabel("held-out accuracy")
     axes[0].legend(fontsize=7)
     figure.suptitle(f"lag {lag}", fontsize=10)
+    return figure
+
+
+def effect(table: pd.DataFrame, without: str, with_it: str, lag: int, signals: Sequence[str]) -> Figure:
+    """What one stabilizer does: accuracy and the signals it acts on, without and with it."""
+    names = ["accuracy", *signals]
+    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3))
+    for axis, name in zip(axes, names, strict=True):
+        for method, color in ((without, "0.5"), (with_it, "C0")):
+            rows = table[(table["method"] == method) & (table["lag"] == lag)].dropna(subset=[name]).sort_values("step")
+            if name != "accuracy":
+                smooth = rows.groupby("seed")[name].transform(lambda v: v.rolling(SMOOTH, min_periods=1).mean())
+                rows = rows.assign(**{name: smooth})
+            if len(rows):
+                _band(axis, rows, "step", name, method, color)
+        axis.set(title=TITLES[name], xlabel="optimizer step")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1)
+    axes[0].legend(fontsize=7)
     return figure
 
 

@@ -37,6 +37,7 @@ def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
     for regime in summary["regime"].unique():
         lines += [f"## {regime}", *_regime(table, runs, summary, regime, out)]
         said += [f"{regime}:", *words(runs, summary, regime)]
+    lines += ["## What each stabilizer does", *_effects(table, out)]
     (out / "report.md").write_text("\n\n".join(lines) + "\n")
     (out / "report.html").write_text(_html(lines, out))
     return "\n".join([*said, f"report: {out / 'report.html'}"])
@@ -99,6 +100,21 @@ def _regime(table: pd.DataFrame, runs: pd.DataFrame, summary: pd.DataFrame, regi
         figures.save(figure, str(out / PICTURES / f"{regime}_{name}.png"))
     images = [f"![{regime}: {name}]({PICTURES}/{regime}_{name}.png)" for name in pictures]
     return [*(f"* {line}" for line in words(runs, summary, regime)), *images, _table(rows)]
+
+
+def _effects(table: pd.DataFrame, out: Path) -> list[str]:
+    """Pictures of single stabilizers, as far as the table has them."""
+    lines = []
+    own = table[table["learning_rate_scale"] == 1.0]
+    for method, (regime, without, signals) in figures.EFFECTS.items():
+        rows = own[own["regime"] == regime]
+        both = set(rows[rows["method"] == method]["lag"]) & set(rows[rows["method"] == without]["lag"]) - {0}
+        if both:
+            lag = sorted(both)[len(both) // 2]
+            name = f"effect_{method.replace('+', '_')}"
+            figures.save(figures.effect(rows, without, method, lag, signals), str(out / PICTURES / f"{name}.png"))
+            lines += [f"{method} against {without}, {regime}, lag {lag}:", f"![{method}]({PICTURES}/{name}.png)"]
+    return lines
 
 
 def _table(rows: pd.DataFrame) -> str:

@@ -25,6 +25,9 @@ COLUMNS = {
     "sample/staleness_mean": "staleness_mean",
     "sample/staleness_max": "staleness_max",
     "rollout/length_mean": "length_mean",
+    "ess/lr_scale": "lr_scale",
+    "gac/kept": "gac_kept",
+    "staleness/bound": "staleness_bound",
     "bench/tokens": "tokens",
     "bench/cpu_s": "cpu_s",
 }
