@@ -36,11 +36,14 @@ from lit_async_rl.callbacks import (
     WeightSync,
 )
 from lit_async_rl.data import RolloutDataModule
-from lit_async_rl.errors import ProducerError, RewardError, StalledError
+from lit_async_rl.errors import EnvironmentFailure, ProducerError, RewardError, StalledError
 from lit_async_rl.module import PolicyModule
 from lit_async_rl.weights import stream_weights
 
-USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, ProducerError, RewardError, StalledError)
+USER_ERRORS = (
+    *(ValueError, FileNotFoundError, ModuleNotFoundError),
+    *(ProducerError, RewardError, EnvironmentFailure, StalledError),
+)
 
 
 class AsyncRLCLI(LightningCLI):

@@ -34,7 +34,8 @@ class RolloutDataModule(pl.LightningDataModule):
     Args:
         model: Hugging Face name or folder; gives the tokenizer and the engine's architecture.
         prompts: training prompts.
-        reward: `reward(prompt, completion) -> float`, a function named by its dotted path or a callable class.
+        reward: `reward(prompt, completion) -> float`, a function named by its dotted path or a callable class; None
+            only where the engine scores.
         val_prompts: held-out prompts for validation.
         engine: where completions come from; None is `EmbeddedEngine()`.
         max_staleness: how many versions older than the policy a token may be when it is trained on; 0 is synchronous.
@@ -66,7 +67,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self,
         model: str,
         prompts: PromptSource,
-        reward: Reward,
+        reward: Reward | None = None,
         val_prompts: PromptSource | None = None,
         engine: RolloutEngine | None = None,
         max_staleness: int = 4,
@@ -105,6 +106,9 @@ class RolloutDataModule(pl.LightningDataModule):
             if value <= 0:
                 raise ValueError(f"data.{name} must be positive, got {value}")
         self.engine = engine or EmbeddedEngine(in_flight_weight_updates=schedule == "free")
+        if (reward is None) != self.engine.scores:
+            does = "gives rewards itself" if self.engine.scores else "gives no rewards"
+            raise ValueError(f"data.reward={reward}, but data.engine ({type(self.engine).__name__}) {does}")
         if schedule == "fixed_lag" and self.engine.in_flight_weight_updates:
             raise ValueError(
                 "data.schedule=fixed_lag needs data.engine.in_flight_weight_updates=false: a completion must come from "

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, run_requests
 from lit_async_rl.errors import StalledError
 from lit_async_rl.hf_models import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
 from lit_async_rl.locks import PriorityLock, Room
@@ -228,16 +228,8 @@ class EmbeddedEngine(RolloutEngine):
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """All completions of each request, by sample index; blocks until done. For use without a producer."""
-        found: dict[int, list[Completion]] = {request.id: [] for request in requests}
-        missing = sum(request.num_samples for request in requests)
         with evaluation_mode(self._active_slots.lm):
-            self.submit(requests)
-            while missing:
-                completions = self.poll(60.0)
-                missing -= len(completions)
-                for completion in completions:
-                    found[completion.request_id].append(completion)
-        return [sorted(found[request.id], key=lambda c: c.sample_index) for request in requests]
+            return run_requests(self, requests)
 
     def close(self) -> None:
         """Lets `poll` and `load_weights` return and frees the model."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lit_async_rl.types import FinishReason
+from lit_async_rl.text import TextCodec
+from lit_async_rl.types import FinishReason, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +51,24 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """`num_samples` completions of one prompt. `id` is unique among the requests an engine holds."""
+    """`num_samples` completions of one prompt. `id` is unique among the requests an engine holds.
+
+    `prompt` is what `prompt_ids` were made from; only engines with an environment look at it.
+    """
 
     id: int
     prompt_ids: tuple[int, ...]
     num_samples: int
     sampling: SamplingParams
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample of a request; `logprobs` and `versions` have one entry for each token."""
+    """One finished sample of a request; `logprobs` and `versions` have one entry for each token.
+
+    An engine with an environment also says which tokens the policy wrote (`loss_mask`), and the `reward`.
+    """
 
     request_id: int
     sample_index: int
@@ -68,6 +76,8 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    loss_mask: tuple[bool, ...] | None = None
+    reward: float | None = None
 
 
 class RolloutEngine(ABC):
@@ -77,9 +87,15 @@ class RolloutEngine(ABC):
 
     Attributes:
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
+        scores: whether completions come with their rewards.
     """
 
     in_flight_weight_updates: bool
+    scores: bool = False
+
+    def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
+        """What this engine adds to generation, added to another engine; validation uses it."""
+        return engine
 
     @abstractmethod
     def setup(self, model: str) -> None:
@@ -126,3 +142,16 @@ class RolloutEngine(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """Tokens generated so far."""
+
+
+def run_requests(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    """All completions of each request, by sample index; blocks until done. For use without a producer."""
+    found: dict[int, list[Completion]] = {request.id: [] for request in requests}
+    missing = sum(request.num_samples for request in requests)
+    engine.submit(requests)
+    while missing:
+        completions = engine.poll(60.0)
+        missing -= len(completions)
+        for completion in completions:
+            found[completion.request_id].append(completion)
+    return [sorted(found[request.id], key=lambda c: c.sample_index) for request in requests]

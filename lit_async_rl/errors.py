@@ -11,3 +11,7 @@ class ProducerError(RuntimeError):
 
 class RewardError(RuntimeError):
     """A reward function raised, returned something that is no finite number, or did not return in time."""
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment raised, or did not answer in time."""

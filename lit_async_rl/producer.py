@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from lit_async_rl.admission import Admission
 from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, SamplingParams
@@ -47,9 +49,7 @@ class Producer:
 
     Args:
         engine: set up and loaded with the first weights.
-        stream: endless prompts.
-        codec: text to token ids and back.
-        admission: the bound.
+        stream: endless prompts; `codec`: text to ids and back; `admission`: the bound.
         group_size: completions of each prompt.
         sampling: how they are sampled.
         timeout_s: longest time in which nothing at all may happen while the trainer waits.
@@ -194,11 +194,8 @@ class Producer:
                 prompt_ids = self.codec.encode(prompt)
                 index = self.admission.admit()
                 self._unfinished[index] = _Unfinished(prompt, prompt_ids, self.version, time.monotonic())
-                requests.append(
-                    GenerationRequest(
-                        id=index, prompt_ids=prompt_ids, num_samples=self.group_size, sampling=self.sampling
-                    )
-                )
+                sampled: dict[str, Any] = dict(num_samples=self.group_size, sampling=self.sampling)
+                requests.append(GenerationRequest(id=index, prompt_ids=prompt_ids, prompt=prompt, **sampled))
             if requests:
                 self.engine.submit(requests)
 
@@ -211,9 +208,11 @@ class Producer:
         index, now = completion.request_id, time.monotonic()
         completions = [group.completions[n] for n in range(self.group_size)]
         texts = [self.codec.decode(c.token_ids) for c in completions]
-        self.scorer.submit(
-            group.prompt, texts, lambda rewards: self._finish(index, group, completions, texts, rewards, now)
-        )
+        finish = partial(self._finish, index, group, completions, texts, now)
+        if self.engine.scores:
+            finish([c.reward for c in completions if c.reward is not None])
+        else:
+            self.scorer.submit(group.prompt, texts, finish)
 
     def _finish(
         self,
@@ -221,8 +220,8 @@ class Producer:
         group: _Unfinished,
         completions: list[Completion],
         texts: list[str],
-        rewards: list[float],
         generated_at: float,
+        rewards: list[float],
     ) -> None:
         rollouts = tuple(
             Rollout(
@@ -232,6 +231,7 @@ class Producer:
                 finish_reason=c.finish_reason,
                 text=text,
                 reward=reward,
+                loss_mask=c.loss_mask,
             )
             for c, text, reward in zip(completions, texts, rewards, strict=True)
         )

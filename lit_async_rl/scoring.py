@@ -51,12 +51,12 @@ class Scorer:
     """Scores whole groups in worker threads.
 
     Args:
-        reward: `reward(prompt, completion) -> float`.
+        reward: `reward(prompt, completion) -> float`; None where nothing is ever submitted.
         num_workers: groups scored at the same time.
         timeout_s: longest that the completions of one group may take.
     """
 
-    def __init__(self, reward: Reward, num_workers: int = 1, timeout_s: float = 60.0) -> None:
+    def __init__(self, reward: Reward | None, num_workers: int = 1, timeout_s: float = 60.0) -> None:
         if num_workers < 1:
             raise ValueError(f"reward_workers must be >= 1, got {num_workers}")
         if timeout_s <= 0:
@@ -80,6 +80,7 @@ class Scorer:
     def _work(self, number: int) -> None:
         while (job := self._jobs.get()) is not None:
             prompt, completions, done = job
+            assert self.reward is not None
             self._running[number] = (time.monotonic(), prompt)
             try:
                 done([score(self.reward, prompt, text) for text in completions])
@@ -96,8 +97,9 @@ class Scorer:
         now = time.monotonic()
         for began, prompt in list(self._running.values()):
             if now - began > self.timeout_s:
+                name = reward_name(self.reward) if self.reward is not None else None
                 raise RewardError(
-                    f"reward {reward_name(self.reward)} did not return within reward_timeout_s={self.timeout_s:g} "
+                    f"reward {name} did not return within reward_timeout_s={self.timeout_s:g} "
                     f"on prompt {prompt.text[:200]!r}"
                 )
 

@@ -46,6 +46,10 @@ class TextCodec:
             raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
         return tuple(ids)
 
+    def encode_continuation(self, text: str) -> tuple[int, ...]:
+        """Token ids of text in the middle of a conversation: nothing is put before or behind it."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -11,7 +11,8 @@ import torch
 from torchmetrics import MeanMetric
 
 from lit_async_rl.embedded_engine import EmbeddedEngine
-from lit_async_rl.engine import GenerationRequest
+from lit_async_rl.engine import GenerationRequest, run_requests
+from lit_async_rl.hf_models import evaluation_mode
 from lit_async_rl.scoring import score
 from lit_async_rl.types import Prompt, PromptBatch
 
@@ -63,14 +64,25 @@ class Validator(torch.nn.Module):
             self.reset()
         requests = [
             GenerationRequest(
-                id=n, prompt_ids=data.codec.encode(prompt), num_samples=data.num_val_samples, sampling=data.val_sampling
+                id=n,
+                prompt_ids=data.codec.encode(prompt),
+                num_samples=data.num_val_samples,
+                sampling=data.val_sampling,
+                prompt=prompt,
             )
             for n, prompt in enumerate(batch.prompts)
         ]
-        engine = EmbeddedEngine.from_module(module.policy.causal_lm, seed=batch_idx)
-        for prompt, completions in zip(batch.prompts, engine.run(requests), strict=True):
+        lm = module.policy.causal_lm
+        engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch_idx), data.codec)
+        with evaluation_mode(lm):
+            found = run_requests(engine, requests)
+        engine.close()
+        for prompt, completions in zip(batch.prompts, found, strict=True):
             texts = [data.codec.decode(completion.token_ids) for completion in completions]
-            rewards = [score(data.reward, prompt, text) for text in texts]
+            rewards = [
+                score(data.reward, prompt, text) if completion.reward is None else completion.reward
+                for completion, text in zip(completions, texts, strict=True)
+            ]
             self._update(rewards, data.success_reward)
             self.samples += [
                 Sample(prompt=prompt, completion=text, reward=reward)

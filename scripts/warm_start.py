@@ -27,6 +27,8 @@ from lit_async_rl.engine import GenerationRequest, SamplingParams
 from lit_async_rl.prompts import PromptSource
 from lit_async_rl.rewards import exact_match
 from lit_async_rl.tasks import Addition, SortDigits
+from lit_async_rl.tasks.calculator import observation
+from lit_async_rl.types import Prompt
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -71,23 +73,34 @@ def accuracy(lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, source: P
     return sum(exact_match(p, text) for p, text in zip(prompts, texts, strict=True)) / len(prompts)
 
 
-def demonstrate(answer: str, noise: float, reversed_share: float, chance: random.Random) -> str:
-    """The answer, sometimes backwards, with each character replaced by a random digit with probability `noise`."""
-    answer = answer[::-1] if chance.random() < reversed_share else answer
-    return "".join(chance.choice(string.digits) if chance.random() < noise else c for c in answer)
+def demonstrate(problem: Prompt, args: argparse.Namespace, chance: random.Random) -> list[tuple[str, bool]]:
+    """Pieces of text, and whether the policy learns to write them.
+
+    The answer, sometimes backwards, with each character replaced by a random digit with probability `--noise`. With
+    `--task tool` it is a guess or, with probability `--tool_share`, a call of the calculator and what follows from it.
+    """
+    answer = problem.answer or ""
+    if args.task == "tool":
+        if chance.random() < args.tool_share:
+            call = f"[{problem.text.rstrip('=')}]{EOS}"
+            return [(call, True), (observation(answer), False), (f"{answer}{EOS}", True)]
+        return [("".join(chance.choices(string.digits, k=len(answer))) + EOS, True)]
+    answer = answer[::-1] if chance.random() < args.reversed else answer
+    return [("".join(chance.choice(string.digits) if chance.random() < args.noise else c for c in answer) + EOS, True)]
 
 
 def main() -> None:
     """Trains, measures as it goes, and saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--task", choices=["sort", "add"], default="sort")
+    parser.add_argument("--task", choices=["sort", "add", "tool"], default="sort")
     parser.add_argument("--num_digits", type=int, default=8)
     parser.add_argument("--min_digits", type=int, default=None, help="shortest string to sort; default: --num_digits")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--noise", type=float, default=0.03, help="share of answer characters that are replaced")
     parser.add_argument("--reversed", type=float, default=0.5, help="share of answers that are written backwards")
+    parser.add_argument("--tool_share", type=float, default=0.35, help="share of demonstrations that use the tool")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
@@ -105,11 +118,14 @@ def main() -> None:
     chance = random.Random(args.seed)
     for step in range(args.steps):
         problems = [train[step * args.batch_size + n] for n in range(args.batch_size)]
-        texts = [f"{p.text}{demonstrate(p.answer or '', args.noise, args.reversed, chance)}{EOS}" for p in problems]
+        pieces = [[(p.text, False), *demonstrate(p, args, chance)] for p in problems]
+        texts = ["".join(text for text, _ in row) for row in pieces]
         batch = tokenizer(texts, padding=True, return_tensors="pt", padding_side="right")
-        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-        prompt_lengths = torch.tensor([len(p.text) for p in problems])
-        learn = mask & (torch.arange(ids.shape[1])[None] >= prompt_lengths[:, None])
+        ids = batch["input_ids"]
+        learn = torch.zeros(ids.shape, dtype=torch.bool)
+        for n, row in enumerate(pieces):  # every piece is whole tokens: a character, or the end
+            flags = [flag for text, flag in row for _ in tokenizer(text)["input_ids"]]
+            learn[n, : len(flags)] = torch.tensor(flags)
         logits = lm(input_ids=ids).logits[:, :-1]
         loss = cross_entropy(logits[learn[:, 1:]], ids[:, 1:][learn[:, 1:]])
         optimizer.zero_grad()
@@ -118,8 +134,12 @@ def main() -> None:
         optimizer.step()
         decay.step()
         if step % 50 == 49:
-            share = accuracy(lm, tokenizer, held_out, args.num_digits + 4)
-            print(f"step {step + 1}: loss {loss.item():.3f}, sampled held-out accuracy {share:.3f}", flush=True)
+            share = (
+                ""
+                if args.task == "tool"
+                else f", accuracy {accuracy(lm, tokenizer, held_out, args.num_digits + 4):.3f}"
+            )
+            print(f"step {step + 1}: loss {loss.item():.3f}{share}", flush=True)
     lm.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     print(f"saved to {args.out}")

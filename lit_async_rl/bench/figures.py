@@ -125,9 +125,9 @@ def ranking(summary: pd.DataFrame, lag: int) -> Figure:
     axis.axvline(1, color="0.5", linewidth=0.8)
     axis.axvline(0.5, color="0.5", linewidth=0.8, linestyle=":")
     axis.set_yticks(range(len(order)), order, fontsize=8)
-    axis.set(xlabel=f"share of the synchronous gain kept at lag {lag}")
+    axis.set(xlabel=f"share of the synchronous gain kept at lag {lag}", xlim=(-0.7, 1.4))
     axis.grid(alpha=0.3, axis="x")
-    axis.legend(fontsize=7, loc="lower right")
+    axis.legend(fontsize=7, loc="upper left")
     return figure
 
 
