@@ -1,6 +1,7 @@
 """Callbacks: weight synchronisation, stabilizers that change the step, monitors that change nothing."""
 
 from lit_async_rl.callbacks.adaptive_staleness import AdaptiveStaleness
+from lit_async_rl.callbacks.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.collapse_alarm import CollapseAlarm
 from lit_async_rl.callbacks.ess_learning_rate import ESSLearningRate
 from lit_async_rl.callbacks.gradient_alignment_control import GradientAlignmentControl
@@ -17,6 +18,7 @@ from lit_async_rl.callbacks.weight_sync import WeightSync
 
 __all__ = [
     "AdaptiveStaleness",
+    "BottleneckVerdict",
     "CollapseAlarm",
     "ESSLearningRate",
     "GradientAlignmentControl",

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from rich.table import Table
 
+from lit_async_rl.callbacks.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.staleness_monitor import StalenessMonitor
 from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.stats import ProducerStats
@@ -55,6 +56,9 @@ class RunSummary(pl.Callback):
             table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time")
             table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
+        for judge in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
+                table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
         if trainer.log_dir is not None:
             table.add_row("metrics and samples", trainer.log_dir)
         saved = trainer.checkpoint_callback

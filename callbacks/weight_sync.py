@@ -21,6 +21,9 @@ class WeightSync(pl.Callback):
     Args:
         weight_sync_steps: optimizer steps between publications.
 
+    Attributes:
+        total_s: seconds spent publishing since training began.
+
     Raises:
         ValueError: `weight_sync_steps` is not positive.
     """
@@ -29,12 +32,13 @@ class WeightSync(pl.Callback):
         if weight_sync_steps < 1:
             raise ValueError(f"weight_sync_steps must be >= 1, got {weight_sync_steps}")
         self.weight_sync_steps = weight_sync_steps
+        self.total_s = 0.0
         self._published_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = _parts(trainer, pl_module)
-        self._published_step = trainer.global_step
+        self._published_step, self.total_s = trainer.global_step, 0.0
         data.publish(module.version, module.stream_weights())
         data.start(module.version)
 
@@ -51,7 +55,9 @@ class WeightSync(pl.Callback):
             module.version += 1
             data.publish(module.version, module.stream_weights())
         data.advance(module.version)
-        pl_module.log("perf/weight_sync_s", time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self.total_s += seconds
+        pl_module.log("perf/weight_sync_s", seconds)
 
 
 def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:

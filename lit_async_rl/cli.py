@@ -25,6 +25,7 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.callbacks import (
+    BottleneckVerdict,
     GradientMonitor,
     ImportanceMonitor,
     Progress,
@@ -67,7 +68,7 @@ class AsyncRLCLI(LightningCLI):
             trainer_defaults={
                 "callbacks": [
                     *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
-                    *(GradientMonitor(), SampleLogger(), Progress(), self.summary),
+                    *(GradientMonitor(), SampleLogger(), Progress(), BottleneckVerdict(), self.summary),
                 ]
             },
         )

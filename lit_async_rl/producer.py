@@ -156,6 +156,7 @@ class Producer:
                 wait_s=self._wait_s,
                 run_s=time.monotonic() - self._began,
                 engine_busy_s=self.engine.busy_s,
+                scoring_s=self.scorer.busy_s,
                 num_tokens=self.engine.num_tokens,
                 num_finished=self._num_finished,
                 num_queued=len(self._finished),

@@ -65,6 +65,7 @@ class Scorer:
         self.timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[tuple[Prompt, Sequence[str], Callable[[list[float]], None]] | None]
         self._jobs = queue.SimpleQueue()
+        self._busy_s = [0.0] * num_workers
         self._running: dict[int, tuple[float, Prompt]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
         self._workers = [
@@ -81,14 +82,22 @@ class Scorer:
         while (job := self._jobs.get()) is not None:
             prompt, completions, done = job
             assert self.reward is not None
-            self._running[number] = (time.monotonic(), prompt)
+            began = time.monotonic()
+            self._running[number] = (began, prompt)
             try:
-                done([score(self.reward, prompt, text) for text in completions])
+                rewards = [score(self.reward, prompt, text) for text in completions]
+                self._busy_s[number] += time.monotonic() - began
+                done(rewards)
             except BaseException as error:
                 self._error = error
                 return
             finally:
                 del self._running[number]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent scoring so far, the mean over workers."""
+        return sum(self._busy_s) / len(self._busy_s)
 
     def check(self) -> None:
         """Raises what a worker met, or `RewardError` when one has not returned in time."""

@@ -12,12 +12,14 @@ class ProducerStats:
     Attributes:
         wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
         engine_busy_s: seconds the engine generated; `num_tokens`: tokens it generated.
+        scoring_s: seconds a reward worker scored, the mean over workers.
         num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
     """
 
     wait_s: float
     run_s: float
     engine_busy_s: float
+    scoring_s: float
     num_tokens: int
     num_finished: int
     num_queued: int
@@ -27,5 +29,12 @@ class ProducerStats:
     def zero(cls) -> ProducerStats:
         """Before anything happened."""
         return cls(
-            wait_s=0.0, run_s=0.0, engine_busy_s=0.0, num_tokens=0, num_finished=0, num_queued=0, num_unfinished=0
+            wait_s=0.0,
+            run_s=0.0,
+            engine_busy_s=0.0,
+            scoring_s=0.0,
+            num_tokens=0,
+            num_finished=0,
+            num_queued=0,
+            num_unfinished=0,
         )
