@@ -20,7 +20,7 @@ from lit_async_rl.bench.grid import Grid
 from lit_async_rl.bench.report import write_report
 from lit_async_rl.bench.statistics import best_scales, per_cell
 from lit_async_rl.bench.suite import BEST, Suite, load_suite
-from lit_async_rl.bench.table import read_cells
+from lit_async_rl.bench.table import read_cells, write_table
 
 
 def train(suite: Suite, out: Path, num_processes: int) -> None:
@@ -50,7 +50,7 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same command goes on from {out}")
-    table.to_parquet(out / "results.parquet")
+    write_table(table, out / "results.parquet")
     print(write_report(table, out, command=f"python scripts/staleness_bench.py --suite {args.suite}"))
 
 

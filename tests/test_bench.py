@@ -21,7 +21,7 @@ from lit_async_rl.bench.grid import Grid
 from lit_async_rl.bench.report import write_report
 from lit_async_rl.bench.statistics import best_scales, gain_share, interval, per_cell, summarize, warning_time
 from lit_async_rl.bench.suite import Block, Cell, load_suite
-from lit_async_rl.bench.table import CELL, COLUMNS, read_cells, read_table
+from lit_async_rl.bench.table import CELL, COLUMNS, read_cells, read_table, write_table
 
 ROOT = Path(__file__).parent.parent
 SMOKE = Cell("smoke", "uncorrected", 2, 1.0, 0)
@@ -142,6 +142,8 @@ def test_runs_are_summed_up_as_they_were():
     assert rows.loc[("vcpo", 8), "failed"] == 1
     assert rows.loc[("vcpo", 8), "final"] == pytest.approx(0.425)  # a run that broke ends with nothing
     assert best_scales(runs)["heavy_tails", "vcpo", 8] == 1.0
+    searched = table.assign(seed=table["seed"].where(table["method"] != "vcpo", 100))
+    assert set(summarize(per_cell(searched))["method"]) == {"uncorrected"}  # a search is not a result
     # 0.4 -> 0.1 is below half of 0.4 after step 6, the mean ESS of five steps below one half at step 5
     assert warning_time(runs[runs["lag"] == 8]) in [(1, 1, 1.0), (1, 1, 2.0)]
 
@@ -149,7 +151,7 @@ def test_runs_are_summed_up_as_they_were():
 def test_the_report_says_what_the_table_says(tmp_path):
     naive = {("uncorrected", lag): [0.9 if lag == 0 else 0.3] * 3 for lag in (0, 8)}
     table = made_up(naive | {("vcpo", 8): [0.88, 0.9, 0.9], ("topr", 8): [0.5, 0.5, 0.6]})
-    table.to_parquet(tmp_path / "results.parquet")
+    write_table(table, tmp_path / "results.parquet")
     said = write_report(read_table(tmp_path / "results.parquet"), tmp_path, "the command")
     assert "uncorrected collapses, it keeps -0.20" in said
     assert said.index("vcpo 0.99") < said.index("topr 0.27")

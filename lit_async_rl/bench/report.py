@@ -11,6 +11,7 @@ import pandas as pd
 
 from lit_async_rl.bench import figures
 from lit_async_rl.bench.statistics import COLLAPSE, naive_method, per_cell, summarize, synchronous, warning_time
+from lit_async_rl.bench.suite import FIRST_SEARCH_SEED
 
 PICTURES = "pictures"
 SHOWN = 6  # methods in a picture of learning curves: the naive one, the best ones
@@ -33,6 +34,10 @@ def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
     summary = summarize(runs)
     failed = int(runs["error"].notna().sum())
     lines = ["# Staleness benchmark", f"{len(runs)} runs, {failed} of them broke. Made by `{command}`."]
+    if len(searched := table[table["seed"] >= FIRST_SEARCH_SEED]):
+        scales = ", ".join(f"{scale:g}" for scale in sorted(searched["learning_rate_scale"].unique()))
+        seeds = searched["seed"].nunique()
+        lines.append(f"Search budget, the same for every method: {seeds} seed(s) x learning rate times {scales}.")
     said = []
     for regime in summary["regime"].unique():
         lines += [f"## {regime}", *_regime(table, runs, summary, regime, out)]
@@ -81,7 +86,9 @@ def _pm(row: pd.Series, name: str, digits: int = 2) -> str:
 def _regime(table: pd.DataFrame, runs: pd.DataFrame, summary: pd.DataFrame, regime: str, out: Path) -> list[str]:
     """Markdown of one regime."""
     rows = summary[summary["regime"] == regime]
-    own = table[(table["regime"] == regime) & (table["learning_rate_scale"] == 1.0)]
+    own = table[
+        (table["regime"] == regime) & (table["learning_rate_scale"] == 1.0) & (table["seed"] < FIRST_SEARCH_SEED)
+    ]
     naive = naive_method(runs, regime)
     plain = rows[rows["learning_rate_scale"] == 1.0]
     lag = int(plain[plain["lag"] > 0].groupby("lag")["method"].nunique().sort_values(kind="stable").index[-1])
@@ -105,7 +112,7 @@ def _regime(table: pd.DataFrame, runs: pd.DataFrame, summary: pd.DataFrame, regi
 def _effects(table: pd.DataFrame, out: Path) -> list[str]:
     """Pictures of single stabilizers, as far as the table has them."""
     lines = []
-    own = table[table["learning_rate_scale"] == 1.0]
+    own = table[(table["learning_rate_scale"] == 1.0) & (table["seed"] < FIRST_SEARCH_SEED)]
     for method, (regime, without, signals) in figures.EFFECTS.items():
         rows = own[own["regime"] == regime]
         both = set(rows[rows["method"] == method]["lag"]) & set(rows[rows["method"] == without]["lag"]) - {0}

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
+from lit_async_rl.bench.suite import FIRST_SEARCH_SEED
 from lit_async_rl.bench.table import CELL
 
 LAST_EVALUATIONS = 2  # the final accuracy is their mean: one has a sampling error of 3 points
@@ -91,7 +92,11 @@ def gain_share(finals: pd.Series, start: float, reference: pd.Series) -> tuple[f
 
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row for each (regime, method, lag, learning rate): means over seeds with intervals, and what was kept."""
+    """One row for each (regime, method, lag, learning rate): means over seeds with intervals, and what was kept.
+
+    Runs of a search for learning rates are left out.
+    """
+    runs = runs[runs["seed"] < FIRST_SEARCH_SEED]
     rows = []
     for key, group in runs.groupby(CELL[:-1]):
         regime = key[0]

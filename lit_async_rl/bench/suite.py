@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 CONFIGS = Path("configs")
 BEST = "best"
+FIRST_SEARCH_SEED = 100  # seeds from here on choose learning rates, and are not reported
 
 
 @dataclass(frozen=True, order=True)
@@ -133,6 +134,11 @@ def load_suite(name: str) -> Suite:
             raise ValueError(f"{path}: unknown keys {sorted(unknown)} in a block; there are {sorted(known_keys)}")
         settings: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in block.items()}
         blocks.append(Block(**settings))
+        if any((seed >= FIRST_SEARCH_SEED) != blocks[-1].is_search for seed in blocks[-1].seeds):
+            raise ValueError(
+                f"{path}: seeds={list(blocks[-1].seeds)}: blocks that search for a learning rate have seeds from "
+                f"{FIRST_SEARCH_SEED} on, others below"
+            )
         find("regime", blocks[-1].regime)
         for part in {part for method in blocks[-1].methods for part in method.split("+")}:
             find("method", part)

@@ -66,6 +66,12 @@ def read_cells(out: Path, cells: Iterable[Cell] | None = None) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Parquet; single precision is more than any of the numbers has."""
+    numbers = table.select_dtypes("float64").columns
+    table.astype(dict.fromkeys(numbers, "float32")).to_parquet(path, compression="zstd", index=False)
+
+
 def read_table(path: Path) -> pd.DataFrame:
     """A table written before.
 
