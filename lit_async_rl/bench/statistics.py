@@ -87,7 +87,7 @@ def gain_share(finals: pd.Series, start: float, reference: pd.Series) -> tuple[f
     """Share of the synchronous gain and half its 95 % interval; both means are uncertain (delta method)."""
     gain, gain_half = interval(finals - start)
     full, full_half = interval(reference - start)
-    share = gain / full
+    share = float(gain / full)
     return share, math.hypot(gain_half, share * full_half) / full
 
 
@@ -104,9 +104,8 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
         row: dict[str, object] = dict(zip(CELL[:-1], key, strict=True)) | {"seeds": len(group)}
         for name in ("final", "best", "cosine", "ess_ratio", "kl", "staleness"):
             row[name], row[f"{name}_half"] = interval(group[name])
-        row["gain_share"], row["gain_share_half"] = gain_share(
-            group["final"], group["start"].mean(), reference["final"]
-        )
+        start = float(group["start"].mean())
+        row["gain_share"], row["gain_share_half"] = gain_share(group["final"], start, reference["final"])
         row["collapsed"] = int((group["final"] - group["start"] < COLLAPSE * _gain(reference)).sum())
         row["failed"] = int(group["error"].notna().sum())
         rows.append(row)

@@ -84,4 +84,4 @@ def read_table(path: Path) -> pd.DataFrame:
     table = pd.read_parquet(path)
     if missing := {*CELL, "step", *COLUMNS.values(), "error"} - set(table):
         raise ValueError(f"{path}: not a table of the staleness benchmark, it has no columns {sorted(missing)}")
-    return table
+    return table.astype(dict.fromkeys(table.select_dtypes("float32").columns, "float64"))
