@@ -83,7 +83,9 @@ class AsyncRLCLI(LightningCLI):
         parser.link_arguments("data.weight_sync_steps", "weight_sync.weight_sync_steps")
         parser.link_arguments("model.model", "data.model")
         parser.link_arguments(
-            "model.baseline", "data.keep_groups_whole", compute_fn=lambda baseline: baseline is not None
+            ("model.baseline", "model.packing"),
+            "data.keep_groups_whole",
+            compute_fn=lambda baseline, packing: baseline is not None or packing is not None,
         )
         parser.link_arguments("data.micro_batches_per_step", "trainer.accumulate_grad_batches")
 

@@ -10,7 +10,8 @@ from lit_async_rl.advantages import AdvantageEstimator, LengthWeighted
 from lit_async_rl.aggregation import Aggregation, SequenceMean
 from lit_async_rl.corrections import Correction
 from lit_async_rl.losses import PolicyLoss, Reinforce
-from lit_async_rl.opob import OptimalBaseline
+from lit_async_rl.opob import Norms, OptimalBaseline
+from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, CurrentProximal, Proximal
 
 
@@ -53,12 +54,19 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
         )
 
 
-def check_baseline(loss: PolicyLoss, baseline: OptimalBaseline | None) -> None:
-    """Checks that the loss is linear in the advantage, which is what makes a baseline optimal.
+def check_baseline(
+    loss: PolicyLoss, baseline: OptimalBaseline | None, packing: SharedPromptPacking | None = None
+) -> None:
+    """Checks that the loss is linear in the advantage, which is what makes a baseline optimal, and norms separable.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, or gradient norms of trajectories are asked of layers that mix them.
     """
+    if baseline is not None and packing is not None and baseline.norms is Norms.GHOST:
+        raise ValueError(
+            "model.packing with model.baseline.norms=GHOST: the norms need layers whose rows are trajectories, "
+            "and packed rows hold a whole group. Use PER_TRAJECTORY, or no packing."
+        )
     if baseline is not None and not isinstance(loss, Reinforce):
         raise ValueError(
             f"model.baseline=OptimalBaseline with model.loss={_name(loss)}: its gradient is not linear in the "

@@ -48,7 +48,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: how training completions are sampled.
         advantage: what a reward is worth relative to others.
         aggregation: what a token counts in the average over the step.
-        keep_groups_whole: never split a group over micro-batches (`model.baseline` needs it, and sets it).
+        keep_groups_whole: never split a group over micro-batches (`model.baseline` and `packing` need it, and set it).
         use_chat_template: wrap each prompt as a user's turn with the tokenizer's chat template.
         seed: order of the prompts.
         num_val_samples: completions of each held-out prompt.

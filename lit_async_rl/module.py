@@ -26,6 +26,7 @@ from lit_async_rl.lora import LoRA, add_lora
 from lit_async_rl.losses import LossInputs, PolicyLoss, PPOClip
 from lit_async_rl.network import CausalPolicy, TokenStats
 from lit_async_rl.opob import OptimalBaseline
+from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, Proximal
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.validation import Validator
@@ -57,6 +58,7 @@ class PolicyModule(pl.LightningModule):
         dtype: of the weights.
         attn_implementation: as in transformers; None is its default.
         random_init: take only the architecture from `model`, with random weights.
+        packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
 
     Attributes:
         version: number of weight publications so far; checkpointed.
@@ -84,6 +86,7 @@ class PolicyModule(pl.LightningModule):
         dtype: str = "float32",
         attn_implementation: str | None = None,
         random_init: bool = False,
+        packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
         if learning_rate <= 0:
@@ -98,7 +101,7 @@ class PolicyModule(pl.LightningModule):
         self.correction = correction
         self.baseline = baseline
         check_compatibility(self.loss, self.proximal, self.correction)
-        check_baseline(self.loss, baseline)
+        check_baseline(self.loss, baseline, packing)
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.kl_coefficient, self.entropy_coefficient = kl_coefficient, entropy_coefficient
@@ -108,9 +111,10 @@ class PolicyModule(pl.LightningModule):
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.reference = None
         if kl_coefficient > 0:
-            self.reference = CausalPolicy(load_policy(model, **load), logprob_chunk_tokens).requires_grad_(False)
+            self.reference = CausalPolicy(load_policy(model, **load), logprob_chunk_tokens, packing)
+            self.reference.requires_grad_(False)
             self.reference.lm.load_state_dict(lm.state_dict())
-        self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens)
+        self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated = False
@@ -131,7 +135,11 @@ class PolicyModule(pl.LightningModule):
         """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
         with self.baseline.record(self.policy) if self.baseline is not None else nullcontext() as tape:
             stats: TokenStats = self.policy(
-                batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad=self.entropy_coefficient > 0
+                batch.input_ids,
+                batch.loss_mask,
+                batch.temperature,
+                entropy_grad=self.entropy_coefficient > 0,
+                group_index=batch.group_index,
             )
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, self.version - batch.versions, 0)
@@ -178,7 +186,9 @@ class PolicyModule(pl.LightningModule):
     def _reference_kl(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:
         assert self.reference is not None
         with torch.no_grad():
-            ref_logprobs = self.reference(batch.input_ids, batch.loss_mask, batch.temperature).logprobs
+            ref_logprobs = self.reference(
+                batch.input_ids, batch.loss_mask, batch.temperature, group_index=batch.group_index
+            ).logprobs
         self.stabilizer_signals["ref_log_ratio"] = (logprobs - ref_logprobs).detach()
         return kl_k3(ref_logprobs - logprobs)
 

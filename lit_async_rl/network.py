@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from lit_async_rl.packing import SharedPromptPacking, check_packable
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
@@ -30,14 +32,21 @@ class CausalPolicy(nn.Module):
         lm: any Hugging Face causal LM, LoRA-wrapped or not.
         chunk_tokens: logits of at most this many tokens exist at a time; where there is more than one chunk they are
             computed a second time in the backward pass instead of being kept.
+        packing: computes what completions of one prompt share only once, where `group_index` is given.
+
+    Raises:
+        ValueError: the model cannot be packed.
     """
 
-    def __init__(self, lm: nn.Module, chunk_tokens: int = 4096) -> None:
+    def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: SharedPromptPacking | None = None) -> None:
         super().__init__()
         if chunk_tokens < 1:
             raise ValueError(f"logprob_chunk_tokens must be >= 1, got {chunk_tokens}")
         self.lm = lm
         self.chunk_tokens = chunk_tokens
+        self.packing = packing
+        if packing is not None:
+            check_packable(self.causal_lm)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -54,18 +63,23 @@ class CausalPolicy(nn.Module):
         mask: Bool[Tensor, "B T"],
         temperature: float = 1.0,
         entropy_grad: bool = False,
+        group_index: Int[Tensor, " B"] | None = None,
     ) -> TokenStats:
         """Statistics of the tokens where `mask` is True, given all tokens before them, at `temperature`.
 
         No attention mask is needed: rows are padded on the right, and tokens of a causal model never see what follows.
         Without `entropy_grad` the entropy carries no gradient and costs no memory.
         """
-        hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
         predicts = mask[:, 1:]  # the token at t is predicted at t - 1
         if not predicts.any():  # all padding: still reach every parameter, because sharded ranks wait for each other
             predicts = torch.zeros_like(predicts)
             predicts[0, 0] = True
-        features, targets = hidden[:, :-1][predicts], input_ids[:, 1:][predicts]  # [N, H], [N]
+        if self.packing is not None and group_index is not None:
+            features = self.packing.features(self.causal_lm, input_ids[:, :-1], predicts, group_index)  # [N, H]
+        else:
+            hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+            features = hidden[:, :-1][predicts]
+        targets = input_ids[:, 1:][predicts]  # [N]
         logprobs, entropy = self._chunked_stats(features, targets, temperature, entropy_grad)
         return TokenStats(
             logprobs=_scatter(logprobs, predicts, mask),
