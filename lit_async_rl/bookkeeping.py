@@ -11,17 +11,15 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from lit_async_rl.ghost_norms import GhostTape, elementwise_factor
+from lit_async_rl.ghost_norms import GhostTape
+from lit_async_rl.layer_gradients import elementwise_factor, is_sharded, own_parameters
 
 
 def can_keep_books(tape: GhostTape) -> bool:
     """Whether parameters are whole tensors (not sharded), and the head's gradients were kept (a single chunk)."""
-    parameters = [p for p in tape.policy.parameters() if p.requires_grad]
-    is_whole = not any(isinstance(p, DTensor) or hasattr(p, "_fsdp_flattened") for p in parameters)
-    return is_whole and tape.head_record is not None
+    return not is_sharded(tape.policy) and tape.head_record is not None
 
 
 def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Float[Tensor, ""]) -> Float[Tensor, ""]:
@@ -31,16 +29,16 @@ def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Flo
     scaling see nothing unusual.
     """
     total = torch.zeros((), device=row_weights.device)
-    for module, inputs, outputs, grads in tape.layer_records():
+    for module, inputs, grads in tape.layer_records():
         scaled = grads * row_weights.view(-1, *[1] * (grads.ndim - 1))
-        total = total + _layer_term(module, inputs, outputs, scaled)
+        total = total + _layer_term(module, inputs, scaled)
     return total - total.detach() + value.detach()
 
 
-def _layer_term(module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Tensor) -> Tensor:
+def _layer_term(module: nn.Module, inputs: Tensor, grads: Tensor) -> Tensor:
     """sum_p <p, G_p> over the parameters of one layer."""
     flat = grads.flatten(0, -2)
-    own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    own = own_parameters(module)
     total = flat.new_zeros(())
     if "weight" in own:
         weight = own["weight"]
@@ -50,7 +48,7 @@ def _layer_term(module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Tenso
             gradient = flat.mT @ inputs.flatten(0, -2)
             gradient = gradient.mT if isinstance(module, Conv1D) else gradient
         else:
-            gradient = (grads * elementwise_factor(module, inputs, outputs)).flatten(0, -2).sum(0)
+            gradient = (grads * elementwise_factor(module, inputs)).flatten(0, -2).sum(0)
         total = total + (weight * gradient).sum()
     if "bias" in own:
         total = total + (own["bias"] * flat.sum(0)).sum()

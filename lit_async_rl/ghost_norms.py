@@ -17,50 +17,10 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
+from lit_async_rl.layer_gradients import layer_squared_norms, own_parameters
 from lit_async_rl.network import CausalPolicy
-
-
-def linear_squared_norms(inputs: Float[Tensor, "B T D"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
-    """||sum_t e_t x_t^T||^2 of each row, by whichever of both ways needs fewer multiplications."""
-    length, num_inputs, num_outputs = inputs.shape[1], inputs.shape[2], grads.shape[2]
-    if length * (num_inputs + num_outputs) < num_inputs * num_outputs:
-        return ((inputs @ inputs.mT) * (grads @ grads.mT)).sum((1, 2))
-    return (grads.mT @ inputs).square().sum((1, 2))
-
-
-def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
-    """Squared norm of what each row adds to the table: gradients of equal ids add up."""
-    same = ids[:, :, None] == ids[:, None, :]
-    return ((grads @ grads.mT) * same).sum((1, 2))
-
-
-def elementwise_factor(module: nn.Module, inputs: Tensor, outputs: Tensor) -> Tensor:
-    """What a norm layer multiplies its weight with: its output is linear in the weight, so what one more adds."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    with torch.no_grad():
-        return functional_call(module, {"weight": weight + 1}, (inputs,)) - outputs
-
-
-def elementwise_squared_norms(
-    module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Float[Tensor, "B *T K"]
-) -> Float[Tensor, " B"]:
-    """For layers that multiply by a vector and may add one (RMS norm, layer norm)."""
-    total = torch.zeros(len(grads), device=grads.device)
-    own = {name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-    if "weight" in own:
-        total = total + _sum_positions(grads * elementwise_factor(module, inputs, outputs)).square().sum(-1)
-    if "bias" in own:
-        total = total + _sum_positions(grads).square().sum(-1)
-    return total
-
-
-def _sum_positions(values: Float[Tensor, "B *T K"]) -> Float[Tensor, "B K"]:
-    """Over positions, and over heads where a norm works on each."""
-    return values.flatten(1, -2).sum(1)
 
 
 class GhostTape:
@@ -83,11 +43,7 @@ class GhostTape:
         self.policy = policy
         self._body = policy.causal_lm.base_model
         self._head = policy.causal_lm.get_output_embeddings()
-        self._layers = {
-            name: module
-            for name, module in self._body.named_modules()
-            if any(p.requires_grad for p in module.parameters(recurse=False))
-        }
+        self._layers = {name: module for name, module in self._body.named_modules() if own_parameters(module)}
         self._check()
         self._records: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> its input and output
         self._hidden: Tensor | None = None
@@ -102,7 +58,7 @@ class GhostTape:
         for name, module in self._layers.items():
             if not _is_known(module):
                 raise ValueError(f"ghost norms do not know layer {name!r} of type {type(module).__name__}")
-            for parameter in module.parameters(recurse=False):
+            for parameter in own_parameters(module).values():
                 if id(parameter) in owners:
                     raise ValueError(f"ghost norms: layers {owners[id(parameter)]!r} and {name!r} share a parameter")
                 owners[id(parameter)] = name
@@ -160,38 +116,23 @@ class GhostTape:
         for name, grad in zip(names, grads, strict=True):
             if grad is None:
                 continue
-            inputs, outputs = self._records[name]
+            inputs, _ = self._records[name]
             module = self._layers[name]
             if isinstance(module, nn.Embedding):
                 grad = _table_grads(module, inputs, grad)
             self._grads[name] = grad
-            norms = norms + self._layer_squared_norms(module, inputs, outputs.detach(), grad)
+            norms = norms + layer_squared_norms(module, inputs, grad)
             if module is embedding and self._head.weight is embedding.weight:
                 dots = self._hidden.detach()[:, columns] @ grad.mT  # h_t . e_s
                 norms = norms + 2 * (taken * dots).sum((1, 2))
         return norms
 
-    def layer_records(self) -> Iterator[tuple[nn.Module, Tensor, Tensor, Tensor]]:
-        """(layer, input, output, gradient at the output) of all layers, the head last; after `squared_norms`."""
+    def layer_records(self) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+        """(layer, input, gradient at the output) of all layers, the head last; after `squared_norms`."""
         for name, grad in self._grads.items():
-            inputs, outputs = self._records[name]
-            yield self._layers[name], inputs, outputs.detach(), grad
+            yield self._layers[name], self._records[name][0], grad
         if self.head_record is not None:
-            features, grad = self.head_record
-            yield self._head, features, grad, grad
-
-    @staticmethod
-    def _layer_squared_norms(module: nn.Module, inputs: Tensor, outputs: Tensor, grads: Tensor) -> Tensor:
-        if isinstance(module, nn.Embedding):
-            return embedding_squared_norms(inputs, grads)
-        if not isinstance(module, nn.Linear | Conv1D):
-            return elementwise_squared_norms(module, inputs, outputs, grads)
-        norms = torch.zeros(len(grads), device=grads.device)
-        if module.weight.requires_grad:
-            norms = norms + linear_squared_norms(inputs, grads)
-        if module.bias is not None and module.bias.requires_grad:
-            norms = norms + grads.sum(1).square().sum(-1)
-        return norms
+            yield self._head, *self.head_record
 
     def _head_pass(
         self, coefficients: Tensor, input_ids: Tensor, temperature: float, columns: slice
@@ -219,7 +160,7 @@ class GhostTape:
             feature_grads, logit_grads = torch.autograd.grad(total, [features, raw[0]])
             hidden_grads[part, columns] = feature_grads
             logit_grads = logit_grads.view(*features.shape[:2], -1)
-            norms.append(self._layer_squared_norms(self._head, features.detach(), logit_grads, logit_grads))
+            norms.append(layer_squared_norms(self._head, features.detach(), logit_grads))
             taken.append(logit_grads.gather(-1, input_ids[part, None].expand(-1, features.shape[1], -1)))
         self.head_record = (features.detach(), logit_grads) if len(norms) == 1 else None
         return torch.cat(norms), hidden_grads, torch.cat(taken)
@@ -245,6 +186,6 @@ def _is_known(module: nn.Module) -> bool:
         return hasattr(module, "embed_scale")
     if isinstance(module, nn.Linear | Conv1D):
         return False
-    own = dict(module.named_parameters(recurse=False))
+    own = own_parameters(module)
     # all that it learns are a vector `weight` and perhaps a vector `bias`
     return "weight" in own and own.keys() <= {"weight", "bias"} and all(p.ndim == 1 for p in own.values())

@@ -131,6 +131,12 @@ class PolicyModule(pl.LightningModule):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """Lightning clears gradients after `training_step`, where FSDP1 would already take the old ones along."""
+        if self.baseline is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
+
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
         with self.baseline.record(self.policy) if self.baseline is not None else nullcontext() as tape:

@@ -21,6 +21,7 @@ from torch import Tensor
 from lit_async_rl.bookkeeping import can_keep_books
 from lit_async_rl.ghost_norms import GhostTape
 from lit_async_rl.importance import masked, sequence_log_ratio
+from lit_async_rl.layer_gradients import is_sharded
 from lit_async_rl.network import CausalPolicy
 from lit_async_rl.types import RolloutBatch
 
@@ -42,8 +43,8 @@ class Flavour(Enum):
 class Norms(Enum):
     """How the norms are computed.
 
-    GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs. PER_TRAJECTORY: one backward
-    pass for each, exact for any module.
+    GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs, also of sharded models.
+    PER_TRAJECTORY: one backward pass for each, exact for any module whose parameters are whole (single device, DDP).
     """
 
     GHOST = "ghost"
@@ -79,7 +80,13 @@ def optimal_advantages(
 def per_trajectory_squared_norms(
     policy: CausalPolicy, logprobs: Float[Tensor, "B T"], coefficients: Float[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row, by one backward pass each; keeps the graph."""
+    """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row, by one backward pass each; keeps the graph.
+
+    Raises:
+        ValueError: parameters are sharded.
+    """
+    if is_sharded(policy):
+        raise ValueError("model.baseline.norms=PER_TRAJECTORY needs whole parameters: use GHOST with FSDP")
     parameters = [p for p in policy.parameters() if p.requires_grad]
     norms = []
     for row, weights in zip(logprobs, coefficients.detach(), strict=True):

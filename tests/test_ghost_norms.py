@@ -7,7 +7,8 @@ from test_network import FAMILIES, SIZE
 from torch.func import functional_call, grad
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lit_async_rl.ghost_norms import GhostTape, embedding_squared_norms, linear_squared_norms
+from lit_async_rl.ghost_norms import GhostTape
+from lit_async_rl.layer_gradients import embedding_squared_norms, linear_squared_norms
 from lit_async_rl.network import CausalPolicy
 from lit_async_rl.opob import per_trajectory_squared_norms
 
