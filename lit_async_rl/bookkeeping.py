@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lit_async_rl.ghost_norms import GhostTape
-from lit_async_rl.layer_gradients import elementwise_factor, is_sharded, own_parameters
+from lit_async_rl.layer_gradients import LayerRecord, is_sharded, own_parameters
 
 
 def can_keep_books(tape: GhostTape) -> bool:
     """Whether parameters are whole tensors (not sharded), and the head's gradients were kept (a single chunk)."""
-    return not is_sharded(tape.policy) and tape.head_record is not None
+    return not is_sharded(tape.policy) and tape.is_complete
 
 
 def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Float[Tensor, ""]) -> Float[Tensor, ""]:
@@ -29,27 +29,27 @@ def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Flo
     scaling see nothing unusual.
     """
     total = torch.zeros((), device=row_weights.device)
-    for module, inputs, grads in tape.layer_records():
-        scaled = grads * row_weights.view(-1, *[1] * (grads.ndim - 1))
-        total = total + _layer_term(module, inputs, scaled)
+    for record in tape.layer_records:
+        total = total + _layer_term(record, row_weights)
     return total - total.detach() + value.detach()
 
 
-def _layer_term(module: nn.Module, inputs: Tensor, grads: Tensor) -> Tensor:
+def _layer_term(record: LayerRecord, row_weights: Tensor) -> Tensor:
     """sum_p <p, G_p> over the parameters of one layer."""
+    module, inputs = record.module, record.inputs
+    grads = record.grads * row_weights.view(-1, *[1] * (record.grads.ndim - 1))
     flat = grads.flatten(0, -2)
     own = own_parameters(module)
     total = flat.new_zeros(())
     if "weight" in own:
         weight = own["weight"]
-        if isinstance(module, nn.Embedding):
+        if record.row_grads is not None:
+            gradient = (row_weights @ record.row_grads.flatten(1)).view(record.row_grads.shape[1:])
+        elif isinstance(module, nn.Embedding):
             gradient = torch.zeros_like(weight).index_add_(0, inputs.flatten(), flat.to(weight.dtype))
-        elif isinstance(module, nn.Linear | Conv1D):
-            gradient = flat.mT @ inputs.flatten(0, -2)
-            gradient = gradient.mT if isinstance(module, Conv1D) else gradient
         else:
-            gradient = (grads * elementwise_factor(module, inputs)).flatten(0, -2).sum(0)
-        total = total + (weight * gradient).sum()
+            gradient = flat.mT @ inputs.flatten(0, -2)
+        total = total + (weight * (gradient.mT if isinstance(module, Conv1D) else gradient)).sum()
     if "bias" in own:
         total = total + (own["bias"] * flat.sum(0)).sum()
     return total

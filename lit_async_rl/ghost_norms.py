@@ -10,7 +10,6 @@ B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lit_async_rl.layer_gradients import layer_squared_norms, own_parameters
+from lit_async_rl.layer_gradients import InputGrams, LayerRecord, layer_squared_norms, own_parameters
 from lit_async_rl.network import CausalPolicy
 
 
@@ -48,8 +47,8 @@ class GhostTape:
         self._records: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> its input and output
         self._hidden: Tensor | None = None
         self._handles: list[Any] = []
-        self._grads: dict[str, Tensor] = {}  # at each layer's output, for unit advantages
-        self.head_record: tuple[Tensor, Tensor] | None = None  # input and output gradient, when in one chunk
+        self.layer_records: list[LayerRecord] = []  # after `squared_norms`
+        self.is_complete = False  # whether the head is among them: it is when its logits fit into one chunk
 
     def _check(self) -> None:
         if getattr(self.policy.causal_lm, "is_gradient_checkpointing", False):
@@ -108,7 +107,7 @@ class GhostTape:
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
         columns = _used_columns(coefficients)
         norms, hidden_grads, taken = self._head_pass(coefficients, input_ids, temperature, columns)
-        names = list(self._records)
+        names, grams = list(self._records), InputGrams()
         grads = torch.autograd.grad(
             self._hidden, [self._records[name][1] for name in names], hidden_grads, retain_graph=True, allow_unused=True
         )
@@ -120,19 +119,12 @@ class GhostTape:
             module = self._layers[name]
             if isinstance(module, nn.Embedding):
                 grad = _table_grads(module, inputs, grad)
-            self._grads[name] = grad
-            norms = norms + layer_squared_norms(module, inputs, grad)
+            self.layer_records.append(record := LayerRecord(module, inputs, grad))
+            norms = norms + layer_squared_norms(record, grams)
             if module is embedding and self._head.weight is embedding.weight:
                 dots = self._hidden.detach()[:, columns] @ grad.mT  # h_t . e_s
                 norms = norms + 2 * (taken * dots).sum((1, 2))
         return norms
-
-    def layer_records(self) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-        """(layer, input, gradient at the output) of all layers, the head last; after `squared_norms`."""
-        for name, grad in self._grads.items():
-            yield self._layers[name], self._records[name][0], grad
-        if self.head_record is not None:
-            yield self._head, *self.head_record
 
     def _head_pass(
         self, coefficients: Tensor, input_ids: Tensor, temperature: float, columns: slice
@@ -160,9 +152,11 @@ class GhostTape:
             feature_grads, logit_grads = torch.autograd.grad(total, [features, raw[0]])
             hidden_grads[part, columns] = feature_grads
             logit_grads = logit_grads.view(*features.shape[:2], -1)
-            norms.append(layer_squared_norms(self._head, features.detach(), logit_grads))
+            record = LayerRecord(self._head, features.detach(), logit_grads)
+            norms.append(layer_squared_norms(record, InputGrams()))
             taken.append(logit_grads.gather(-1, input_ids[part, None].expand(-1, features.shape[1], -1)))
-        self.head_record = (features.detach(), logit_grads) if len(norms) == 1 else None
+        self.is_complete = len(norms) == 1
+        self.layer_records = [record] if self.is_complete else []
         return torch.cat(norms), hidden_grads, torch.cat(taken)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -15,12 +16,48 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 
-def linear_squared_norms(inputs: Float[Tensor, "B T D"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
-    """||sum_t e_t x_t^T||^2 of each row, by whichever of both ways needs fewer multiplications."""
+@dataclass
+class LayerRecord:
+    """One layer's part in a backward pass.
+
+    Attributes:
+        inputs: of the layer, [B, T, D], or token ids [B, T].
+        grads: gradient at its output, [B, T, K].
+        row_grads: gradient of the weight of each row, [B, K, D] or [B, K], if the norms needed it.
+    """
+
+    module: nn.Module
+    inputs: Tensor
+    grads: Tensor
+    row_grads: Tensor | None = None
+
+
+class InputGrams:
+    """x_t . x_s of each row, computed once for layers with the same input (query, key and value; gate and up)."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def of(self, inputs: Float[Tensor, "B T D"]) -> Float[Tensor, "B T T"]:
+        """The Gram matrices of inputs that are alive as long as this is."""
+        key = (inputs.data_ptr(), inputs.shape)
+        if key not in self._known:
+            self._known[key] = inputs @ inputs.mT
+        return self._known[key]
+
+
+def linear_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
+    """||sum_t e_t x_t^T||^2 of each row, by whichever of both ways needs fewer multiplications.
+
+    Where gradients of rows are made they are smaller than the layer's activations, and are kept: their weighted sum is
+    the gradient of the update.
+    """
+    inputs, grads = record.inputs, record.grads
     length, num_inputs, num_outputs = inputs.shape[1], inputs.shape[2], grads.shape[2]
     if length * (num_inputs + num_outputs) < num_inputs * num_outputs:
-        return ((inputs @ inputs.mT) * (grads @ grads.mT)).sum((1, 2))
-    return (grads.mT @ inputs).square().sum((1, 2))
+        return (grams.of(inputs) * (grads @ grads.mT)).sum((1, 2))
+    record.row_grads = grads.mT @ inputs
+    return record.row_grads.square().sum((1, 2))
 
 
 def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
@@ -52,7 +89,10 @@ def elementwise_factor(module: nn.Module, inputs: Tensor) -> Tensor:
     Does not look at the weight, which may be sharded.
     """
     zero = torch.zeros(inputs.shape[-1], device=inputs.device, dtype=inputs.dtype)
-    return _with_weight(module, zero + 1)(inputs) - _with_weight(module, zero)(inputs)
+    one_more, nothing = _with_weight(module, zero + 1), _with_weight(module, zero)
+    if not nothing(inputs[:1, :1]).any():  # most are 0 without a weight; Gemma's multiply by one more than it
+        return one_more(inputs)
+    return one_more(inputs) - nothing(inputs)
 
 
 def _with_weight(module: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -67,12 +107,14 @@ def _with_weight(module: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor
     return forward
 
 
-def elementwise_squared_norms(module: nn.Module, inputs: Tensor, grads: Float[Tensor, "B *T K"]) -> Float[Tensor, " B"]:
+def elementwise_squared_norms(record: LayerRecord) -> Float[Tensor, " B"]:
     """For layers that multiply by a vector and may add one (RMS norm, layer norm)."""
+    module, grads = record.module, record.grads
     total = torch.zeros(len(grads), device=grads.device)
     own = own_parameters(module)
     if "weight" in own:
-        total = total + _sum_positions(grads * elementwise_factor(module, inputs)).square().sum(-1)
+        record.row_grads = _sum_positions(grads * elementwise_factor(module, record.inputs))
+        total = total + record.row_grads.square().sum(-1)
     if "bias" in own:
         total = total + _sum_positions(grads).square().sum(-1)
     return total
@@ -83,16 +125,17 @@ def _sum_positions(values: Float[Tensor, "B *T K"]) -> Float[Tensor, "B K"]:
     return values.flatten(1, -2).sum(1)
 
 
-def layer_squared_norms(module: nn.Module, inputs: Tensor, grads: Tensor) -> Float[Tensor, " B"]:
-    """||gradient of the module's own parameters||^2 of each row, from its input and the gradient at its output."""
+def layer_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
+    """||gradient of the layer's own parameters||^2 of each row."""
+    module, inputs, grads = record.module, record.inputs, record.grads
     if isinstance(module, nn.Embedding):
         return embedding_squared_norms(inputs, grads)
     if not isinstance(module, nn.Linear | Conv1D):
-        return elementwise_squared_norms(module, inputs, grads)
+        return elementwise_squared_norms(record)
     own = own_parameters(module)
     norms = torch.zeros(len(grads), device=grads.device)
     if "weight" in own:
-        norms = norms + linear_squared_norms(inputs, grads)
+        norms = norms + linear_squared_norms(record, grams)
     if "bias" in own:
         norms = norms + grads.sum(1).square().sum(-1)
     return norms

@@ -8,7 +8,7 @@ from torch.func import functional_call, grad
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lit_async_rl.ghost_norms import GhostTape
-from lit_async_rl.layer_gradients import embedding_squared_norms, linear_squared_norms
+from lit_async_rl.layer_gradients import InputGrams, LayerRecord, embedding_squared_norms, linear_squared_norms
 from lit_async_rl.network import CausalPolicy
 from lit_async_rl.opob import per_trajectory_squared_norms
 
@@ -93,7 +93,9 @@ def test_padding_and_other_rows_do_not_matter(batch):
 def test_both_ways_to_a_linear_layers_norm_agree(length, inputs, outputs):
     x, e = torch.randn(3, length, inputs), torch.randn(3, length, outputs)
     expected = torch.einsum("btk,btd->bkd", e, x).square().sum((1, 2))
-    torch.testing.assert_close(linear_squared_norms(x, e), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        linear_squared_norms(LayerRecord(torch.nn.Identity(), x, e), InputGrams()), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_equal_ids_add_up():
