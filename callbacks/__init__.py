@@ -1,6 +1,7 @@
 """Callbacks: weight synchronisation, stabilizers that change the step, monitors that change nothing."""
 
 from lit_async_rl.callbacks.adaptive_staleness import AdaptiveStaleness
+from lit_async_rl.callbacks.anneal_beta import AnnealBeta
 from lit_async_rl.callbacks.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.collapse_alarm import CollapseAlarm
 from lit_async_rl.callbacks.ess_learning_rate import ESSLearningRate
@@ -9,6 +10,7 @@ from lit_async_rl.callbacks.gradient_clipping import GradientClipping
 from lit_async_rl.callbacks.gradient_monitor import GradientMonitor
 from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
 from lit_async_rl.callbacks.progress import Progress
+from lit_async_rl.callbacks.reference_reset import ReferenceReset
 from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
 from lit_async_rl.callbacks.run_summary import RunSummary
 from lit_async_rl.callbacks.sample_logger import SampleLogger
@@ -18,6 +20,7 @@ from lit_async_rl.callbacks.weight_sync import WeightSync
 
 __all__ = [
     "AdaptiveStaleness",
+    "AnnealBeta",
     "BottleneckVerdict",
     "CollapseAlarm",
     "ESSLearningRate",
@@ -26,6 +29,7 @@ __all__ = [
     "GradientMonitor",
     "ImportanceMonitor",
     "Progress",
+    "ReferenceReset",
     "RolloutMonitor",
     "RunSummary",
     "SampleLogger",

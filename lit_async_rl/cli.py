@@ -83,9 +83,7 @@ class AsyncRLCLI(LightningCLI):
         parser.link_arguments("data.weight_sync_steps", "weight_sync.weight_sync_steps")
         parser.link_arguments("model.model", "data.model")
         parser.link_arguments(
-            ("model.baseline", "model.packing"),
-            "data.keep_groups_whole",
-            compute_fn=lambda baseline, packing: baseline is not None or packing is not None,
+            "model", "data.keep_groups_whole", lambda module: module.wants_whole_groups, apply_on="instantiate"
         )
         parser.link_arguments("data.micro_batches_per_step", "trainer.accumulate_grad_batches")
 

@@ -6,10 +6,10 @@ something else than its names say: a part that cannot act, or a ratio that is co
 
 from __future__ import annotations
 
-from lit_async_rl.advantages import AdvantageEstimator, LengthWeighted
-from lit_async_rl.aggregation import Aggregation, SequenceMean
+from lit_async_rl.advantages import AdvantageEstimator, GroupMean, LengthWeighted, LogMeanExp
+from lit_async_rl.aggregation import Aggregation, PromptMean, SequenceMean
 from lit_async_rl.corrections import Correction
-from lit_async_rl.losses import PolicyLoss, Reinforce
+from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.opob import Norms, OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, CurrentProximal, Proximal
@@ -33,6 +33,8 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
             f"{names}: {_name(loss)} corrects for the policy that sampled by itself, so its ratio must be to that "
             "policy. Use BehaviorProximal, without correction."
         )
+    if loss.needs_reference and not is_behavior:
+        raise ValueError(f"{names}: {_name(loss)} is anchored at the reference policy. Leave model.proximal out.")
     if loss.anchored and is_current and correction is None:
         raise ValueError(
             f"{names} and no model.correction: the ratio is always 1, so {_name(loss)} is REINFORCE without any "
@@ -85,6 +87,40 @@ def check_step_compatibility(advantage: AdvantageEstimator, aggregation: Aggrega
             "data.advantage=LengthWeighted with data.aggregation=SequenceMean: its baseline is for gradients that grow "
             "with the length of a rollout, which SequenceMean divides out. Use TokenMean, FixedLength or GroupMean."
         )
+
+
+def check_data_compatibility(
+    loss: PolicyLoss,
+    baseline: OptimalBaseline | None,
+    advantage: AdvantageEstimator,
+    aggregation: Aggregation,
+    keep_groups_whole: bool,
+) -> None:
+    """Checks that groups are whole where they must be, and that regression losses get what their formulas stand for.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if loss.needs_whole_groups and not keep_groups_whole:
+        raise ValueError(
+            f"model.loss={_name(loss)} compares a group's completions: data.keep_groups_whole must be true"
+        )
+    if baseline is not None and not keep_groups_whole:
+        raise ValueError("model.baseline needs data.keep_groups_whole=true: it compares a group's gradients")
+    expected = {TrajectoryBalance: GroupMean, OAPL: LogMeanExp}
+    for regression, estimator in expected.items():
+        if not isinstance(loss, regression):
+            continue
+        if not isinstance(advantage, estimator):
+            raise ValueError(
+                f"model.loss={_name(loss)} with data.advantage={_name(advantage)}: its square is of rewards less "
+                f"{estimator.__name__}'s baseline. Use that."
+            )
+        if isinstance(aggregation, SequenceMean | PromptMean):
+            raise ValueError(
+                f"model.loss={_name(loss)} with data.aggregation={_name(aggregation)}: its log-ratio is a sum over "
+                "tokens, whose weights must not depend on the length. Use FixedLength, TokenMean or TokenBudget."
+            )
 
 
 def _name(choice: object) -> str:

@@ -6,6 +6,7 @@ clipping, precision, schedulers and every sharding strategy work as in any Light
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_async_rl.bookkeeping import surrogate_loss
-from lit_async_rl.compatibility import check_baseline, check_compatibility
+from lit_async_rl.compatibility import check_baseline, check_compatibility, check_data_compatibility
 from lit_async_rl.corrections import Correction
 from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.hf_models import check_vocabulary, load_policy
@@ -45,8 +46,7 @@ class PolicyModule(pl.LightningModule):
         proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, which sampled.
         correction: importance weights between that anchor and the behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
-        learning_rate: of AdamW, unless `optimizer` is given.
-        weight_decay: of AdamW, unless `optimizer` is given.
+        learning_rate: of AdamW, unless `optimizer` is given; `weight_decay`: likewise.
         warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
         optimizer: another optimizer.
         scheduler: another learning-rate schedule, stepped every optimizer step.
@@ -91,9 +91,8 @@ class PolicyModule(pl.LightningModule):
         super().__init__()
         if learning_rate <= 0:
             raise ValueError(f"model.learning_rate must be positive, got {learning_rate}")
-        for name, value in dict(
-            weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient
-        ).items():
+        others = dict(weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient)
+        for name, value in others.items():
             if value < 0:
                 raise ValueError(f"model.{name} must be >= 0, got {value}")
         self.loss = loss or PPOClip()
@@ -107,18 +106,21 @@ class PolicyModule(pl.LightningModule):
         self.kl_coefficient, self.entropy_coefficient = kl_coefficient, entropy_coefficient
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         lm = load_policy(model, **load)
+        self.reference = None
+        if kl_coefficient > 0 or self.loss.needs_reference:
+            self.reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.reference = None
-        if kl_coefficient > 0:
-            self.reference = CausalPolicy(load_policy(model, **load), logprob_chunk_tokens, packing)
-            self.reference.requires_grad_(False)
-            self.reference.lm.load_state_dict(lm.state_dict())
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated = False
         self.validator = Validator()
+
+    @property
+    def wants_whole_groups(self) -> bool:
+        """Whether completions of one prompt should be in one micro-batch (`data.keep_groups_whole`)."""
+        return self.loss.needs_whole_groups or self.baseline is not None or self.policy.packing is not None
 
     def setup(self, stage: str) -> None:
         """Checks that the prompts' tokenizer fits the model."""
@@ -126,8 +128,7 @@ class PolicyModule(pl.LightningModule):
         if isinstance(data, RolloutDataModule):
             vocab_size = self.policy.causal_lm.config.get_text_config().vocab_size
             check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
-            if self.baseline is not None and not data.keep_groups_whole:
-                raise ValueError("model.baseline needs data.keep_groups_whole=true: it compares a group's gradients")
+            check_data_compatibility(self.loss, self.baseline, data.advantage, data.aggregation, data.keep_groups_whole)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -140,16 +141,17 @@ class PolicyModule(pl.LightningModule):
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
         with self.baseline.record(self.policy) if self.baseline is not None else nullcontext() as tape:
-            stats: TokenStats = self.policy(
-                batch.input_ids,
-                batch.loss_mask,
-                batch.temperature,
-                entropy_grad=self.entropy_coefficient > 0,
-                group_index=batch.group_index,
-            )
+            stats = _token_stats(self.policy, batch, entropy_grad=self.entropy_coefficient > 0)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, self.version - batch.versions, 0)
         anchor = self.proximal(detached, batch.behavior_logprobs, staleness)
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = _token_stats(self.reference, batch).logprobs
+        if self.loss.needs_reference:
+            assert reference is not None
+            anchor = reference
         weights = torch.ones_like(detached)
         if self.correction is not None:
             weights = self.correction(anchor - batch.behavior_logprobs, batch.loss_mask).weights
@@ -165,6 +167,7 @@ class PolicyModule(pl.LightningModule):
                 loss_mask=batch.loss_mask,
                 staleness=staleness,
                 token_weights=batch.token_weights,
+                group_index=batch.group_index,
             )
         )
         loss = (batch.token_weights * output.per_token * weights).sum()
@@ -182,21 +185,14 @@ class PolicyModule(pl.LightningModule):
             "correction_weights": weights,
             "version": self.version,
         }
-        if self.reference is not None:
-            loss = loss + self.kl_coefficient * (batch.token_weights * self._reference_kl(stats.logprobs, batch)).sum()
+        if reference is not None:
+            self.stabilizer_signals["ref_log_ratio"] = detached - reference
+        if reference is not None and self.kl_coefficient > 0:
+            loss = loss + self.kl_coefficient * (batch.token_weights * kl_k3(reference - stats.logprobs)).sum()
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * (batch.token_weights * stats.entropy).sum()
         # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
-
-    def _reference_kl(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:
-        assert self.reference is not None
-        with torch.no_grad():
-            ref_logprobs = self.reference(
-                batch.input_ids, batch.loss_mask, batch.temperature, group_index=batch.group_index
-            ).logprobs
-        self.stabilizer_signals["ref_log_ratio"] = (logprobs - ref_logprobs).detach()
-        return kl_k3(ref_logprobs - logprobs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
@@ -252,3 +248,8 @@ class PolicyModule(pl.LightningModule):
         self.version = checkpoint["version"]
         if self.reference is not None:
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
+
+
+def _token_stats(policy: CausalPolicy, batch: RolloutBatch, entropy_grad: bool = False) -> TokenStats:
+    inputs = batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index
+    return policy(*inputs)

@@ -31,6 +31,7 @@ def make_inputs(seed: int, shape: tuple[int, int] = (4, 6), spread: float = 0.5)
         loss_mask=torch.rand(shape, generator=generator) < 0.7,
         staleness=torch.randint(0, 5, shape, generator=generator),
         token_weights=torch.rand(shape, generator=generator, dtype=torch.float64),
+        group_index=torch.arange(shape[0]) // 2,
     )
 
 
@@ -51,6 +52,7 @@ def as_batch(inputs: LossInputs) -> slow.Batch:
         advantages=inputs.advantages.tolist(),
         cotangents=inputs.token_weights.tolist(),
         mask=inputs.loss_mask.tolist(),
+        group_index=inputs.group_index.tolist(),
     )
 
 

@@ -23,6 +23,7 @@ from lit_async_rl.losses import (
     GSPO,
     IPO,
     M2PO,
+    OAPL,
     OPSM,
     TOPR,
     BAPOReleased,
@@ -36,6 +37,7 @@ from lit_async_rl.losses import (
     PolicyLoss,
     PPOClip,
     Reinforce,
+    TrajectoryBalance,
 )
 from lit_async_rl.losses.trust_region import binary_kl, water_level
 
@@ -194,6 +196,8 @@ def test_zero_advantages_move_nothing_but_a_pull_to_the_anchor(case: Case) -> No
     inputs = make_inputs(6)
     inputs = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
     _, grad = run(case.loss, inputs)
+    if isinstance(case.loss, TrajectoryBalance | OAPL):  # of completions: tested in test_trajectory_losses
+        return
     if isinstance(case.loss, DPPO | IPO | KimiRegression):  # these have one; it points back
         assert (grad * inputs.log_ratio.detach() >= 0).all()
     else:

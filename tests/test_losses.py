@@ -29,6 +29,7 @@ from lit_async_rl.losses import (
     GSPO,
     IPO,
     M2PO,
+    OAPL,
     OPMD,
     OPSM,
     SAPO,
@@ -44,6 +45,8 @@ from lit_async_rl.losses import (
     PolicyLoss,
     PPOClip,
     Reinforce,
+    TrajectoryBalance,
+    TrajectoryBalancePrime,
 )
 
 
@@ -74,6 +77,9 @@ CASES = [
     Case(VESPO(), slow.vespo),
     Case(OPMD(), slow.opmd, on_policy_scale=0.5),
     Case(KimiRegression(), slow.kimi_regression),
+    Case(TrajectoryBalance(beta=0.1), slow.trajectory_balance, on_policy_scale=20.0),
+    Case(TrajectoryBalancePrime(beta=0.1), slow.trajectory_balance_prime),
+    Case(OAPL(beta=0.3), slow.oapl, on_policy_scale=0.6),
     Case(DPPO(), slow.dppo),
     Case(IPO(), slow.ipo),
     Case(DPPOBinaryKL(), slow.dppo_binary_kl),
@@ -140,6 +146,8 @@ def test_order_of_completions_and_padding_change_nothing(case: Case) -> None:
     order = torch.tensor([2, 0, 3, 1])
 
     def shuffled_and_padded(values: Tensor) -> Tensor:
+        if values.ndim == 1:
+            return torch.nn.functional.pad(values[order], (0, 2), value=-1)
         return torch.nn.functional.pad(values.detach()[order], (1, 3, 0, 2), value=0)
 
     moved = LossInputs(**{name: shuffled_and_padded(value) for name, value in vars(inputs).items()})
@@ -225,6 +233,9 @@ def test_every_loss_is_named_and_built_by_yaml(loss_class: type[PolicyLoss]) -> 
         (lambda: VESPO(c1_negative=-1.0), "c1_negative"),
         (lambda: OPMD(tau=-2.0), "tau"),
         (lambda: KimiRegression(tau=-1.0), "tau"),
+        (lambda: TrajectoryBalance(beta=0.0), "TrajectoryBalance.beta"),
+        (lambda: TrajectoryBalancePrime(beta=-1.0), "TrajectoryBalancePrime.beta"),
+        (lambda: OAPL(beta=0.0), "OAPL.beta"),
         (lambda: DPPO(max_increase=-1.0), "max_increase"),
         (lambda: IPO(threshold=-1.0), "threshold"),
         (lambda: DPPOBinaryKL(cap=0.0), "cap"),

@@ -13,7 +13,20 @@ from lit_async_rl.advantages import GroupMean, LengthWeighted
 from lit_async_rl.aggregation import FixedLength, SequenceMean, TokenMean
 from lit_async_rl.compatibility import check_compatibility, check_step_compatibility
 from lit_async_rl.corrections import Correction, IcePop, SequenceTruncatedIS, TokenTruncatedIS
-from lit_async_rl.losses import CISPO, GSPO, M2PO, OPMD, TOPR, LossInputs, MiniRL, PolicyLoss, PPOClip, Reinforce
+from lit_async_rl.losses import (
+    CISPO,
+    GSPO,
+    M2PO,
+    OAPL,
+    OPMD,
+    TOPR,
+    LossInputs,
+    MiniRL,
+    PolicyLoss,
+    PPOClip,
+    Reinforce,
+    TrajectoryBalance,
+)
 from lit_async_rl.proximal import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
 
 ANCHORS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
@@ -41,6 +54,7 @@ def decoupled_gradient(
         loss_mask=mask,
         staleness=staleness,
         token_weights=torch.ones(3, 5, dtype=torch.float64),
+        group_index=torch.zeros(3, dtype=torch.long),
     )
     per_token = loss(inputs).per_token
     if correction is not None:
@@ -121,6 +135,8 @@ def test_with_the_current_anchor_no_clip_acts_and_only_the_correction_weighs(see
         (OPMD(), BehaviorProximal(), None),
         (M2PO(), BehaviorProximal(), None),
         (MiniRL(), CurrentProximal(), TokenTruncatedIS(cap=5.0)),
+        (TrajectoryBalance(), BehaviorProximal(), None),
+        (OAPL(), BehaviorProximal(), None),
     ],
 )
 def test_methods_are_allowed(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
@@ -136,6 +152,8 @@ def test_methods_are_allowed(loss: PolicyLoss, proximal: Proximal, correction: C
         (GSPO(), InterpolatedProximal(), None, "GSPO.*InterpolatedProximal.*to the anchor is missing"),
         (M2PO(), CurrentProximal(), IcePop(), "M2PO.*CurrentProximal.*Use BehaviorProximal"),
         (TOPR(), InterpolatedProximal(), IcePop(), "TOPR.*InterpolatedProximal.*Use BehaviorProximal"),
+        (TrajectoryBalance(), CurrentProximal(), IcePop(), "TrajectoryBalance.*anchored at the reference"),
+        (OAPL(), CurrentProximal(), IcePop(), "OAPL.*Use BehaviorProximal"),
         (Reinforce(), CurrentProximal(), None, "Reinforce.*CurrentProximal.*nothing reads the anchor"),
         (Reinforce(), InterpolatedProximal(), IcePop(), "Reinforce.*InterpolatedProximal.*Use CurrentProximal"),
     ],

@@ -11,6 +11,7 @@ from lit_async_rl.losses.clipped import ASPO, OPSM, MiniRL, PPOClip
 from lit_async_rl.losses.regression import OPMD, KimiRegression
 from lit_async_rl.losses.reinforce import CISPO, SAPO, Reinforce
 from lit_async_rl.losses.sequence import GSPO, TOPR, VESPO, GSPOToken
+from lit_async_rl.losses.trajectory import OAPL, TrajectoryBalance, TrajectoryBalancePrime
 from lit_async_rl.losses.trust_region import DPPO, IPO, M2PO, DPPOBinaryKL, M2POAdaptiveClip
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "GSPO",
     "IPO",
     "M2PO",
+    "OAPL",
     "OPMD",
     "OPSM",
     "SAPO",
@@ -37,4 +39,6 @@ __all__ = [
     "PPOClip",
     "PolicyLoss",
     "Reinforce",
+    "TrajectoryBalance",
+    "TrajectoryBalancePrime",
 ]

@@ -23,6 +23,7 @@ class LossInputs:
         behavior_logprobs: of the policy that sampled.
         staleness: versions between sampling and now.
         token_weights: what each token counts in the average over the step.
+        group_index: completions of one prompt have the same number.
     """
 
     logprobs: Float[Tensor, "B T"]
@@ -32,6 +33,7 @@ class LossInputs:
     loss_mask: Bool[Tensor, "B T"]
     staleness: Int[Tensor, "B T"]
     token_weights: Float[Tensor, "B T"]
+    group_index: Int[Tensor, " B"]
 
     @property
     def log_ratio(self) -> Float[Tensor, "B T"]:
@@ -93,10 +95,14 @@ class PolicyLoss(ABC):
             ratios enter as correction weights).
         needs_behavior_anchor: True if that ratio is the method's own correction of off-policy data, so that it must be
             the ratio to the policy that sampled, and any other correction would count twice.
+        needs_reference: True if the anchor is the frozen reference policy.
+        needs_whole_groups: True if it compares the completions of one prompt, which must be in one micro-batch.
     """
 
     anchored: ClassVar[bool] = True
     needs_behavior_anchor: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+    needs_whole_groups: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss of each token, exactly 0 with gradient exactly 0 where `loss_mask` is False, whatever stands there."""
