@@ -14,6 +14,7 @@ from lit_async_rl.callbacks.reference_reset import ReferenceReset
 from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
 from lit_async_rl.callbacks.run_summary import RunSummary
 from lit_async_rl.callbacks.sample_logger import SampleLogger
+from lit_async_rl.callbacks.save_on_sigterm import SaveOnSigterm
 from lit_async_rl.callbacks.staleness_monitor import StalenessMonitor
 from lit_async_rl.callbacks.throughput_monitor import ThroughputMonitor
 from lit_async_rl.callbacks.weight_sync import WeightSync
@@ -33,6 +34,7 @@ __all__ = [
     "RolloutMonitor",
     "RunSummary",
     "SampleLogger",
+    "SaveOnSigterm",
     "StalenessMonitor",
     "ThroughputMonitor",
     "WeightSync",

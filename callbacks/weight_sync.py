@@ -34,20 +34,28 @@ class WeightSync(pl.Callback):
         self.weight_sync_steps = weight_sync_steps
         self.total_s = 0.0
         self._published_step = 0
+        self._steps_before = 0  # a resume: steps since the last publication
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = _parts(trainer, pl_module)
-        self._published_step, self.total_s = trainer.global_step, 0.0
+        self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         data.publish(module.version, module.stream_weights())
         data.start(module.version)
+        if self._steps_before:
+            self._steps_before = 0
+            self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After the last micro-batch of every `weight_sync_steps`-th step."""
+        if (seconds := self._sync_if_due(trainer, pl_module)) is not None:
+            pl_module.log("perf/weight_sync_s", seconds)
+
+    def _sync_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
         if trainer.global_step - self._published_step < self.weight_sync_steps:
-            return
+            return None
         self._published_step = trainer.global_step
         module, data = _parts(trainer, pl_module)
         began = time.monotonic()
@@ -57,7 +65,19 @@ class WeightSync(pl.Callback):
         data.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
-        pl_module.log("perf/weight_sync_s", seconds)
+        return seconds
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the steps since the last publication; not 0 only between two."""
+        checkpoint["steps_since_publication"] = trainer.global_step - self._published_step
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Goes on counting there."""
+        self._steps_before = checkpoint["steps_since_publication"]
 
 
 def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:

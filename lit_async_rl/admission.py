@@ -14,7 +14,7 @@ is feasible whenever first-in-first-out is). `fixed_lag` keeps the order, which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class Admission:
@@ -36,31 +36,38 @@ class Admission:
         self.largest_bound = max_staleness  # so far: groups keep the bound they were admitted under
         self.in_order = in_order
         self.round = 0
-        self.num_admitted = 0
-        self.num_taken = 0
+        self.num_taken = 0  # in this round
+        self.next_index = 0
         self._deadlines: dict[int, int] = {}  # group index -> last round it may train in, for groups not yet taken
         self._due: Counter[int] = Counter()  # deadline -> groups not yet taken
 
     @property
     def num_admissible(self) -> int:
         """Groups that may start to be sampled now."""
-        return max(0, (self.max_staleness + 1 + self.round) * self.groups_per_round - self.num_admitted)
+        return max(0, (self.max_staleness + 1) * self.groups_per_round - self.num_taken - len(self._deadlines))
 
     @property
     def num_left_in_round(self) -> int:
         """Groups still to be taken before the next publication."""
-        return (self.round + 1) * self.groups_per_round - self.num_taken
+        return self.groups_per_round - self.num_taken
 
     def admit(self) -> int:
         """Takes a slot and returns the new group's index."""
         assert self.num_admissible > 0
-        index = self.num_admitted
-        self.num_admitted += 1
+        index = self.next_index
+        self.next_index += 1
         self.largest_bound = max(self.largest_bound, self.max_staleness)
-        deadline = self.round + self.max_staleness
+        self._hold(index, self.round + self.max_staleness)
+        return index
+
+    def _hold(self, index: int, deadline: int) -> None:
         self._deadlines[index] = deadline
         self._due[deadline] += 1
-        return index
+
+    @property
+    def deadlines(self) -> dict[int, int]:
+        """Last round in which each admitted group may be taken."""
+        return dict(self._deadlines)
 
     def choose(self, finished: Iterable[int]) -> int | None:
         """The finished group to train on next; None while only unfinished ones may be."""
@@ -70,7 +77,7 @@ class Admission:
         if oldest is None:
             return None
         if self.in_order:
-            return oldest if oldest == self.num_taken else None
+            return oldest if oldest == min(self._deadlines) else None
         return oldest if self._is_safe(oldest) else None
 
     def _is_safe(self, index: int) -> bool:
@@ -84,16 +91,65 @@ class Admission:
             room += self.groups_per_round
         return True
 
-    def take(self, index: int) -> None:
-        """Marks a chosen group as trained on in this round."""
-        deadline = self._deadlines.pop(index)
+    def take(self, index: int) -> int:
+        """Marks a chosen group as trained on in this round; returns its deadline."""
+        deadline = self.drop(index)
         assert deadline >= self.round, f"group {index} was due in round {deadline}, now is {self.round}"
+        self.num_taken += 1
+        return deadline
+
+    def drop(self, index: int) -> int:
+        """Gives an admitted group up; its slot comes back at once. Returns its deadline."""
+        deadline = self._deadlines.pop(index)
         self._due[deadline] -= 1
         if not self._due[deadline]:
             del self._due[deadline]
-        self.num_taken += 1
+        return deadline
 
     def advance(self) -> None:
         """Ends the round: the weights trained on these groups are live (or the update was skipped)."""
         assert self.num_left_in_round == 0, f"{self.num_left_in_round} groups of round {self.round} were never taken"
         self.round += 1
+        self.num_taken = 0
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, num_given_back: int = 0) -> dict[str, int]:
+        """Plain numbers; `num_given_back` groups were taken in this round but not trained on."""
+        return {
+            "round": self.round,
+            "num_taken": self.num_taken - num_given_back,
+            "next_index": self.next_index,
+            "groups_per_round": self.groups_per_round,
+            "max_staleness": self.max_staleness,
+            "largest_bound": self.largest_bound,
+        }
+
+    def restore(self, state: Mapping[str, int], deadlines: Mapping[int, int]) -> set[int]:
+        """Goes on where `state_dict` was taken, with these groups admitted (index: deadline) if the bound allows.
+
+        It does for all of them when nothing was changed in between. With a smaller `max_staleness` deadlines come
+        earlier, with fewer groups for each round the last ones would be late.
+
+        Returns:
+            The groups admitted; the others are to be sampled anew.
+
+        Raises:
+            ValueError: the groups of a round were changed in the middle of one.
+        """
+        if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
+            raise ValueError(
+                f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, and was "
+                f"{state['groups_per_round']} when the checkpoint was saved; between two publications it must stay"
+            )
+        self.round, self.num_taken, self.next_index = state["round"], state["num_taken"], state["next_index"]
+        sooner = max(0, state["max_staleness"] - self.max_staleness)
+        self.largest_bound = max(self.max_staleness, state["largest_bound"] - sooner)
+        kept: dict[int, int] = {}
+        for index, deadline in sorted(deadlines.items(), key=lambda item: (item[1], item[0])):
+            trains_in = self.round + (self.num_taken + len(kept)) // self.groups_per_round
+            if deadline - sooner >= trains_in:
+                kept[index] = deadline - sooner
+        for index in sorted(kept):
+            self._hold(index, kept[index])
+        return set(kept)

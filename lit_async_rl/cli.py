@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -32,10 +33,12 @@ from lit_async_rl.callbacks import (
     RolloutMonitor,
     RunSummary,
     SampleLogger,
+    SaveOnSigterm,
     StalenessMonitor,
     ThroughputMonitor,
     WeightSync,
 )
+from lit_async_rl.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.errors import EnvironmentFailure, ProducerError, RewardError, StalledError
 from lit_async_rl.module import PolicyModule
@@ -68,7 +71,14 @@ class AsyncRLCLI(LightningCLI):
             trainer_defaults={
                 "callbacks": [
                     *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
-                    *(GradientMonitor(), SampleLogger(), Progress(), BottleneckVerdict(), self.summary),
+                    *(
+                        GradientMonitor(),
+                        SampleLogger(),
+                        Progress(),
+                        BottleneckVerdict(),
+                        self.summary,
+                        SaveOnSigterm(),
+                    ),
                 ]
             },
         )
@@ -100,6 +110,8 @@ class AsyncRLCLI(LightningCLI):
             callbacks = self.trainer_defaults["callbacks"]
             self.trainer_defaults["callbacks"] = [c for c in callbacks if not isinstance(c, Progress)]
         trainer = super().instantiate_trainer(**kwargs)
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
             trainer.loggers = [*trainer.loggers, CSVLogger(trainer.log_dir or "runs", name="csv")]
         return trainer

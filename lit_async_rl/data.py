@@ -21,6 +21,7 @@ from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
 from lit_async_rl.feeds import PromptFeed, StepFeed
 from lit_async_rl.producer import Producer
+from lit_async_rl.producer_state import restore_producer, save_producer
 from lit_async_rl.prompts import PromptSource, PromptStream
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
@@ -131,6 +132,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.codec = TextCodec(model, use_chat_template)
         self.last_step_groups: Sequence[RolloutGroup] = ()
         self._producer: Producer | None = None
+        self._saved: dict[str, Any] | None = None  # by the run that this one resumes
+        self._step_began = -1  # global_step when its groups were handed out
         self._is_engine_set_up = False
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
@@ -154,6 +157,8 @@ class RolloutDataModule(pl.LightningDataModule):
             sampling=self.sampling,
             timeout_s=self.rollout_timeout_s,
         )
+        if self._saved is not None:
+            restore_producer(self._producer, self._saved)
         self._producer.start(version)
 
     def advance(self, version: int) -> None:
@@ -196,6 +201,8 @@ class RolloutDataModule(pl.LightningDataModule):
         assert self._producer is not None, "add the WeightSync callback: it starts the producer"
         trainer = self.trainer
         assert trainer is not None
+        self._producer.begin_step()
+        self._step_began = trainer.global_step
         groups = []
         for _ in range(self.groups_per_step):
             group = self._producer.take(should_stop=lambda: trainer.received_sigterm)
@@ -224,13 +231,14 @@ class RolloutDataModule(pl.LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Which prompt comes next: those admitted but not yet trained on are sampled again after a resume."""
-        untrained = self.admission.num_admitted - self.admission.num_taken
-        return {"stream": {"position": self.stream.position - untrained}}
+        """All that was admitted and not trained on, see `lit_async_rl.producer_state`."""
+        if self._producer is None or self.trainer is None:
+            return self._saved or {}
+        return save_producer(self._producer, step_is_done=self.trainer.global_step > self._step_began)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues the order of prompts."""
-        self.stream.load_state_dict(state_dict["stream"])
+        """Kept until the engine has weights."""
+        self._saved = state_dict
 
     def stop(self) -> None:
         """Ends the background thread and frees the engine. Safe to call twice."""

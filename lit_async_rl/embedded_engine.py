@@ -140,6 +140,19 @@ class EmbeddedEngine(RolloutEngine):
             self._queue.drop(gone)
             self._active_slots.drop(gone)
 
+    def partial_completions(self) -> list[Completion]:
+        """What the active rows have so far."""
+        with self._lock.urgent():
+            return self._active_slots.partial_completions()
+
+    def random_state(self) -> Tensor:
+        """Of all rows together."""
+        return self._active_slots.generator.get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Of all rows together."""
+        self._active_slots.generator.set_state(state)
+
     def poll(self, timeout_s: float) -> list[Completion]:
         """Decodes until a completion has finished or the time is up."""
         if self.num_threads is not None and not self._threads_set:

@@ -129,6 +129,21 @@ class RolloutEngine(ABC):
     def abort(self, request_ids: Sequence[int]) -> None:
         """Ends these requests; finished and partial samples of them are dropped."""
 
+    def partial_completions(self) -> list[Completion]:
+        """What running requests have so far, as far as it can be gone on from by reading it as a prompt.
+
+        Their `finish_reason` is `abort`. Engines that cannot say return nothing: their requests begin again.
+        """
+        return []
+
+    def random_state(self) -> Tensor | None:
+        """State of the random numbers, for a checkpoint; None where there is none to save."""
+        return None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Goes on with random numbers where `random_state` was taken."""
+        raise NotImplementedError(f"{type(self).__name__} saves no random state")
+
     @abstractmethod
     def close(self) -> None:
         """Frees everything. Safe to call twice and from any thread."""

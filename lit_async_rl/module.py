@@ -15,9 +15,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_async_rl.bookkeeping import surrogate_loss
+from lit_async_rl.checkpoint_io import check_same_model
 from lit_async_rl.compatibility import check_baseline, check_compatibility, check_data_compatibility
 from lit_async_rl.corrections import Correction
 from lit_async_rl.data import RolloutDataModule
@@ -239,13 +241,18 @@ class PolicyModule(pl.LightningModule):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the version; leaves out the frozen reference, which is what `model` names."""
-        checkpoint["version"] = self.version
+        """Adds version and random state; leaves out the frozen reference, which is what `model` names."""
+        checkpoint["version"], checkpoint["updated"] = self.version, self._updated
+        checkpoint["random_state"] = torch.get_rng_state()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("reference.")}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the version."""
-        self.version = checkpoint["version"]
+        """Restores version and random state."""
+        self.version, self._updated = checkpoint["version"], checkpoint["updated"]
+        torch.set_rng_state(checkpoint["random_state"].cpu())
+        if "state_dict" in checkpoint and not any(isinstance(p, DTensor) for p in self.parameters()):
+            own = {k: v for k, v in self.state_dict().items() if not k.startswith("reference.")}
+            check_same_model(checkpoint["state_dict"], own)
         if self.reference is not None:
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 

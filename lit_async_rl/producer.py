@@ -13,35 +13,23 @@ kept and raised by `take` with its cause.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from lit_async_rl.admission import Admission
-from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from lit_async_rl.engine import Completion, RolloutEngine, SamplingParams
 from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.group_book import GroupBook, OpenGroup
 from lit_async_rl.prompts import PromptStream
 from lit_async_rl.scoring import Scorer
 from lit_async_rl.stats import ProducerStats
 from lit_async_rl.text import TextCodec
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import RolloutGroup
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
-
-
-@dataclass
-class _Unfinished:
-    """A group between admission and its last reward."""
-
-    prompt: Prompt
-    prompt_ids: tuple[int, ...]
-    version: int
-    began: float
-    completions: dict[int, Completion] = field(default_factory=dict)
 
 
 class Producer:
@@ -68,13 +56,12 @@ class Producer:
         timeout_s: float,
     ) -> None:
         self.engine, self.stream, self.scorer, self.admission = engine, stream, scorer, admission
-        self.codec, self.group_size, self.sampling, self.timeout_s = codec, group_size, sampling, timeout_s
+        self.timeout_s = timeout_s
         self.version = 0
-        self._unfinished: dict[int, _Unfinished] = {}
-        self._finished: dict[int, RolloutGroup] = {}
-        self._finished_at: dict[int, float] = {}
+        self.book = GroupBook(codec, group_size, sampling)
+        self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_finished = 0
-        self._changed = threading.Condition(threading.RLock())
+        self.changed = threading.Condition(threading.RLock())
         self._error: BaseException | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
@@ -92,15 +79,15 @@ class Producer:
 
     def advance(self, version: int) -> None:
         """Ends a round: the engine has the weights of `version`; the slots of the groups trained on come back."""
-        with self._changed:
+        with self.changed:
             self.version = version
             self.admission.advance()
             self._admit()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound for groups admitted from now on."""
-        with self._changed:
+        with self.changed:
             self.admission.max_staleness = max_staleness
             self._admit()
 
@@ -111,32 +98,42 @@ class Producer:
             ProducerError: a background thread died (its error is the cause).
             StalledError: nothing happened for `timeout_s`.
         """
-        began = last_change = time.monotonic()
-        progress = self._progress()
+        began = time.monotonic()
         try:
-            with self._changed:
-                while True:
-                    if self._error is not None:
-                        raise ProducerError(f"rollout generation failed: {self._error}") from self._error
-                    index = self.admission.choose(self._finished)
-                    if index is not None:
-                        return self._hand_out(index)
-                    if should_stop():
-                        return None
-                    if not self._thread.is_alive():
-                        raise ProducerError("the producer thread is not running: it was stopped, or never started")
-                    if progress != (progress := self._progress()):
-                        last_change = time.monotonic()
-                    if time.monotonic() - last_change > self.timeout_s:
-                        raise StalledError(self._stall_message())
-                    self._changed.wait(POLL_S)
+            with self.changed:
+                index = self.wait_for(lambda: self.admission.choose(self.book.finished), should_stop)
+                return None if index is None else self.book.hand_out(index, self.admission.take(index))
         finally:
             self._wait_s += time.monotonic() - began
 
-    def _hand_out(self, index: int) -> RolloutGroup:
-        self.admission.take(index)
-        waited = time.monotonic() - self._finished_at.pop(index)
-        return dataclasses.replace(self._finished.pop(index), queue_s=waited)
+    def wait_for(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
+        """What `ready` returns as soon as that is a number; None to stop. Call it with `changed` held."""
+        last_change = time.monotonic()
+        progress = self._progress()
+        while True:
+            if self._error is not None:
+                raise ProducerError(f"rollout generation failed: {self._error}") from self._error
+            if (found := ready()) is not None:
+                return found
+            if should_stop():
+                return None
+            if not self._thread.is_alive():
+                raise ProducerError("the producer thread is not running: it was stopped, or never started")
+            if progress != (progress := self._progress()):
+                last_change = time.monotonic()
+            if time.monotonic() - last_change > self.timeout_s:
+                raise StalledError(self._stall_message())
+            self.changed.wait(POLL_S)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the background side works: neither stopped nor broken."""
+        return self._error is None and self._thread.is_alive()
+
+    def begin_step(self) -> None:
+        """The groups handed out so far have been trained on."""
+        with self.changed:
+            self.book.begin_step()
 
     def _progress(self) -> tuple[int, int]:
         return self.engine.num_tokens, self._num_finished
@@ -144,14 +141,14 @@ class Producer:
     def _stall_message(self) -> str:
         return (
             f"the trainer waited rollout_timeout_s={self.timeout_s:g} for a rollout group and nothing happened: "
-            f"{len(self._unfinished)} groups unfinished, {len(self._finished)} finished but not allowed yet, "
+            f"{len(self.book.unfinished)} groups unfinished, {len(self.book.finished)} finished but not allowed yet, "
             f"{self.engine.num_tokens} tokens generated so far by {type(self.engine).__name__}. Look at the engine "
             "first; raise data.rollout_timeout_s if a completion can really take this long."
         )
 
     def stats(self) -> ProducerStats:
         """Totals since the start."""
-        with self._changed:
+        with self.changed:
             return ProducerStats(
                 wait_s=self._wait_s,
                 run_s=time.monotonic() - self._began,
@@ -159,15 +156,15 @@ class Producer:
                 scoring_s=self.scorer.busy_s,
                 num_tokens=self.engine.num_tokens,
                 num_finished=self._num_finished,
-                num_queued=len(self._finished),
-                num_unfinished=len(self._unfinished),
+                num_queued=len(self.book.finished),
+                num_unfinished=len(self.book.unfinished),
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Ends the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
         self._stopped.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         self.scorer.close()
@@ -182,70 +179,37 @@ class Producer:
                     self._collect(completion)
                 self.scorer.check()
         except BaseException as error:
-            with self._changed:
+            with self.changed:
                 self._error = error
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _admit(self) -> None:
         """Submits as many prompts as there are slots, in one call."""
-        with self._changed:
+        with self.changed:
             requests = []
             for _ in range(self.admission.num_admissible):
-                prompt = self.stream.next()
-                prompt_ids = self.codec.encode(prompt)
+                position = self.again.popleft() if self.again else self.stream.advance()
                 index = self.admission.admit()
-                self._unfinished[index] = _Unfinished(prompt, prompt_ids, self.version, time.monotonic())
-                sampled: dict[str, Any] = dict(num_samples=self.group_size, sampling=self.sampling)
-                requests.append(GenerationRequest(id=index, prompt_ids=prompt_ids, prompt=prompt, **sampled))
+                requests.append(self.book.open(index, position, self.stream.at(position), self.version))
             if requests:
                 self.engine.submit(requests)
 
     def _collect(self, completion: Completion) -> None:
-        with self._changed:
-            group = self._unfinished[completion.request_id]
-            group.completions[completion.sample_index] = completion
-            if len(group.completions) < self.group_size:
-                return
-        index, now = completion.request_id, time.monotonic()
-        completions = [group.completions[n] for n in range(self.group_size)]
-        texts = [self.codec.decode(c.token_ids) for c in completions]
-        finish = partial(self._finish, index, group, completions, texts, now)
-        if self.engine.scores:
-            finish([c.reward for c in completions if c.reward is not None])
-        else:
-            self.scorer.submit(group.prompt, texts, finish)
+        with self.changed:
+            group = self.book.collect(completion)
+        if group is not None:
+            self.score(group)
 
-    def _finish(
-        self,
-        index: int,
-        group: _Unfinished,
-        completions: list[Completion],
-        texts: list[str],
-        generated_at: float,
-        rewards: list[float],
-    ) -> None:
-        rollouts = tuple(
-            Rollout(
-                completion_ids=c.token_ids,
-                behavior_logprobs=c.logprobs,
-                versions=c.versions,
-                finish_reason=c.finish_reason,
-                text=text,
-                reward=reward,
-                loss_mask=c.loss_mask,
-            )
-            for c, text, reward in zip(completions, texts, rewards, strict=True)
-        )
-        with self._changed:
-            del self._unfinished[index]
-            self._finished[index] = RolloutGroup(
-                index=index,
-                prompt=group.prompt,
-                prompt_ids=group.prompt_ids,
-                rollouts=rollouts,
-                admitted_version=group.version,
-                generation_s=generated_at - group.began,
-            )
-            self._finished_at[index] = time.monotonic()
+    def score(self, group: OpenGroup) -> None:
+        """Has a group scored that has all its completions."""
+        finish = partial(self._finish, group, time.monotonic() - group.began)
+        if self.engine.scores:
+            finish([c.reward for _, c in sorted(group.completions.items()) if c.reward is not None])
+        else:
+            self.scorer.submit(group.prompt, self.book.texts(group), finish)
+
+    def _finish(self, group: OpenGroup, generation_s: float, rewards: list[float]) -> None:
+        with self.changed:
+            self.book.close(group, rewards, generation_s)
             self._num_finished += 1
-            self._changed.notify_all()
+            self.changed.notify_all()

@@ -46,11 +46,19 @@ class PromptStream:
 
     def next(self) -> Prompt:
         """The next prompt."""
-        epoch, offset = divmod(self.position, len(self.source))
+        return self.at(self.advance())
+
+    def advance(self) -> int:
+        """The position of the next prompt, which counts as handed out."""
+        self.position += 1
+        return self.position - 1
+
+    def at(self, position: int) -> Prompt:
+        """The prompt that is handed out at this position."""
+        epoch, offset = divmod(position, len(self.source))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
             self._order, self._epoch = torch.randperm(len(self.source), generator=generator), epoch
-        self.position += 1
         return self.source[int(self._order[offset])]
 
     def state_dict(self) -> dict[str, int]:

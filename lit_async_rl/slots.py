@@ -19,6 +19,7 @@ from lit_async_rl.network import CausalPolicy
 from lit_async_rl.request_queue import Pending
 from lit_async_rl.sampling import RowParams, draw, processed_logprobs
 from lit_async_rl.slot_cache import SlotCache
+from lit_async_rl.types import FinishReason
 
 NO_TOKEN = -1
 
@@ -179,7 +180,11 @@ class Slots:
             self._versions = _widen(self._versions, width, 0)
             self._logprobs = _widen(self._logprobs, width, 0)
 
-    def _completion(self, row: int, reason: str) -> Completion:
+    def partial_completions(self) -> list[Completion]:
+        """What every active row has so far."""
+        return [self._completion(row, "abort") for row in range(self.num_active)]
+
+    def _completion(self, row: int, reason: FinishReason) -> Completion:
         count = int(self._count[row])
         request_id, sample = self._owners[row]
         return Completion(
@@ -188,7 +193,7 @@ class Slots:
             token_ids=tuple(self._tokens[row, :count].tolist()),
             logprobs=tuple(self._logprobs[row, :count].tolist()),
             versions=tuple(self._versions[row, :count].tolist()),
-            finish_reason="stop" if reason == "stop" else "length",
+            finish_reason=reason,
         )
 
     def _close_row(self, row: int) -> None:

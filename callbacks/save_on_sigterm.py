@@ -1,0 +1,52 @@
+"""Pre-emption: a last checkpoint, and a clean end."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+
+log = logging.getLogger(__name__)
+
+
+class SaveOnSigterm(Checkpoint):
+    """After SIGTERM, saves `last.ckpt` at the end of the step that runs (or at once, while the trainer waits).
+
+    It lies where the run's `ModelCheckpoint` writes. With `schedule: fixed_lag` saving waits until all that was
+    admitted is sampled, so the time between SIGTERM and SIGKILL must be longer than a step and that.
+
+    Attributes:
+        path: of the checkpoint; None before.
+    """
+
+    def __init__(self) -> None:
+        self.path: str | None = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Between two steps (a `Checkpoint` comes after all other callbacks)."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and _on_any_rank(trainer):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """When the signal came while the trainer waited for rollouts."""
+        if self.path is None and _on_any_rank(trainer):
+            self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        folder = trainer.default_root_dir
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                folder = str(callback.dirpath)
+        self.path = str(Path(folder) / "last.ckpt")
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+        log.warning("SIGTERM: saved %s after step %d; resume with --ckpt_path", self.path, trainer.global_step)
+
+
+def _on_any_rank(trainer: pl.Trainer) -> bool:
+    return trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False)

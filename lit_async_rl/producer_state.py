@@ -1,0 +1,121 @@
+"""What a checkpoint holds of the background side: all that was admitted and not trained on, and how it comes back.
+
+Only tensors and plain numbers and texts, which load without pickle. `docs/checkpoints.md` says which settings may
+change between saving and resuming.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lit_async_rl.group_state import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.producer import Producer
+from lit_async_rl.scoring import reward_name
+
+START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
+log = logging.getLogger(__name__)
+
+
+def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
+    """State of a producer, in the trainer's thread.
+
+    In order (`fixed_lag`), waits until all that was admitted is finished, because after a resume the version that was
+    to sample it is gone; that lasts as long as sampling lasts, and nothing may happen for at most
+    `rollout_timeout_s` of it. Otherwise nothing waits: partial completions are saved, as far as the engine knows them.
+
+    Args:
+        producer: started.
+        step_is_done: the groups handed out last have been trained on; if not, they are among those saved.
+
+    Raises:
+        StalledError: nothing happened while waiting.
+        ProducerError: a background thread died while waiting.
+    """
+    runs = producer.is_running
+    with producer.changed:
+        if runs and producer.admission.in_order:
+            producer.wait_for(lambda: None if producer.book.unfinished else 0)
+    partials = producer.engine.partial_completions() if runs else []
+    random_state = producer.engine.random_state() if runs else None
+    with producer.changed:
+        if step_is_done:
+            producer.book.begin_step()
+        given_back = {index: deadline for index, (_, deadline) in producer.book.in_step.items()}
+        return {
+            "settings": _settings(producer),
+            "admission": producer.admission.state_dict(len(given_back)),
+            "groups": pack_groups(producer.book.save(producer.admission.deadlines | given_back, partials)),
+            "position": producer.stream.position,
+            "again": list(producer.again),
+            "random_state": {} if random_state is None else {"engine": random_state},
+        }
+
+
+def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
+    """Goes on where `save_producer` was called; before `producer.start`, with an engine that has weights.
+
+    Raises:
+        ValueError: settings changed that may not.
+    """
+    saved = unpack_groups(state["groups"])
+    are_usable = _check_settings(state["settings"], _settings(producer))
+    deadlines = {group.index: group.deadline for group in saved}
+    kept = producer.admission.restore(state["admission"], deadlines if are_usable else {})
+    again = [group.position for group in saved if group.index not in kept]
+    if again:
+        log.warning("resume: settings have changed, so %d groups of the checkpoint are sampled anew", len(again))
+    producer.stream.position = state["position"]
+    producer.again = deque([*again, *state["again"]])
+    if state["random_state"]:
+        producer.engine.set_random_state(state["random_state"]["engine"].cpu())
+    _file(producer, [group for group in saved if group.index in kept])
+
+
+def _file(producer: Producer, groups: list[SavedGroup]) -> None:
+    """Each group goes to where it was: to be trained on, to be scored, to be sampled further."""
+    requests = []
+    for group in groups:
+        prompt = producer.stream.at(group.position)
+        if producer.book.codec.encode(prompt) != group.prompt_ids:
+            raise ValueError(
+                f"data.prompts: prompt {group.position} of the run is {prompt.text[:80]!r}, other tokens than in "
+                "the checkpoint: data.prompts, the tokenizer or data.use_chat_template has changed. " + START_ANEW
+            )
+        restored = producer.book.restore(group, prompt)
+        if group.is_finished:
+            continue
+        requests += producer.book.missing(restored, group.completions)
+        if len(restored.completions) == producer.book.group_size:
+            producer.score(restored)
+    if requests:
+        producer.engine.submit(requests)
+
+
+def _settings(producer: Producer) -> dict[str, Any]:
+    reward = producer.scorer.reward
+    return {
+        "data.seed": producer.stream.seed,
+        "number of data.prompts": len(producer.stream.source),
+        "data.group_size": producer.book.group_size,
+        "data.sampling": asdict(producer.book.sampling),
+        "data.reward": None if reward is None else reward_name(reward),
+    }
+
+
+def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether groups sampled under the saved settings can be trained on.
+
+    Raises:
+        ValueError: the order of prompts could not go on.
+    """
+    for name in ("data.seed", "number of data.prompts"):
+        if saved[name] != now[name]:
+            raise ValueError(
+                f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
+                "could not go on. " + START_ANEW
+            )
+    return all(saved[name] == value for name, value in now.items())
