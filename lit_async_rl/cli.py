@@ -40,13 +40,13 @@ from lit_async_rl.callbacks import (
 )
 from lit_async_rl.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.data import RolloutDataModule
-from lit_async_rl.errors import EnvironmentFailure, ProducerError, RewardError, StalledError
+from lit_async_rl.errors import EngineError, EnvironmentFailure, ProducerError, RewardError, StalledError
 from lit_async_rl.module import PolicyModule
 from lit_async_rl.weights import stream_weights
 
 USER_ERRORS = (
     *(ValueError, FileNotFoundError, ModuleNotFoundError),
-    *(ProducerError, RewardError, EnvironmentFailure, StalledError),
+    *(EngineError, ProducerError, RewardError, EnvironmentFailure, StalledError),
 )
 
 

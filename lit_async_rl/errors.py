@@ -15,3 +15,7 @@ class RewardError(RuntimeError):
 
 class EnvironmentFailure(RuntimeError):
     """An environment raised, or did not answer in time."""
+
+
+class EngineError(RuntimeError):
+    """The engine broke and was stopped; what broke it is the cause."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.weight_transfer import EngineControl, WeightTransfer, chunks
+from lit_async_rl.weight_transfer import EngineControl, WeightTransfer, as_dtype, chunks
 
 
 class _VLLMBackend(WeightTransfer):
@@ -25,10 +25,10 @@ class _VLLMBackend(WeightTransfer):
 
     backend: str
 
-    def __init__(self, chunk_gb: float) -> None:
+    def __init__(self, chunk_gb: float, dtype: str | None) -> None:
         if chunk_gb <= 0:
             raise ValueError(f"transfer.chunk_gb must be > 0, got {chunk_gb}")
-        self.chunk_gb = chunk_gb
+        self.chunk_gb, self.dtype = chunk_gb, as_dtype(dtype)
         self._weights: Iterable[tuple[str, Tensor]] | None = None
         self._is_open = False
 
@@ -48,7 +48,7 @@ class _VLLMBackend(WeightTransfer):
             self._open(control)
             self._is_open = True
         control.collective_rpc("start_weight_update", {})
-        for chunk in chunks(weights, int(self.chunk_gb * 2**30), "cuda"):
+        for chunk in chunks(weights, int(self.chunk_gb * 2**30), "cuda", self.dtype):
             self._send(chunk, control)
         control.collective_rpc("finish_weight_update", {})
 
@@ -73,12 +73,13 @@ class IpcTransfer(_VLLMBackend):
 
     Args:
         chunk_gb: memory of the trainer's GPU that a piece may take.
+        dtype: as in `FileTransfer`.
     """
 
     backend = "ipc"
 
-    def __init__(self, chunk_gb: float = 1.0) -> None:
-        super().__init__(chunk_gb)
+    def __init__(self, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
+        super().__init__(chunk_gb, dtype)
 
     def environment(self) -> dict[str, str]:
         """Lets vLLM unpickle memory handles."""
@@ -107,12 +108,13 @@ class NcclTransfer(_VLLMBackend):
         host: address of this machine that the workers can reach.
         port: for the meeting of all processes; 0 takes a free one.
         chunk_gb: tensors announced to the workers at a time.
+        dtype: as in `FileTransfer`.
     """
 
     backend = "nccl"
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, chunk_gb: float = 1.0) -> None:
-        super().__init__(chunk_gb)
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
+        super().__init__(chunk_gb, dtype)
         self.host, self.port = host, port
         self._group: Any = None
 

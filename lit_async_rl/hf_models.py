@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 def load_policy(
@@ -35,7 +43,7 @@ def load_policy(
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"model.dtype must be the name of a torch dtype such as float32 or bfloat16, got {dtype!r}")
-    config = _load(AutoConfig, model)
+    config = load_config(model)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"model.model={model!r} is a {config.model_type!r} model, which is no causal language model")
     kwargs: dict[str, Any] = {"dtype": torch_dtype}
@@ -49,6 +57,15 @@ def load_policy(
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
     module.to(_first_device() if device == "auto" else torch.device(device))
     return lm
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The architecture of a model.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    return _load(AutoConfig, model)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -83,10 +100,22 @@ def context_length(lm: PreTrainedModel) -> int:
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
     """All ids that end a completion."""
-    ids = lm.generation_config.eos_token_id if lm.generation_config is not None else lm.config.eos_token_id
+    return _as_tuple(lm.generation_config.eos_token_id if lm.generation_config is not None else lm.config.eos_token_id)
+
+
+def stored_eos_token_ids(model: str) -> tuple[int, ...]:
+    """The same, of a model that is not loaded."""
+    config: Any = load_config(model)
+    try:
+        return _as_tuple(GenerationConfig.from_pretrained(model).eos_token_id)
+    except OSError:  # many models have no such file; transformers, too, then asks the configuration
+        return _as_tuple(config.get_text_config().eos_token_id)
+
+
+def _as_tuple(ids: int | Sequence[int] | None) -> tuple[int, ...]:
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

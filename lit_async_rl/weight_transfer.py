@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -78,15 +79,17 @@ class FileTransfer(WeightTransfer):
         folder: made if it is missing; each update has a subfolder of its own, deleted after use. None is a new folder
             in the system's temporary folder. For engines on other machines, a path on a shared file system.
         shard_gb: a file holds at most this much (or one tensor), which is also what is held in memory.
+        dtype: floating-point weights travel in this dtype, such as bfloat16 for an engine that computes in it; None
+            leaves them as they are.
 
     Raises:
-        ValueError: `shard_gb` is not positive.
+        ValueError: `shard_gb` is not positive, or `dtype` is no torch dtype.
     """
 
-    def __init__(self, folder: str | None = None, shard_gb: float = 1.0) -> None:
+    def __init__(self, folder: str | None = None, shard_gb: float = 1.0, dtype: str | None = None) -> None:
         if shard_gb <= 0:
             raise ValueError(f"transfer.shard_gb must be > 0, got {shard_gb}")
-        self.folder, self.shard_gb = folder, shard_gb
+        self.folder, self.shard_gb, self.dtype = folder, shard_gb, as_dtype(dtype)
         self._staged: Path | None = None
 
     @property
@@ -110,7 +113,7 @@ class FileTransfer(WeightTransfer):
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         self._staged = Path(tempfile.mkdtemp(prefix="lit_async_rl_weights_", dir=self.folder))
         self._staged.chmod(0o755)  # servers may run as another user
-        for number, shard in enumerate(chunks(weights, int(self.shard_gb * 2**30), "cpu")):
+        for number, shard in enumerate(chunks(weights, int(self.shard_gb * 2**30), "cpu", self.dtype)):
             save_file(dict(shard), self._staged / f"{number:05}.safetensors")
 
     def deliver(self, control: EngineControl) -> None:
@@ -129,16 +132,32 @@ class SharedMemoryTransfer(FileTransfer):
 
     Args:
         shard_gb: as in `FileTransfer`.
+        dtype: as in `FileTransfer`.
     """
 
-    def __init__(self, shard_gb: float = 1.0) -> None:
-        super().__init__(folder="/dev/shm", shard_gb=shard_gb)
+    def __init__(self, shard_gb: float = 1.0, dtype: str | None = None) -> None:
+        super().__init__(folder="/dev/shm", shard_gb=shard_gb, dtype=dtype)
 
 
-def chunks(weights: Iterable[tuple[str, Tensor]], max_bytes: int, device: str) -> Iterator[list[tuple[str, Tensor]]]:
+def as_dtype(name: str | None) -> torch.dtype | None:
+    """The torch dtype of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"transfer.dtype must be the name of a torch dtype such as bfloat16, got {name!r}")
+    return dtype
+
+
+def chunks(
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int, device: str, dtype: torch.dtype | None
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Consecutive tensors of together at most `max_bytes`, or a single larger one.
 
-    Each is copied to `device`, because a gathered shard lives only until the next is asked for.
+    Each is copied, because a gathered shard lives only until the next is asked for: to `device` and, if it is floating
+    point, to `dtype`.
     """
     chunk: list[tuple[str, Tensor]] = []
     size = 0
@@ -146,7 +165,8 @@ def chunks(weights: Iterable[tuple[str, Tensor]], max_bytes: int, device: str) -
         if chunk and size + tensor.nbytes > max_bytes:
             yield chunk
             chunk, size = [], 0
-        chunk.append((name, tensor.detach().to(device, copy=True).contiguous()))
+        kept = dtype if tensor.is_floating_point() else None
+        chunk.append((name, tensor.detach().to(device, kept, copy=True).contiguous()))
         size += tensor.nbytes
     if chunk:
         yield chunk

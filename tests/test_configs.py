@@ -13,7 +13,7 @@ from lit_async_rl.cli import AsyncRLCLI, evaluate, export, main
 
 ROOT = Path(__file__).parent.parent
 BASE = ["--config", "configs/quickstart.yaml"]
-NEEDS_HUB = {"gsm8k_grpo.yaml"}
+NEEDS_HUB = {"gsm8k_grpo.yaml": [], "gsm8k_grpo_vllm.yaml": ["gsm8k_grpo.yaml"]}  # behind which others
 OTHERS = {"quickstart.yaml", *NEEDS_HUB}
 ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
 TINY = [
@@ -41,8 +41,9 @@ def test_added_behind_the_quick_start_it_builds(path, tmp_path):
 @pytest.mark.parametrize("name", sorted(NEEDS_HUB))
 def test_a_configuration_that_needs_the_hub_parses(name):
     code = "import sys; from lit_async_rl.cli import AsyncRLCLI; AsyncRLCLI.instantiate_classes = lambda self: None; "
-    code += f"AsyncRLCLI(['--config', 'configs/{name}'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    code += "AsyncRLCLI(sys.argv[1:])"
+    flags = [flag for one in [*NEEDS_HUB[name], name] for flag in ("--config", f"configs/{one}")]
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -71,8 +71,19 @@ def test_a_tensor_is_taken_before_the_next_is_asked_for():
     assert {name: tensor.tolist() for name, tensor in control.seen[0].items()} == {str(n): [n] * 4 for n in range(3)}
 
 
+def test_floating_point_weights_travel_in_the_dtype_asked_for():
+    control, transfer = Control(), SharedMemoryTransfer(dtype="bfloat16")
+    transfer.stage([("a", torch.tensor([1.0, 1 / 3])), ("index", torch.tensor([300, 70001]))])
+    transfer.deliver(control)
+    transfer.close()
+    assert torch.equal(control.seen[0]["a"], torch.tensor([1.0, 1 / 3]).bfloat16())
+    assert torch.equal(control.seen[0]["index"], torch.tensor([300, 70001]))
+
+
 def test_wrong_things_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"transfer\.shard_gb must be > 0, got 0"):
         FileTransfer(shard_gb=0.0)
+    with pytest.raises(ValueError, match=r"transfer\.dtype .* got 'float33'"):
+        SharedMemoryTransfer(dtype="float33")
     with pytest.raises(FileNotFoundError, match="can this machine see"):
         list(read_folder(str(tmp_path)))

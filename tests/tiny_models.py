@@ -24,14 +24,14 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 EOS = 1
 
 
-def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def _build(config: PreTrainedConfig, seed: int, noise: float = 0.2) -> PreTrainedModel:
     """Weights large enough that distributions are far from uniform; leaves the default generator as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in lm.parameters():
-                parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
+                parameter.add_(torch.randn_like(parameter) * (noise if parameter.dim() > 1 else 0.1))
     return lm.eval()
 
 
@@ -53,6 +53,12 @@ def _sizes(vocab: int, hidden: int, layers: int, tied: bool) -> dict:
 
 def tiny_llama(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
     return _build(LlamaConfig(**_sizes(vocab, hidden, layers, tied)), seed)
+
+
+def tiny_for_vllm(tied: bool, seed: int = 0):
+    """Heads as large as vLLM's CPU kernels want them, no end-of-text token, and less noise: sums round differently."""
+    sizes = _sizes(64, 32, 2, tied) | dict(eos_token_id=None, max_position_embeddings=512)
+    return _build(LlamaConfig(**sizes, head_dim=32), seed, noise=0.1)
 
 
 def tiny_qwen2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
