@@ -10,13 +10,16 @@ Generation is left out, which makes the shares larger than in a real run.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from transformers import LlamaConfig
 
 from lit_async_rl.assets import asset
 from lit_async_rl.corrections import SequenceTruncatedIS
@@ -45,6 +48,15 @@ def make_batch(rows: int, prompt: int, completion: int, group_size: int = 8) -> 
     )
 
 
+@functools.cache
+def make_large() -> str:
+    """The configuration of a Llama of 110M parameters; weights are random."""
+    folder = tempfile.mkdtemp()
+    sizes = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
+    LlamaConfig(vocab_size=32_000, tie_word_embeddings=True, pad_token_id=0, **sizes).save_pretrained(folder)
+    return folder
+
+
 def step_s(module: PolicyModule, batch: RolloutBatch, optimizer: torch.optim.Optimizer) -> float:
     """Processor seconds of one forward, backward and optimizer step; one thread, so nobody else's work counts."""
     began = time.process_time()
@@ -64,19 +76,21 @@ def main() -> None:
     torch.set_num_threads(1)
     variants = {"plain": None, "ghost": OptimalBaseline(), "per_trajectory": OptimalBaseline(Norms.PER_TRAJECTORY)}
     table: dict[str, dict[str, float]] = {}
-    for rows, prompt, completion in [(8, 9, 9), (64, 9, 9), (256, 9, 9), (8, 32, 96), (32, 32, 96)]:
+    shapes = [(False, 8, 9, 9), (False, 64, 9, 9), (False, 256, 9, 9), (False, 8, 32, 96), (False, 32, 32, 96)]
+    for large, rows, prompt, completion in [*shapes, (True, 8, 32, 96)]:
         batch = make_batch(rows, prompt, completion)
         ready = {}
         for name, baseline in variants.items():
             if name == "per_trajectory" and rows > 64:
                 continue
             module = PolicyModule(
-                asset("sort_policy"),
+                make_large() if large else asset("sort_policy"),
                 Reinforce(),
                 CurrentProximal(),
                 SequenceTruncatedIS(cap=8.0),
                 baseline,
                 learning_rate=1e-6,
+                random_init=large,
             )
             module.trainer = pl.Trainer(accelerator="cpu", logger=False)
             ready[name] = (module, module.configure_optimizers())
@@ -87,10 +101,10 @@ def main() -> None:
                 if turn:  # the first warms up
                     seconds[name].append(taken)
         medians = {name: statistics.median(values) for name, values in seconds.items()}
-        key = f"{rows} x ({prompt} + {completion})"
+        key = f"{'110M, ' if large else ''}{rows} x ({prompt} + {completion})"
         table[key] = {name: median / medians["plain"] - 1 for name, median in medians.items() if name != "plain"}
         shares = ", ".join(f"{name} +{share:.0%}" for name, share in table[key].items())
-        print(f"{key:16} tokens: {shares} of a step of {medians['plain'] * 1e3:.1f} ms", flush=True)
+        print(f"{key:22} tokens: {shares} of a step of {medians['plain'] * 1e3:.1f} ms", flush=True)
     if args.output is not None:
         args.output.write_text(json.dumps(table, indent=2) + "\n")
 
