@@ -169,6 +169,7 @@ def effect(table: pd.DataFrame, without: str, with_it: str, lag: int, signals: S
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 1)
     axes[0].legend(fontsize=7)
+    figure.suptitle(f"{table['regime'].iloc[0]}, lag {lag}", fontsize=10)
     return figure
 
 
