@@ -59,7 +59,7 @@ class WeightSync(pl.Callback):
         self._published_step = trainer.global_step
         module, data = _parts(trainer, pl_module)
         began = time.monotonic()
-        if module.take_updated():
+        if data.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
             data.publish(module.version, module.stream_weights())
         data.advance(module.version)

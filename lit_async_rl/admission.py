@@ -16,6 +16,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from lit_async_rl.types import RolloutGroup
+
+
+def check_bound(groups: Iterable[RolloutGroup], version: int, bound: int) -> None:
+    """Our own promise, checked on every token that reaches the trainer: `Admission` may not let it break."""
+    oldest = min((v for group in groups for rollout in group.rollouts for v in rollout.versions), default=None)
+    assert oldest is None or version - oldest <= bound, (
+        f"a token of version {oldest} reached version {version}, beyond max_staleness={bound}"
+    )
+
 
 class Admission:
     """Counts slots; no threads, no clocks (the producer holds a lock around it).

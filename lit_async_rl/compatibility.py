@@ -9,6 +9,7 @@ from __future__ import annotations
 from lit_async_rl.advantages import AdvantageEstimator, GroupMean, LengthWeighted, LogMeanExp
 from lit_async_rl.aggregation import Aggregation, PromptMean, SequenceMean
 from lit_async_rl.corrections import Correction
+from lit_async_rl.engine import RolloutEngine
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.opob import Norms, OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
@@ -125,3 +126,19 @@ def check_data_compatibility(
 
 def _name(choice: object) -> str:
     return type(choice).__name__
+
+
+def check_engine(engine: RolloutEngine, reward: object, schedule: str) -> None:
+    """Checks that somebody gives rewards, and that a fixed lag can be kept.
+
+    Raises:
+        ValueError: nobody does, or both; or the engine changes weights within a completion.
+    """
+    if (reward is None) != engine.scores:
+        does = "gives rewards itself" if engine.scores else "gives no rewards"
+        raise ValueError(f"data.reward={reward}, but data.engine ({type(engine).__name__}) {does}")
+    if schedule == "fixed_lag" and engine.in_flight_weight_updates:
+        raise ValueError(
+            "data.schedule=fixed_lag needs data.engine.in_flight_weight_updates=false: a completion must come from "
+            "one version, or a run could not be repeated"
+        )

@@ -6,27 +6,34 @@ notices SIGTERM and dead threads). Nothing here waits for the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lit_async_rl.admission import Admission
+from lit_async_rl.admission import Admission, check_bound
 from lit_async_rl.advantages import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.aggregation import Aggregation, TokenMean
 from lit_async_rl.batching import collate_step
-from lit_async_rl.compatibility import check_step_compatibility
+from lit_async_rl.compatibility import check_engine, check_step_compatibility
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
 from lit_async_rl.feeds import PromptFeed, StepFeed
 from lit_async_rl.producer import Producer
 from lit_async_rl.producer_state import restore_producer, save_producer
 from lit_async_rl.prompts import PromptSource, PromptStream
+from lit_async_rl.scatter import OneProcess, StepScatter, connect
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
 from lit_async_rl.text import TextCodec
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
+
+POSITIVE = (
+    *("groups_per_step", "group_size", "micro_batches_per_step", "weight_sync_steps", "num_val_samples"),
+    *("val_batch_size", "reward_workers", "reward_timeout_s", "rollout_timeout_s", "rank_timeout_s"),
+)
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -59,6 +66,7 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_workers: groups scored at the same time.
         reward_timeout_s: longest that scoring one group may take.
         rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
+        rank_timeout_s: a training process that is not heard from for so long counts as dead, and ends the run.
 
     Raises:
         ValueError: a setting is out of range, or the engine cannot keep a fixed lag.
@@ -90,31 +98,11 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_workers: int = 1,
         reward_timeout_s: float = 60.0,
         rollout_timeout_s: float = 600.0,
+        rank_timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
-        positive = dict(
-            groups_per_step=groups_per_step,
-            group_size=group_size,
-            micro_batches_per_step=micro_batches_per_step,
-            weight_sync_steps=weight_sync_steps,
-            num_val_samples=num_val_samples,
-            val_batch_size=val_batch_size,
-            reward_workers=reward_workers,
-            reward_timeout_s=reward_timeout_s,
-            rollout_timeout_s=rollout_timeout_s,
-        )
-        for name, value in positive.items():
-            if value <= 0:
-                raise ValueError(f"data.{name} must be positive, got {value}")
         self.engine = engine or EmbeddedEngine(in_flight_weight_updates=schedule == "free")
-        if (reward is None) != self.engine.scores:
-            does = "gives rewards itself" if self.engine.scores else "gives no rewards"
-            raise ValueError(f"data.reward={reward}, but data.engine ({type(self.engine).__name__}) {does}")
-        if schedule == "fixed_lag" and self.engine.in_flight_weight_updates:
-            raise ValueError(
-                "data.schedule=fixed_lag needs data.engine.in_flight_weight_updates=false: a completion must come from "
-                "one version, or a run could not be repeated"
-            )
+        check_engine(self.engine, reward, schedule)
         self.model, self.prompts, self.val_prompts, self.reward = model, prompts, val_prompts, reward
         self.schedule = schedule
         self.groups_per_step, self.group_size = groups_per_step, group_size
@@ -126,7 +114,10 @@ class RolloutDataModule(pl.LightningDataModule):
         self.num_val_samples, self.val_batch_size = num_val_samples, val_batch_size
         self.success_reward = success_reward
         self.reward_workers, self.reward_timeout_s = reward_workers, reward_timeout_s
-        self.rollout_timeout_s = rollout_timeout_s
+        self.rollout_timeout_s, self.rank_timeout_s = rollout_timeout_s, rank_timeout_s
+        for name in POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"data.{name} must be positive, got {getattr(self, name)}")
         self.admission = Admission(groups_per_step * weight_sync_steps, max_staleness, in_order=schedule == "fixed_lag")
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
@@ -134,19 +125,31 @@ class RolloutDataModule(pl.LightningDataModule):
         self._producer: Producer | None = None
         self._saved: dict[str, Any] | None = None  # by the run that this one resumes
         self._step_began = -1  # global_step when its groups were handed out
+        self._ranks: StepScatter | OneProcess = OneProcess()
         self._is_engine_set_up = False
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
-    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Gives the engine new weights; sets it up first, when they are the first ones."""
-        if not self._is_engine_set_up:
-            self.engine.setup(self.model)
-            self._is_engine_set_up = True
-        self.engine.load_weights(version, weights)
+    def publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Gives the engine new weights; sets it up first, when they are the first ones. All ranks read the weights."""
+        try:
+            if self._ranks.leads and not self._is_engine_set_up:
+                self.engine.setup(self.model)
+                self._is_engine_set_up = True
+            if self._ranks.leads:
+                self.engine.load_weights(version, weights)
+        finally:
+            deque(weights, maxlen=0)  # to the end even in an error: gathering them is a collective
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank. A collective."""
+        return self._ranks.any(value)
 
     def start(self, version: int) -> None:
         """Starts the background thread; the engine has the weights of `version`."""
+        self._ranks.take_over_sigterm()
+        if not self._ranks.leads:
+            return
         self._producer = Producer(
             engine=self.engine,
             stream=self.stream,
@@ -163,8 +166,9 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def advance(self, version: int) -> None:
         """Gives back the slots of the groups trained on."""
-        assert self._producer is not None
-        self._producer.advance(version)
+        if self._ranks.leads:
+            assert self._producer is not None
+            self._producer.advance(version)
 
     # -- what monitors and stabilizers use ----------------------------------------------------------------------------
 
@@ -179,6 +183,9 @@ class RolloutDataModule(pl.LightningDataModule):
             raise ValueError("data.schedule=fixed_lag has no bound to change: its lag is data.max_staleness")
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
+        if not self._ranks.leads:
+            self.admission.max_staleness = max_staleness
+            return
         assert self._producer is not None
         self._producer.set_max_staleness(max_staleness)
 
@@ -196,38 +203,36 @@ class RolloutDataModule(pl.LightningDataModule):
         """Held-out prompts in batches."""
         return PromptFeed(self.val_prompts, self.val_batch_size) if self.val_prompts is not None else []
 
+    def setup(self, stage: str) -> None:
+        """Joins the ranks of the run."""
+        assert self.trainer is not None
+        self._ranks = connect(self.trainer, self.rollout_timeout_s, self.rank_timeout_s, on_abandon=self.stop)
+
     def next_step(self) -> list[RolloutBatch] | None:
-        """All micro-batches of the next optimizer step; None when the run is asked to stop."""
+        """This rank's micro-batches of the next optimizer step; None when the run is asked to stop."""
+        return self._ranks.exchange(self._collate_step)
+
+    def _collate_step(self) -> list[RolloutBatch] | None:
         assert self._producer is not None, "add the WeightSync callback: it starts the producer"
-        trainer = self.trainer
-        assert trainer is not None
+        assert self.trainer is not None
         self._producer.begin_step()
-        self._step_began = trainer.global_step
+        self._step_began = self.trainer.global_step
         groups = []
         for _ in range(self.groups_per_step):
-            group = self._producer.take(should_stop=lambda: trainer.received_sigterm)
+            group = self._producer.take(should_stop=lambda: self._ranks.is_asked_to_stop(self.trainer))
             if group is None:
                 return None
             groups.append(group)
-        self._check_bound(groups)
+        check_bound(groups, self._producer.version, self.admission.largest_bound)
         self.last_step_groups = groups
         return collate_step(
             groups,
             advantage=self.advantage,
             aggregation=self.aggregation,
-            num_micro_batches=self.micro_batches_per_step,
+            num_micro_batches=self.micro_batches_per_step * self._ranks.num_places,
             pad_token_id=self.codec.pad_token_id,
             temperature=self.sampling.temperature,
             keep_groups_whole=self.keep_groups_whole,
-        )
-
-    def _check_bound(self, groups: Sequence[RolloutGroup]) -> None:
-        """Our own promise, checked on every token: `Admission` may not let it break."""
-        assert self._producer is not None
-        oldest = min((v for group in groups for rollout in group.rollouts for v in rollout.versions), default=None)
-        bound = self.admission.largest_bound
-        assert oldest is None or self._producer.version - oldest <= bound, (
-            f"a token of version {oldest} reached version {self._producer.version}, beyond max_staleness={bound}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,7 +256,10 @@ class RolloutDataModule(pl.LightningDataModule):
         """Called by Lightning at the end of a run."""
         if stage == "fit":
             self.stop()
+        self._ranks.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called by Lightning when a run breaks (teardown is not)."""
+        """Called by Lightning when a run breaks (teardown is not); tells the other ranks first."""
+        self._ranks.fail(exception)
         self.stop()
+        self._ranks.close()

@@ -19,3 +19,7 @@ class EnvironmentFailure(RuntimeError):
 
 class EngineError(RuntimeError):
     """The engine broke and was stopped; what broke it is the cause."""
+
+
+class RankError(RuntimeError):
+    """Another process of the run failed, fell silent, or is gone; says which one, and why."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from lit_async_rl.prompts import PromptSource
 from lit_async_rl.types import PromptBatch, RolloutBatch
 
@@ -36,8 +38,11 @@ class StepFeed:
         if not self._micro_batches:
             step = self._data.next_step()
             if step is None:
-                assert self._data.trainer is not None
-                self._data.trainer.should_stop = True
+                trainer = self._data.trainer
+                assert trainer is not None
+                if trainer.world_size > 1:  # agreed upon by all ranks; Lightning's own flag is not
+                    raise SIGTERMException
+                trainer.should_stop = True
                 raise StopIteration
             self._micro_batches = step
         return self._micro_batches.pop(0)

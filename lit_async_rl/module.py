@@ -31,6 +31,8 @@ from lit_async_rl.network import CausalPolicy, TokenStats
 from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, Proximal
+from lit_async_rl.ranks import data_parallel
+from lit_async_rl.sharding import Sharding
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.validation import Validator
 from lit_async_rl.weights import stream_weights
@@ -57,6 +59,7 @@ class PolicyModule(pl.LightningModule):
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        sharding: how `ModelParallelStrategy` (FSDP2, tensor parallelism) divides the policy; not used by others.
         dtype: of the weights.
         attn_implementation: as in transformers; None is its default.
         random_init: take only the architecture from `model`, with random weights.
@@ -85,6 +88,7 @@ class PolicyModule(pl.LightningModule):
         logprob_chunk_tokens: int = 4096,
         lora: LoRA | None = None,
         gradient_checkpointing: bool = False,
+        sharding: Sharding = Sharding(),  # noqa: B008  frozen
         dtype: str = "float32",
         attn_implementation: str | None = None,
         random_init: bool = False,
@@ -113,7 +117,9 @@ class PolicyModule(pl.LightningModule):
             self.reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
+        self.sharding = sharding
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated = False
@@ -123,6 +129,13 @@ class PolicyModule(pl.LightningModule):
     def wants_whole_groups(self) -> bool:
         """Whether completions of one prompt should be in one micro-batch (`data.keep_groups_whole`)."""
         return self.loss.needs_whole_groups or self.baseline is not None or self.policy.packing is not None
+
+    def configure_model(self) -> None:
+        """Shards policy and reference where the strategy has a mesh; others wrap the module themselves."""
+        if self.device_mesh is not None:
+            for part in (self.policy, self.reference):
+                if part is not None:
+                    self.sharding.apply(part, self.device_mesh)
 
     def setup(self, stage: str) -> None:
         """Checks that the prompts' tokenizer fits the model."""
@@ -194,7 +207,7 @@ class PolicyModule(pl.LightningModule):
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * (batch.token_weights * stats.entropy).sum()
         # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
-        return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""

@@ -50,12 +50,14 @@ def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for unit_name, unit in root.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
-        inner = [name for name, module in unit.named_modules() if name and isinstance(module, FullyShardedDataParallel)]
+        units = [name for name, module in unit.named_modules() if name and isinstance(module, FullyShardedDataParallel)]
+        inner = [_clean(f"{name}.") for name in units]  # parameters below lose their wrappers' names, too
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             for name, parameter in unit.named_parameters():
-                if not any(name.startswith(f"{prefix}.") for prefix in inner):
-                    full_name = _clean(f"{unit_name}.{name}" if unit_name else name)
-                    yield full_name.rpartition("policy.lm.")[2], parameter.detach()
+                if not _clean(name).startswith(tuple(inner)):
+                    before, found, own = _clean(f"{unit_name}.{name}" if unit_name else name).rpartition("policy.lm.")
+                    if found and not before:  # not those of a frozen reference
+                        yield own, parameter.detach()
 
 
 def _clean(name: str) -> str:

@@ -10,6 +10,14 @@ from pathlib import Path
 
 def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: float) -> None:
     """Runs the script; raises with the end of each process's output if one fails or time runs out."""
+    processes = start(script, arguments, num_processes)
+    outputs = finish(processes, timeout_s)
+    failed = [n for n, process in enumerate(processes) if process.returncode != 0]
+    assert not failed, "\n".join(f"-- rank {n}:\n{outputs[n][-4000:]}" for n in failed)
+
+
+def start(script: Path, arguments: list[str], num_processes: int) -> list[subprocess.Popen]:
+    """Starts one process for each rank; the caller ends them (`finish`)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -24,13 +32,14 @@ def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: fl
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
+    return processes
+
+
+def finish(processes: list[subprocess.Popen], timeout_s: float) -> list[str]:
+    """What they printed; kills all of them when time runs out, and raises."""
     deadline = time.monotonic() + timeout_s
-    outputs = []
     try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0])
+        return [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    failed = [n for n, process in enumerate(processes) if process.returncode != 0]
-    assert not failed, "\n".join(f"-- rank {n}:\n{outputs[n][-4000:]}" for n in failed)

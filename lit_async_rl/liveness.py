@@ -1,0 +1,212 @@
+"""A run on several ranks ends on all of them: whoever fails, is asked to stop, falls silent or is killed.
+
+Each rank has a thread that talks to the others through the key-value store that brought them together. It makes no
+collective, so it works while the main thread waits in one.
+
+| who | waits for | woken by |
+|---|---|---|
+| watch thread | nothing: one beat a second | - |
+| main thread, in `StepScatter` | other ranks | `check`, which raises what the watch thread has learnt |
+| main thread, in anybody else's collective | other ranks | nothing can: the process is ended after `GRACE_S` |
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from lit_async_rl.errors import RankError
+
+BEAT_S = 1.0
+GRACE_S = 3.0  # from learning of a failure until a main thread that does not notice it is ended
+EXIT_S = 30.0  # from noticing it until a process that does not exit is ended
+STORE_TIMEOUT = timedelta(seconds=10)
+_FAILED, _STOP = "failed", "stop"
+_links = itertools.count()  # links are made by all ranks together, so all count alike
+
+
+class RankWatch:
+    """Knows within seconds when another rank has failed, and tells the others when this one has.
+
+    Made by all ranks together; needs an initialised process group.
+
+    Args:
+        timeout_s: a rank that is not heard from for so long counts as dead (killed, or its machine lost).
+        on_abandon: run before the process is ended because its main thread hangs.
+    """
+
+    def __init__(self, timeout_s: float, on_abandon: Callable[[], None]) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.timeout_s, self._on_abandon = timeout_s, on_abandon
+        # a connection of its own: the main thread may be waiting on the first one
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"lit_async_rl/{next(_links)}", store.clone())
+        self._store.set_timeout(STORE_TIMEOUT)
+        self.failure = ""
+        self.is_stop_requested = False
+        self._is_noticed = False
+        self._ends_at = float("inf")
+        self._num_beats = self._num_ticks = 0
+        self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> its last beat, and when it changed
+        self._ticked_at = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._store.set(_FAILED, "")
+        self._store.set(_STOP, "")
+        self._beat()
+
+    def start(self) -> None:
+        """Starts to watch; all ranks have made theirs."""
+        atexit.register(self._exits)
+        self._thread.start()
+
+    def take_over_sigterm(self) -> None:
+        """From here on, SIGTERM on any rank asks all of them to stop.
+
+        Lightning's own handler broadcasts from within the signal, between whatever collectives are under way, and can
+        wait for ever. It is installed after `setup`, and taken away by Lightning when the run ends.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self.request_stop())
+
+    # -- main thread --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what the watch thread has learnt.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        if self.failure:
+            self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
+            raise RankError(self.failure)
+
+    def explain(self, error: RuntimeError) -> NoReturn:
+        """A connection to another rank broke: gives the watch thread a moment to learn the reason.
+
+        Raises:
+            RankError: always.
+        """
+        noticed = time.monotonic()
+        while not self.failure and time.monotonic() < noticed + GRACE_S:
+            time.sleep(0.1)
+        if not self.failure:
+            self.fail(RankError("the connection to another rank broke: it was killed, or its machine lost"))
+        self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
+        raise RankError(self.failure) from error
+
+    def tick(self) -> None:
+        """Says that the main thread is waiting for something that has its own timeout."""
+        self._num_ticks += 1
+
+    @property
+    def leader_idle_s(self) -> float:
+        """Seconds since rank 0's main thread last said so."""
+        return time.monotonic() - self._ticked_at
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop; safe in a signal handler."""
+        self.is_stop_requested = True
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all ranks that this one has failed. The first failure is the one that is told."""
+        if self._closed.is_set() or self.failure:
+            return
+        self.failure = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
+        self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
+        self._tell(self.failure)
+
+    def close(self) -> None:
+        """This rank has done its part; it may fall silent. Safe to call twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(STORE_TIMEOUT.total_seconds())
+        self._set(str(self.rank), "closed")
+        if not self.failure:
+            atexit.unregister(self._exits)
+
+    def _exits(self) -> None:
+        """At exit: an unfinished run has failed; and what hangs on the way out is ended."""
+        self.fail(SystemExit("the process exited in the middle of the run"))
+        if self.failure:
+            _end_process_after(EXIT_S)
+
+    # -- watch thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            try:
+                self._beat()
+                self._listen()
+            except RuntimeError:  # torch's errors of a broken connection
+                self._learn("rank 0, or the launcher that brought the ranks together, is gone")
+            if time.monotonic() > self._ends_at:
+                self._abandon()
+
+    def _beat(self) -> None:
+        self._num_beats += 1
+        self._store.set(str(self.rank), f"{self._num_beats} {self._num_ticks}")
+
+    def _listen(self) -> None:
+        if self.is_stop_requested:
+            self._store.set(_STOP, "yes")
+        watched = range(self.world_size) if self.rank == 0 else [0]
+        failed, stop, *beats = self._store.multi_get([_FAILED, _STOP, *map(str, watched)])
+        self.is_stop_requested = self.is_stop_requested or stop == b"yes"
+        if failed:
+            self._learn(failed.decode())
+        now = time.monotonic()
+        for rank, beat in zip(watched, beats, strict=True):
+            before, since = self._heard.get(rank, (b"", now))
+            if rank == 0 and beat.split()[-1] != before.split()[-1:]:
+                self._ticked_at = now
+            self._heard[rank] = (beat, now if beat != before else since)
+            if beat != b"closed" and now - self._heard[rank][1] > self.timeout_s:
+                silent = (
+                    f"rank {rank} has not been heard from for {self.timeout_s:g} s: was it killed, or its machine lost?"
+                )
+                self._tell(silent)
+                self._learn(silent)
+
+    def _learn(self, failure: str) -> None:
+        if not self.failure:
+            self.failure, self._ends_at = failure, time.monotonic() + GRACE_S
+
+    def _tell(self, failure: str) -> None:
+        try:
+            self._store.compare_set(_FAILED, "", failure)
+        except RuntimeError as error:  # nobody is left to be told
+            print(f"rank {self.rank} could not tell the others: {error}", file=sys.stderr)
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            self._store.set(key, value)
+        except RuntimeError:  # the store's host has left already, which is what this would have announced
+            return
+
+    def _abandon(self) -> None:
+        """The main thread hangs where no exception reaches it."""
+        where = "does not exit" if self._is_noticed else "waits for other ranks and cannot be woken"
+        print(f"rank {self.rank} {where}; ending it, because {self.failure}", file=sys.stderr, flush=True)
+        _end_process_after(EXIT_S)
+        self._on_abandon()
+        os._exit(1)
+
+
+def _end_process_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()

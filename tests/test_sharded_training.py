@@ -1,0 +1,118 @@
+"""Several processes train as one does, whatever shards the policy; and what ends one of them ends all of them."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from flow import make_data
+from launch import finish, launch, start
+
+from lit_async_rl.scatter import pack, unpack
+from lit_async_rl.types import RolloutBatch
+
+SCRIPT = Path(__file__).parent / "sharded_training.py"
+
+
+def make_batch(rows: int) -> RolloutBatch:
+    shape = (rows, 5)
+    return RolloutBatch(
+        input_ids=torch.randint(9, shape),
+        attention_mask=torch.rand(shape) > 0.5,
+        loss_mask=torch.rand(shape) > 0.5,
+        behavior_logprobs=torch.randn(shape),
+        versions=torch.randint(9, shape),
+        advantages=torch.randn(shape),
+        token_weights=torch.rand(shape),
+        rewards=torch.rand(rows),
+        group_index=torch.arange(rows),
+        temperature=0.7,
+    )
+
+
+def test_a_share_arrives_as_it_was_sent():
+    sent = [make_batch(3), make_batch(1)]
+    received = unpack(pack(sent))
+    assert len(received) == 2
+    for a, b in zip(sent, received, strict=True):
+        assert vars(a).keys() == vars(b).keys()
+        assert b.temperature == 0.7
+        for name, value in vars(a).items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == getattr(b, name).dtype
+                assert torch.equal(value, getattr(b, name)), name
+
+
+def test_a_rank_timeout_must_be_positive():
+    with pytest.raises(ValueError, match=r"data\.rank_timeout_s"):
+        make_data(rank_timeout_s=0)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    path = tmp_path_factory.mktemp("single") / "single.json"
+    launch(SCRIPT, ["single:0x1,2x2", str(path)], 1, timeout_s=200)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tp"])
+def test_two_processes_reach_the_losses_of_one(strategy, single, tmp_path):
+    """Ten steps: synchronous, and two versions stale with two micro-batches."""
+    launch(SCRIPT, [f"{strategy}:0x1,2x2", str(tmp_path / "two.json")], 2, timeout_s=200)
+    two = json.loads((tmp_path / "two.json").read_text())
+    assert two.keys() == single.keys()
+    for setting, one in single.items():
+        assert len(one["losses"]) == 10
+        assert any(abs(loss) > 1e-3 for loss in one["losses"]), "the comparison should have seen real losses"
+        assert two[setting]["losses"] == pytest.approx(one["losses"], abs=1e-5), setting
+        assert two[setting]["rewards"] == one["rewards"], "the same rollouts"
+        assert two[setting]["version"] == one["version"]
+        assert two[setting]["weights"] == pytest.approx(one["weights"], abs=1e-4), setting
+
+
+def end_one_rank(strategy: str, rank: int, how: str) -> tuple[list[int], list[str], float]:
+    """Exit codes, outputs, and seconds from the end of one rank to that of the last."""
+    processes = start(SCRIPT, [f"{strategy}:endless", str(rank) if how == "raise" else ""], 2)
+    for line in processes[rank].stdout:
+        if ("failing now" if how == "raise" else "step 3") in line:
+            break
+    began = time.monotonic()
+    if how != "raise":
+        processes[rank].send_signal(getattr(signal, how))
+    outputs = finish(processes, 60)
+    return [process.returncode for process in processes], outputs, time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp2", 1)])
+def test_an_error_on_one_rank_ends_all_and_says_why(strategy, rank):
+    codes, outputs, seconds = end_one_rank(strategy, rank, "raise")
+    assert all(code != 0 for code in codes)
+    assert seconds < 30
+    assert f"rank {rank} (" in outputs[1 - rank]
+    assert "failed: OSError: planted" in outputs[1 - rank]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_request_on_one_rank_ends_all_in_order(rank):
+    codes, outputs, seconds = end_one_rank("ddp", rank, "SIGTERM")
+    assert codes == [0, 0], outputs
+    assert seconds < 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_other_one(rank):
+    codes, outputs, seconds = end_one_rank("ddp", rank, "SIGKILL")
+    assert codes[rank] == -signal.SIGKILL
+    assert codes[1 - rank] != 0
+    assert seconds < 30
+    assert "RankError" in outputs[1 - rank] or "ending it, because" in outputs[1 - rank]
