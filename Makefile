@@ -36,7 +36,7 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/test_vllm_startup.py tests/test_vllm_engine.py
+	$(VLLM)/bin/python -m pytest tests/test_vllm_startup.py tests/test_vllm_engine.py tests/test_vllm_servers.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

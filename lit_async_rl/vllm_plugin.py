@@ -21,7 +21,13 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, nn
 
-_PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
+PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
+
+# What trainer and server must agree on: fields of a transformers configuration.
+ARCHITECTURE = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "tie_word_embeddings",
+)
 
 
 def die_with_parent() -> None:
@@ -32,7 +38,7 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or not hasattr(os, "uname") or os.uname().sysname != "Linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -64,6 +70,12 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+
+    def describe_policy(self) -> dict[str, Any]:
+        """What a trainer must know before it uses a server."""
+        config = self.model_config.hf_text_config
+        model = {name: getattr(config, name) for name in ARCHITECTURE}
+        return {"model": model, "logprobs_mode": str(self.model_config.logprobs_mode)}
 
     def load_policy_weights(self, folder: str) -> None:
         """Replaces all weights by those in a folder of safetensors files.

@@ -13,7 +13,8 @@ from lit_async_rl.cli import AsyncRLCLI, evaluate, export, main
 
 ROOT = Path(__file__).parent.parent
 BASE = ["--config", "configs/quickstart.yaml"]
-NEEDS_HUB = {"gsm8k_grpo.yaml": [], "gsm8k_grpo_vllm.yaml": ["gsm8k_grpo.yaml"]}  # behind which others
+NEEDS_HUB = {name: ["gsm8k_grpo.yaml"] for name in ("gsm8k_grpo_vllm.yaml", "multi_node_vllm.yaml")}  # behind others
+NEEDS_HUB["gsm8k_grpo.yaml"] = []
 OTHERS = {"quickstart.yaml", *NEEDS_HUB}
 ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
 TINY = [

@@ -1,0 +1,72 @@
+"""An event loop in a thread of its own, and how other threads use it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from lit_async_rl.errors import EngineError, StalledError
+
+JOIN_S = 10.0
+LOOK_S = 0.5  # between two looks at whether the loop was closed
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Daemon thread that runs an event loop until `close`.
+
+    Args:
+        name: of the thread, and in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._closed = threading.Event()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """Runs `coroutine` and waits for its result, which it passes on; so it does its error.
+
+        Raises:
+            StalledError: `what` did not end within `timeout_s`.
+            EngineError: `close` was called meanwhile.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        for _ in range(max(1, round(timeout_s / LOOK_S))):
+            is_done = bool(concurrent.futures.wait([future], timeout=min(LOOK_S, timeout_s)).done)
+            if self._closed.is_set():  # which cancels whatever is running
+                raise EngineError(f"{self.name} was closed during {what}")
+            if is_done:
+                return future.result()
+        future.cancel()
+        raise StalledError(f"{what} did not end within {timeout_s:g} s")
+
+    def soon(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Calls `callback` in the loop's thread; not after `close`."""
+        if not self._closed.is_set():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def close(self, last: Coroutine[Any, Any, Any]) -> None:
+        """Ends all tasks, runs `last`, and joins the thread. Safe to call twice."""
+        if self._closed.is_set():
+            last.close()
+            return
+        self._closed.set()
+        future = asyncio.run_coroutine_threadsafe(_end_all(last), self._loop)
+        concurrent.futures.wait([future], JOIN_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_S)
+
+
+async def _end_all(last: Coroutine[Any, Any, Any]) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await last
