@@ -100,9 +100,14 @@ class CausalPolicy(nn.Module):
     def _stats(
         self, features: Float[Tensor, "N H"], targets: Int[Tensor, " N"], temperature: float, entropy_grad: bool
     ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        log_p = torch.log_softmax(self.logits(features).float() / (temperature or 1.0), dim=-1)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        logits = self.logits(features).float()
+        if temperature not in (0, 1):  # each copy of the logits counts
+            logits = logits / temperature
+        log_p = torch.log_softmax(logits, dim=-1)
+        if entropy_grad and torch.is_grad_enabled():
             entropy = -(log_p.exp() * log_p).sum(-1)
+        else:
+            entropy = -log_p.detach().exp().mul_(log_p.detach()).sum(-1)
         return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
     def logits(self, features: Float[Tensor, "N H"]) -> Float[Tensor, "N V"]:
