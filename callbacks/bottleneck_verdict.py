@@ -16,7 +16,9 @@ from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.module import PolicyModule
 from lit_async_rl.stats import ProducerStats
+from lit_async_rl.types import RolloutBatch
 
+MUCH_PADDING = 0.25  # share of the positions in a training pass
 NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
 
 
@@ -28,6 +30,12 @@ class _Load:
     num_steps: int = 0
     num_unfinished: int = 0  # sum over steps
     fewest_queued: int = 0
+    num_tokens: int = 0
+    num_positions: int = 0  # with padding
+
+    def add(self, batch: RolloutBatch) -> None:
+        self.num_tokens += int(batch.attention_mask.sum())
+        self.num_positions += batch.attention_mask.numel()
 
     def look(self, stats: ProducerStats) -> None:
         self.fewest_queued = min(self.fewest_queued, stats.num_queued) if self.num_steps else stats.num_queued
@@ -85,7 +93,11 @@ class BottleneckVerdict(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks after every step, judges after every window."""
-        if self._run is None or trainer.global_step == self._step:
+        if self._run is None:
+            return
+        self._run.add(batch)
+        self._window.add(batch)
+        if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         stats = trainer.datamodule.stats()  # type: ignore[attr-defined]
@@ -105,7 +117,7 @@ class BottleneckVerdict(pl.Callback):
             _print(trainer, f"whole run: {self._judge(trainer, pl_module, self._run)}")
 
     def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule, load: _Load) -> Verdict:
-        settings = what_to_turn(trainer, pl_module, load.num_unfinished / load.num_steps, load.fewest_queued)
+        settings = what_to_turn(trainer, pl_module, load)
         self.verdict = diagnose(self._totals(trainer) - load.began, settings)
         return self.verdict
 
@@ -126,25 +138,18 @@ class BottleneckVerdict(pl.Callback):
         return now - self._left_out
 
 
-def what_to_turn(trainer: pl.Trainer, pl_module: pl.LightningModule, unfinished: float, fewest_queued: int) -> Settings:
-    """For each side a setting that is not yet at its end.
-
-    Args:
-        trainer: has a `RolloutDataModule`.
-        pl_module: that is trained.
-        unfinished: groups in the engine, the mean over steps.
-        fewest_queued: finished groups left over after every step.
-    """
+def what_to_turn(trainer: pl.Trainer, pl_module: pl.LightningModule, load: _Load) -> Settings:
+    """For each side a setting that is not yet at its end."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     assert isinstance(data, RolloutDataModule)
     syncs = [c.weight_sync_steps for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
     present = syncs[0] if syncs else 1
     bound = data.max_staleness
-    spare = fewest_queued // data.admission.groups_per_round  # whole rounds that were always ready
+    spare = load.fewest_queued // data.admission.groups_per_round  # whole rounds that were always ready
     fresher = Setting(name="data.max_staleness", present=bound, suggested=max(1, bound - spare))
     return Settings(
-        engine=_engine_setting(data, unfinished),
-        trainer=_trainer_setting(data, pl_module),
+        engine=_engine_setting(data, load.num_unfinished / load.num_steps),
+        trainer=_trainer_setting(data, pl_module, 1 - load.num_tokens / load.num_positions),
         reward=Setting(name="data.reward_workers", present=data.reward_workers, suggested=2 * data.reward_workers),
         weight_sync=Setting(name="weight_sync.weight_sync_steps", present=present, suggested=2 * present),
         staleness=_staleness_setting(data),
@@ -164,9 +169,11 @@ def _engine_setting(data: RolloutDataModule, unfinished: float) -> Setting | Non
     return None
 
 
-def _trainer_setting(data: RolloutDataModule, pl_module: pl.LightningModule) -> Setting | None:
+def _trainer_setting(data: RolloutDataModule, pl_module: pl.LightningModule, padding: float) -> Setting | None:
     parts = data.micro_batches_per_step
-    if parts > 1 and not data.keep_groups_whole:
+    if padding > MUCH_PADDING and not data.keep_groups_whole:  # shorter runs of rollouts sorted by length
+        return Setting(name="data.micro_batches_per_step", present=parts, suggested=2 * parts)
+    if parts > 1 and padding < MUCH_PADDING / 2:
         return Setting(name="data.micro_batches_per_step", present=parts, suggested=parts // 2)
     if isinstance(pl_module, PolicyModule) and pl_module.policy.causal_lm.is_gradient_checkpointing:
         return Setting(name="model.gradient_checkpointing", present=True, suggested=False)
