@@ -71,14 +71,8 @@ class AsyncRLCLI(LightningCLI):
             trainer_defaults={
                 "callbacks": [
                     *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
-                    *(
-                        GradientMonitor(),
-                        SampleLogger(),
-                        Progress(),
-                        BottleneckVerdict(),
-                        self.summary,
-                        SaveOnSigterm(),
-                    ),
+                    *(GradientMonitor(), SampleLogger(), Progress()),
+                    *(BottleneckVerdict(), self.summary, SaveOnSigterm()),
                 ]
             },
         )
@@ -105,10 +99,11 @@ class AsyncRLCLI(LightningCLI):
         torch.set_num_threads(self.config["num_threads"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Adds the CSV log beside other loggers; `enable_progress_bar: false` takes our bar away, too."""
-        if self.config_init["trainer"]["enable_progress_bar"] is False:
-            callbacks = self.trainer_defaults["callbacks"]
-            self.trainer_defaults["callbacks"] = [c for c in callbacks if not isinstance(c, Progress)]
+        """Adds the CSV log beside other loggers; what is switched off takes our own callback for it away, too."""
+        switches = {"enable_progress_bar": Progress, "enable_checkpointing": SaveOnSigterm}
+        unwanted = tuple(kind for name, kind in switches.items() if self.config_init["trainer"][name] is False)
+        callbacks = self.trainer_defaults["callbacks"]
+        self.trainer_defaults["callbacks"] = [c for c in callbacks if not isinstance(c, unwanted)]
         trainer = super().instantiate_trainer(**kwargs)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
