@@ -77,7 +77,8 @@ class BottleneckVerdict(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The clock starts when the first step's rollouts are there: that wait no setting can take away."""
-        if self._run is None and isinstance(trainer.datamodule, RolloutDataModule):  # type: ignore[attr-defined]
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if self._run is None and isinstance(data, RolloutDataModule) and data.stats() is not None:  # has the producer
             began = self._totals(trainer)
             self._run, self._window = _Load(began), _Load(began)
 

@@ -39,6 +39,12 @@ def test_added_behind_the_quick_start_it_builds(path, tmp_path):
     assert cli.datamodule.model == cli.config["model"]["model"]
 
 
+def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
+    off = ["--trainer.callbacks", "[]", *("--trainer.enable_checkpointing", "false")]
+    cli = AsyncRLCLI([*BASE, *logs(tmp_path), *off, "--trainer.enable_progress_bar", "false"])
+    assert not {"Progress", "SaveOnSigterm"} & {type(c).__name__ for c in cli.trainer.callbacks}
+
+
 @pytest.mark.parametrize("name", sorted(NEEDS_HUB))
 def test_a_configuration_that_needs_the_hub_parses(name):
     code = "import sys; from lit_async_rl.cli import AsyncRLCLI; AsyncRLCLI.instantiate_classes = lambda self: None; "
