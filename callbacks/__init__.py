@@ -12,6 +12,7 @@ from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
 from lit_async_rl.callbacks.progress import Progress
 from lit_async_rl.callbacks.reference_reset import ReferenceReset
 from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
+from lit_async_rl.callbacks.rollout_tape import RolloutTape
 from lit_async_rl.callbacks.run_summary import RunSummary
 from lit_async_rl.callbacks.sample_logger import SampleLogger
 from lit_async_rl.callbacks.save_on_sigterm import SaveOnSigterm
@@ -32,6 +33,7 @@ __all__ = [
     "Progress",
     "ReferenceReset",
     "RolloutMonitor",
+    "RolloutTape",
     "RunSummary",
     "SampleLogger",
     "SaveOnSigterm",

@@ -46,7 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             sync_folder(target.parent)
         except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
             part.unlink(missing_ok=True)
-            if not _is_full(error):
+            if not is_disk_full(error):
                 raise
             self._disk_is_full = True
             log.warning("checkpoint %s was not written: the disk is full. Older ones stay; training goes on", target)
@@ -59,7 +59,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-def _is_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk, or a quota, is behind an error."""
     behind: BaseException | None = error
     while behind is not None:

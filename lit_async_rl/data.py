@@ -24,9 +24,11 @@ from lit_async_rl.feeds import PromptFeed, StepFeed
 from lit_async_rl.producer import Producer
 from lit_async_rl.producer_state import restore_producer, save_producer
 from lit_async_rl.prompts import PromptSource, PromptStream
+from lit_async_rl.replay import NoEngine, Replay
 from lit_async_rl.scatter import OneProcess, StepScatter, connect
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
+from lit_async_rl.tape import Tape
 from lit_async_rl.text import TextCodec
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
 
@@ -48,7 +50,9 @@ class RolloutDataModule(pl.LightningDataModule):
         engine: where completions come from; None is `EmbeddedEngine()`.
         max_staleness: how many versions older than the policy a token may be when it is trained on; 0 is synchronous.
         schedule: `free` samples as fast as the bound allows; `fixed_lag` trains step n on what version
-            n - `max_staleness` sampled, reproducible to the bit (needs an engine without in-flight updates).
+            n - `max_staleness` sampled, reproducible to the bit (needs an engine without in-flight updates); `replay`
+            trains on `tape`, without an engine.
+        tape: folder that the `RolloutTape` callback wrote.
         groups_per_step: prompts in one optimizer step.
         group_size: completions of each prompt.
         micro_batches_per_step: forward-backward passes of one optimizer step.
@@ -80,7 +84,8 @@ class RolloutDataModule(pl.LightningDataModule):
         val_prompts: PromptSource | None = None,
         engine: RolloutEngine | None = None,
         max_staleness: int = 4,
-        schedule: Literal["free", "fixed_lag"] = "free",
+        schedule: Literal["free", "fixed_lag", "replay"] = "free",
+        tape: str | None = None,
         groups_per_step: int = 16,
         group_size: int = 8,
         micro_batches_per_step: int = 1,
@@ -101,6 +106,11 @@ class RolloutDataModule(pl.LightningDataModule):
         rank_timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
+        if (schedule == "replay") != (tape is not None):
+            raise ValueError(f"data.tape={tape}, but data.schedule={schedule}: a tape is what `replay` trains on")
+        if schedule == "replay":
+            engine = NoEngine(scores=reward is None)
+        self.tape = None if tape is None else Tape(tape)
         self.engine = engine or EmbeddedEngine(in_flight_weight_updates=schedule == "free")
         check_engine(self.engine, reward, schedule)
         self.model, self.prompts, self.val_prompts, self.reward = model, prompts, val_prompts, reward
@@ -122,7 +132,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
         self.last_step_groups: Sequence[RolloutGroup] = ()
-        self._producer: Producer | None = None
+        self._producer: Producer | Replay | None = None
         self._saved: dict[str, Any] | None = None  # by the run that this one resumes
         self._step_began = -1  # global_step when its groups were handed out
         self._ranks: StepScatter | OneProcess = OneProcess()
@@ -150,6 +160,11 @@ class RolloutDataModule(pl.LightningDataModule):
         self._ranks.take_over_sigterm()
         if not self._ranks.leads:
             return
+        if self.tape is not None:
+            assert self.trainer is not None
+            self._producer = Replay(self.tape, self.trainer.global_step, self.admission)
+            self._producer.start(version)
+            return
         self._producer = Producer(
             engine=self.engine,
             stream=self.stream,
@@ -160,7 +175,7 @@ class RolloutDataModule(pl.LightningDataModule):
             sampling=self.sampling,
             timeout_s=self.rollout_timeout_s,
         )
-        if self._saved is not None:
+        if self._saved:
             restore_producer(self._producer, self._saved)
         self._producer.start(version)
 
@@ -239,6 +254,8 @@ class RolloutDataModule(pl.LightningDataModule):
         """All that was admitted and not trained on, see `lit_async_rl.producer_state`."""
         if self._producer is None or self.trainer is None:
             return self._saved or {}
+        if isinstance(self._producer, Replay):
+            return {}
         return save_producer(self._producer, step_is_done=self.trainer.global_step > self._step_began)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

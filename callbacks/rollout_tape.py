@@ -1,0 +1,72 @@
+"""Records all that is trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lit_async_rl.data import RolloutDataModule
+from lit_async_rl.module import PolicyModule
+from lit_async_rl.tape import TapeWriter
+
+
+class RolloutTape(pl.Callback):
+    """Writes every group, with the step that was trained on it, to a tape: see `lit_async_rl.tape`.
+
+    Args:
+        folder: of the tape; None is `tape` in the log folder. A resumed run that goes on with its tape needs its name.
+        every_n_steps: steps in one file. Checkpoints are never ahead of the tape: saving one writes what there is.
+
+    Raises:
+        ValueError: a number is not positive, or there is no folder to write to.
+    """
+
+    def __init__(self, folder: str | None = None, every_n_steps: int = 1) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"RolloutTape.every_n_steps must be >= 1, got {every_n_steps}")
+        self.folder, self.every_n_steps = folder, every_n_steps
+        self._writer: TapeWriter | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Opens the tape, on rank 0."""
+        self._step = trainer.global_step
+        if not trainer.is_global_zero:
+            return
+        if self.folder is None and trainer.log_dir is None:
+            raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
+        self._writer = TapeWriter(self.folder or Path(str(trainer.log_dir)) / "tape", trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a step."""
+        if self._writer is None or trainer.global_step == self._step:
+            return
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, RolloutDataModule), f"RolloutTape reads a RolloutDataModule, not {type(data).__name__}"
+        assert isinstance(pl_module, PolicyModule)
+        self._writer.append(self._step, pl_module.stabilizer_signals["version"], data.last_step_groups)
+        self._step = trainer.global_step
+        if self._step % self.every_n_steps == 0:
+            self._writer.flush()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """What the checkpoint was trained on is on the disk before it."""
+        self._flush()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes the rest."""
+        self._flush()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Writes the rest."""
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()

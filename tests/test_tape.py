@@ -1,0 +1,118 @@
+"""The tape: a replay is the run again, other choices see the same data, damage is noticed, nothing is lost."""
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flow import fit, make_data, make_module, parameters
+from test_resume import Watch, saving
+
+from lit_async_rl.callbacks import RolloutTape
+from lit_async_rl.losses import Reinforce
+from lit_async_rl.tape import Tape, TapeWriter
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run of 20 steps in two micro-batches, its tape and its final weights."""
+    folder = tmp_path_factory.mktemp("tape")
+    module, watch = make_module(), Watch()
+    settings = dict(max_staleness=2, groups_per_step=2, micro_batches_per_step=2)
+    fit(module, make_data(**settings), 20, [watch, RolloutTape(str(folder), every_n_steps=3)])
+    return folder, parameters(module).clone(), watch.trained
+
+
+def replay(folder, **changes):
+    changes = dict(groups_per_step=2, micro_batches_per_step=2, max_staleness=2) | changes
+    return make_data(schedule="replay", tape=str(folder), **changes)
+
+
+def test_a_replay_is_bit_for_bit_the_recorded_run(recorded):
+    folder, expected, trained = recorded
+    module, watch = make_module(), Watch()
+    fit(module, replay(folder), 20, [watch])
+    assert torch.equal(parameters(module), expected)
+    assert watch.trained == trained
+
+
+def test_another_loss_sees_the_same_data_and_the_run_ends_with_the_tape(recorded, caplog):
+    folder, expected, trained = recorded
+    module, watch = make_module(loss=Reinforce()), Watch()
+    with caplog.at_level(logging.WARNING):
+        trainer = fit(module, replay(folder, max_staleness=0), 30, [watch])
+    assert trainer.global_step == 20
+    assert "the tape has ended" in caplog.text
+    assert sorted(set(watch.trained)) == sorted(set(trained))
+    assert not torch.equal(parameters(module), expected)
+
+
+def test_a_resumed_replay_goes_on_at_its_step(recorded, tmp_path):
+    folder, expected, _ = recorded
+    fit(make_module(), replay(folder), 7, [saving(tmp_path)], enable_checkpointing=True)
+    module = make_module()
+    fit(module, replay(folder), 20, ckpt_path=str(tmp_path / "step=7.ckpt"))
+    assert torch.equal(parameters(module), expected)
+
+
+def test_a_damaged_tape_ends_in_a_clear_message(recorded, tmp_path):
+    folder, *_ = recorded
+    file = sorted(folder.iterdir())[2]
+    data = bytearray(file.read_bytes())
+    for damaged in (data[:-7], data[:1000] + bytes([data[1000] ^ 1]) + data[1001:]):
+        (tmp_path / file.name).write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{file.name} was damaged"):
+            list(Tape(tmp_path).steps())
+    with pytest.raises(FileNotFoundError, match="holds no tape"):
+        Tape(tmp_path / "nowhere")
+
+
+def test_steps_that_an_interruption_undid_are_set_aside(recorded, tmp_path):
+    folder, *_ = recorded
+    writer = TapeWriter(tmp_path)
+    for step in Tape(folder).steps():
+        writer.append(step.step, step.version, step.groups)
+        writer.flush()
+    TapeWriter(tmp_path, first_step=17)
+    assert [step.step for step in Tape(tmp_path).steps()] == list(range(17))
+    assert len(list(tmp_path.glob("*.undone"))) == 3, "they are still there"
+
+
+def test_a_full_disk_loses_no_step(recorded, tmp_path, caplog):
+    folder, *_ = recorded
+    writer, steps = TapeWriter(tmp_path), list(Tape(folder).steps())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer.append(steps[0].step, steps[0].version, steps[0].groups)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            writer.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "the disk is full" in caplog.text
+    writer.append(steps[1].step, steps[1].version, steps[1].groups)
+    writer.flush()
+    assert list(Tape(tmp_path).steps()) == steps[:2]
+
+
+def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path):
+    folder, *_ = recorded
+
+    def run(*arguments):
+        command = [sys.executable, str(ROOT / "scripts/tape.py"), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "20 steps, 40 groups, 160 rollouts" in run("list", folder)
+    assert "0 steps" not in run("filter", folder, "--out", tmp_path / "part", "--first_step", 5, "--last_step", 9)
+    assert [step.step for step in Tape(tmp_path / "part").steps()] == [5, 6, 7, 8, 9]
+    assert "reward" in run("sample", folder, "--num", 2)
+    run("plot", folder, "--out", tmp_path / "tape.png")
+    assert (tmp_path / "tape.png").stat().st_size > 10_000
