@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
+from lit_async_rl.data import RolloutDataModule
+
 log = logging.getLogger(__name__)
 
 
@@ -49,4 +51,6 @@ class SaveOnSigterm(Checkpoint):
 
 
 def _on_any_rank(trainer: pl.Trainer) -> bool:
-    return trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False)
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    asked = data.is_asked_to_stop if isinstance(data, RolloutDataModule) else trainer.received_sigterm
+    return trainer.strategy.reduce_boolean_decision(asked, all=False)

@@ -69,6 +69,8 @@ class RolloutDataModule(pl.LightningDataModule):
         success_reward: a held-out completion with at least this reward counts as correct.
         reward_workers: groups scored at the same time.
         reward_timeout_s: longest that scoring one group may take.
+        reward_tries: a prompt whose completions cannot be scored (the reward raises, or does not return) so often is
+            left out, with a line in the log, and another takes its place; null ends the run at the first time.
         rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
         rank_timeout_s: a training process that is not heard from for so long counts as dead, and ends the run.
 
@@ -102,6 +104,7 @@ class RolloutDataModule(pl.LightningDataModule):
         success_reward: float = 1.0,
         reward_workers: int = 1,
         reward_timeout_s: float = 60.0,
+        reward_tries: int | None = None,
         rollout_timeout_s: float = 600.0,
         rank_timeout_s: float = 60.0,
     ) -> None:
@@ -124,6 +127,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.num_val_samples, self.val_batch_size = num_val_samples, val_batch_size
         self.success_reward = success_reward
         self.reward_workers, self.reward_timeout_s = reward_workers, reward_timeout_s
+        self.reward_tries = reward_tries
         self.rollout_timeout_s, self.rank_timeout_s = rollout_timeout_s, rank_timeout_s
         for name in POSITIVE:
             if getattr(self, name) <= 0:
@@ -169,7 +173,7 @@ class RolloutDataModule(pl.LightningDataModule):
             engine=self.engine,
             stream=self.stream,
             codec=self.codec,
-            scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s),
+            scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s, self.reward_tries),
             admission=self.admission,
             group_size=self.group_size,
             sampling=self.sampling,
@@ -191,6 +195,11 @@ class RolloutDataModule(pl.LightningDataModule):
     def max_staleness(self) -> int:
         """The bound for groups admitted from now on, in versions."""
         return self.admission.max_staleness
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether SIGTERM has come, on any rank where several train."""
+        return self.trainer is not None and self._ranks.is_asked_to_stop(self.trainer)
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound while running; groups admitted before keep theirs."""

@@ -206,7 +206,16 @@ class Producer:
         if self.engine.scores:
             finish([c.reward for _, c in sorted(group.completions.items()) if c.reward is not None])
         else:
-            self.scorer.submit(group.prompt, self.book.texts(group), finish)
+            self.scorer.submit(group.prompt, self.book.texts(group), finish, partial(self._give_up, group.index))
+
+    def _give_up(self, index: int) -> None:
+        """A group that cannot be scored: another prompt takes its slot."""
+        with self.changed:
+            self.book.give_up(index)
+            self.admission.drop(index)
+            self._num_finished += 1  # something happened
+            self._admit()
+            self.changed.notify_all()
 
     def _finish(self, group: OpenGroup, generation_s: float, rewards: list[float]) -> None:
         with self.changed:

@@ -7,16 +7,20 @@ reward function that hangs must not keep the process alive.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.errors import RewardError
 from lit_async_rl.types import Prompt
 
+log = logging.getLogger(__name__)
 Reward = Callable[[Prompt, str], float]
 
 
@@ -47,6 +51,15 @@ def score(reward: Reward, prompt: Prompt, completion: str) -> float:
     return number
 
 
+@dataclass(eq=False)
+class _Job:
+    prompt: Prompt
+    completions: Sequence[str]
+    done: Callable[[list[float]], None]
+    give_up: Callable[[], None]
+    num_tries: int = 0
+
+
 class Scorer:
     """Scores whole groups in worker threads.
 
@@ -54,65 +67,107 @@ class Scorer:
         reward: `reward(prompt, completion) -> float`; None where nothing is ever submitted.
         num_workers: groups scored at the same time.
         timeout_s: longest that the completions of one group may take.
+        max_tries: a group that could not be scored so often is given up, with a line in the log; None raises what went
+            wrong at the first time. A call that does not return is left to itself, and another worker takes its place.
     """
 
-    def __init__(self, reward: Reward | None, num_workers: int = 1, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, reward: Reward | None, num_workers: int = 1, timeout_s: float = 60.0, max_tries: int | None = None
+    ) -> None:
         if num_workers < 1:
             raise ValueError(f"reward_workers must be >= 1, got {num_workers}")
         if timeout_s <= 0:
             raise ValueError(f"reward_timeout_s must be positive, got {timeout_s}")
+        if max_tries is not None and max_tries < 1:
+            raise ValueError(f"reward_tries must be >= 1, or null to end the run at once, got {max_tries}")
         self.reward = reward
-        self.timeout_s = timeout_s
-        self._jobs: queue.SimpleQueue[tuple[Prompt, Sequence[str], Callable[[list[float]], None]] | None]
-        self._jobs = queue.SimpleQueue()
-        self._busy_s = [0.0] * num_workers
-        self._running: dict[int, tuple[float, Prompt]] = {}  # worker -> when it began, on what
+        self.timeout_s, self.max_tries, self.num_workers = timeout_s, max_tries, num_workers
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._busy_s = 0.0
+        self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
-        self._workers = [
-            threading.Thread(target=self._work, args=(n,), name=f"reward-{n}", daemon=True) for n in range(num_workers)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._numbers = itertools.count()
+        for _ in range(num_workers):
+            self._add_worker()
 
-    def submit(self, prompt: Prompt, completions: Sequence[str], done: Callable[[list[float]], None]) -> None:
-        """Scores in the background; `done(rewards)` is called in the worker's thread."""
-        self._jobs.put((prompt, completions, done))
+    def _add_worker(self) -> None:
+        number = next(self._numbers)
+        threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True).start()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        completions: Sequence[str],
+        done: Callable[[list[float]], None],
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Scores in the background; `done(rewards)`, or `give_up()`, is called in the worker's thread."""
+        self._jobs.put(_Job(prompt, completions, done, give_up))
 
     def _work(self, number: int) -> None:
         while (job := self._jobs.get()) is not None:
-            prompt, completions, done = job
             assert self.reward is not None
             began = time.monotonic()
-            self._running[number] = (began, prompt)
+            self._running[number] = (began, job)
+            failure: RewardError | None = None
             try:
-                rewards = [score(self.reward, prompt, text) for text in completions]
-                self._busy_s[number] += time.monotonic() - began
-                done(rewards)
+                rewards = [score(self.reward, job.prompt, text) for text in job.completions]
+            except RewardError as error:
+                failure = error
             except BaseException as error:
                 self._error = error
                 return
-            finally:
-                del self._running[number]
+            if self._running.pop(number, None) is None:  # cut off meanwhile: another worker is in our place
+                return
+            self._busy_s += time.monotonic() - began
+            try:
+                if failure is None:
+                    job.done(rewards)
+                else:
+                    self._fail(job, failure)
+            except BaseException as error:
+                self._error = error
+                return
+
+    def _fail(self, job: _Job, error: RewardError) -> None:
+        """Another try, or the end of the group, or of the run."""
+        job.num_tries += 1
+        if self.max_tries is None:
+            raise error
+        if job.num_tries < self.max_tries:
+            self._jobs.put(job)
+            return
+        log.warning("a prompt is left out after reward_tries=%d: %s", self.max_tries, error)
+        job.give_up()
 
     @property
     def busy_s(self) -> float:
         """Seconds spent scoring so far, the mean over workers."""
-        return sum(self._busy_s) / len(self._busy_s)
+        return self._busy_s / self.num_workers
 
     def check(self) -> None:
-        """Raises what a worker met, or `RewardError` when one has not returned in time."""
+        """Raises what a worker met; cuts off one that has not returned in time.
+
+        Raises:
+            RewardError: a worker has not returned in time, and there is no other try.
+        """
         if self._error is not None:
             raise self._error
         now = time.monotonic()
-        for began, prompt in list(self._running.values()):
-            if now - began > self.timeout_s:
-                name = reward_name(self.reward) if self.reward is not None else None
-                raise RewardError(
+        for number, (began, job) in list(self._running.items()):
+            if now - began <= self.timeout_s or self._running.pop(number, None) is None:
+                continue
+            name = reward_name(self.reward) if self.reward is not None else None
+            self._add_worker()
+            self._fail(
+                job,
+                RewardError(
                     f"reward {name} did not return within reward_timeout_s={self.timeout_s:g} "
-                    f"on prompt {prompt.text[:200]!r}"
-                )
+                    f"on prompt {job.prompt.text[:200]!r}"
+                ),
+            )
 
     def close(self) -> None:
         """Lets idle workers end; does not wait for one that hangs."""
-        for _ in self._workers:
+        for _ in range(self.num_workers):
             self._jobs.put(None)

@@ -221,3 +221,28 @@ def test_settings_that_cannot_go_on_are_refused_and_others_sample_anew(tmp_path,
         fit(make_module(), changed, 2, [watch], ckpt_path=path)
     assert "2 groups of the checkpoint are sampled anew" in caplog.text
     assert [prompt for _, prompt, _ in watch.trained] == [changed.stream.at(n).text for n in (2, 3)]
+
+
+def test_a_prompt_that_cannot_be_scored_is_left_out_and_another_takes_its_place(caplog):
+    data, watch, done = make_data(groups_per_step=2, reward_tries=2, reward_timeout_s=0.3, max_staleness=1), Watch(), []
+    bad = {data.stream.at(1).text: "raises", data.stream.at(3).text: "hangs"}
+
+    def reward(prompt, completion):
+        if bad.get(prompt.text) == "raises":
+            raise KeyError("gold")
+        if bad.get(prompt.text) == "hangs":
+            time.sleep(5.0)
+        done.append(prompt.text)
+        return float(len(done) % 2)
+
+    data.reward = reward
+    with caplog.at_level(logging.WARNING):
+        fit(make_module(), data, 5, [watch])
+    prompts = [prompt for _, prompt, _ in watch.trained]
+    assert len(set(prompts)) == 10
+    assert not set(bad) & set(prompts)
+    assert max(staleness for _, _, staleness in watch.trained) <= 1
+    said = [record.message for record in caplog.records if "left out after reward_tries=2" in record.message]
+    assert len(said) == 2
+    assert any("KeyError" in line for line in said)
+    assert any("did not return within reward_timeout_s=0.3" in line for line in said)
