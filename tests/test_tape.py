@@ -101,6 +101,7 @@ def test_a_full_disk_loses_no_step(recorded, tmp_path, caplog):
     assert list(Tape(tmp_path).steps()) == steps[:2]
 
 
+@pytest.mark.slow
 def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path):
     folder, *_ = recorded
 
