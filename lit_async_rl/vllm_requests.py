@@ -9,6 +9,7 @@ from typing import Any
 from lit_async_rl.engine import Completion, GenerationRequest
 from lit_async_rl.errors import EngineError
 from lit_async_rl.request_book import RequestBook
+from lit_async_rl.vllm_process import VLLMProcess
 
 
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -72,13 +73,13 @@ class RequestRunner:
     """One asyncio task for each request of an `AsyncLLM`; called in the thread of its loop.
 
     Args:
-        llm: the `AsyncLLM`.
+        process: has the `AsyncLLM`.
         book: where completions, token counts and errors go.
         eos_token_ids: end a completion.
     """
 
-    def __init__(self, llm: Any, book: RequestBook, eos_token_ids: Iterable[int]) -> None:
-        self.llm, self.book, self.eos_token_ids = llm, book, tuple(eos_token_ids)
+    def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int]) -> None:
+        self.process, self.book, self.eos_token_ids = process, book, tuple(eos_token_ids)
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
@@ -100,7 +101,7 @@ class RequestRunner:
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=salt)
         buffers = [SampleBuffer(request, index) for index in range(request.num_samples)]
         try:
-            async for answer in self.llm.generate(prompt, params, str(request.id)):
+            async for answer in self.process.llm.generate(prompt, params, str(request.id)):
                 for output in answer.outputs:
                     self.book.add(request.id, len(output.token_ids), buffers[output.index].add(output))
             self.book.end([request.id])
