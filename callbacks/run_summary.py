@@ -24,6 +24,7 @@ class RunSummary(pl.Callback):
         self.wall_s = 0.0
         self.num_steps = 0
         self._began = 0.0
+        self._folder: str | None = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Notes the accuracy."""
@@ -33,6 +34,7 @@ class RunSummary(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The clock starts."""
         self._began, self.num_steps = time.monotonic(), -trainer.global_step
+        self._folder = trainer.log_dir  # a collective: asked for on all ranks
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The clock stops, before the engine does."""
@@ -59,8 +61,8 @@ class RunSummary(pl.Callback):
         for judge in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
                 table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
-        if trainer.log_dir is not None:
-            table.add_row("metrics and samples", trainer.log_dir)
+        if self._folder is not None:
+            table.add_row("metrics and samples", self._folder)
         saved = trainer.checkpoint_callback
         if isinstance(saved, ModelCheckpoint) and (path := saved.last_model_path or saved.best_model_path):
             table.add_row("checkpoint", path)

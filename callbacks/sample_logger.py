@@ -33,10 +33,11 @@ class SampleLogger(pl.Callback):
             raise ValueError(f"SampleLogger: {every_n_steps=} and {num_groups=} must be positive")
         self.every_n_steps, self.num_groups = every_n_steps, num_groups
         self._step = 0
+        self._folder: str | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Steps are counted from here."""
-        self._step = trainer.global_step
+        self._step, self._folder = trainer.global_step, trainer.log_dir  # a collective: asked for on all ranks
 
     @rank_zero_only
     def on_train_batch_end(
@@ -59,8 +60,8 @@ class SampleLogger(pl.Callback):
         self._write(trainer, rows)
 
     def _write(self, trainer: pl.Trainer, rows: Sequence[Sequence[Any]]) -> None:
-        if trainer.log_dir is not None:
-            path = Path(trainer.log_dir) / "samples.jsonl"
+        if self._folder is not None:
+            path = Path(self._folder) / "samples.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(dict(zip(COLUMNS, row, strict=True))) + "\n" for row in rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.data import RolloutDataModule
 
@@ -37,6 +38,11 @@ class SaveOnSigterm(Checkpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """When the signal came while the trainer waited for rollouts."""
         if self.path is None and _on_any_rank(trainer):
+            self._save(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """When several ranks have agreed to end between two steps (`lit_async_rl.scatter`)."""
+        if isinstance(exception, SIGTERMException) and trainer.world_size > 1 and self.path is None:
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:

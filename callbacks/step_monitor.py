@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from torchmetrics import Metric
+
+from lit_async_rl.ranks import cpu_group
 
 
 class StepMonitor(pl.Callback):
@@ -30,8 +33,12 @@ class StepMonitor(pl.Callback):
         """The step's metrics; starts over."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Steps are counted from here."""
+        """Steps are counted from here; metrics live on the CPU, which the default group may not serve."""
         self._step = trainer.global_step
+        group = cpu_group()
+        for metric in vars(self).values():
+            if isinstance(metric, Metric):
+                metric.process_group = group
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

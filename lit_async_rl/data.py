@@ -225,7 +225,10 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        return PromptFeed(self.val_prompts, self.val_batch_size) if self.val_prompts is not None else []
+        if self.val_prompts is None:
+            return []
+        assert self.trainer is not None
+        return PromptFeed(self.val_prompts, self.val_batch_size, self.trainer.global_rank, self.trainer.world_size)
 
     def setup(self, stage: str) -> None:
         """Joins the ranks of the run."""

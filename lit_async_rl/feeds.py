@@ -49,15 +49,27 @@ class StepFeed:
 
 
 class PromptFeed:
-    """Held-out prompts in their own order."""
+    """Held-out prompts in their own order; of several ranks each gets every so-many-th batch.
 
-    def __init__(self, source: PromptSource, batch_size: int) -> None:
+    All ranks have as many batches, some of them empty: Lightning leaves out a validation without any on one rank only.
+
+    Args:
+        source: of prompts.
+        batch_size: prompts sampled together.
+        rank: this one.
+        num_ranks: among which the batches are divided.
+    """
+
+    def __init__(self, source: PromptSource, batch_size: int, rank: int = 0, num_ranks: int = 1) -> None:
         self._source, self._batch_size = source, batch_size
+        self._rank, self._num_ranks = rank, num_ranks
 
     def __len__(self) -> int:
-        return -(-len(self._source) // self._batch_size)
+        return -(-len(self._source) // (self._batch_size * self._num_ranks))
 
     def __iter__(self) -> Iterator[PromptBatch]:
-        for begin in range(0, len(self._source), self._batch_size):
+        for n in range(len(self)):
+            index = n * self._num_ranks + self._rank
+            begin = min(index * self._batch_size, len(self._source))
             end = min(begin + self._batch_size, len(self._source))
-            yield PromptBatch([self._source[n] for n in range(begin, end)])
+            yield PromptBatch([self._source[k] for k in range(begin, end)], index)

@@ -243,13 +243,18 @@ class PolicyModule(pl.LightningModule):
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
+    def on_validation_epoch_start(self) -> None:
+        """Starts over."""
+        self.validator.begin(self)
+
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Samples completions of held-out prompts with the current weights and scores them."""
-        self.validator.step(self, batch, batch_idx)
+        self.validator.step(self, batch)
 
     def on_validation_epoch_end(self) -> None:
         """Logs pass@1, pass@k and mean reward."""
         self.log_dict(self.validator.compute(), prog_bar=True)
+        self.validator.end()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -134,10 +134,11 @@ class RolloutBatch:
 
 
 class PromptBatch:
-    """Held-out prompts to sample from; opaque to Lightning, like `RolloutBatch`."""
+    """Held-out prompts to sample from, and the batch's place among all of them; opaque to Lightning."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, prompts: Sequence[Prompt], index: int = 0) -> None:
         self.prompts = tuple(prompts)
+        self.index = index
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:
         """Nothing to move."""

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
 
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, run_requests
-from lit_async_rl.hf_models import evaluation_mode
+from lit_async_rl.hf_models import evaluation_mode, load_policy, receive_weights
 from lit_async_rl.scoring import score
 from lit_async_rl.types import Prompt, PromptBatch
+from lit_async_rl.weights import is_sharded
 
 if TYPE_CHECKING:
     from lit_async_rl.module import PolicyModule
@@ -40,7 +42,7 @@ class Sample:
 
 
 class Validator(torch.nn.Module):
-    """Samples, scores and averages. A completion is correct when its reward reaches `data.success_reward`.
+    """Samples, scores and averages over all ranks; correct is a completion whose reward reaches `data.success_reward`.
 
     Each validation draws the same random numbers, so that differences between two come from the policies.
     """
@@ -49,19 +51,28 @@ class Validator(torch.nn.Module):
         super().__init__()
         self.reward, self.pass_at_1, self.pass_at_k = MeanMetric(), MeanMetric(), MeanMetric()
         self.samples: list[Sample] = []
+        self.num_samples = 1
+        self._whole: list[PreTrainedModel] = []  # in a list, because it is not a part of the module
 
-    def reset(self) -> None:
-        """Forgets the last validation."""
+    def begin(self, module: PolicyModule) -> None:
+        """Forgets the last validation; of a sharded policy every rank gets a whole copy, as long as this one lasts."""
         for metric in (self.reward, self.pass_at_1, self.pass_at_k):
             metric.reset()
         self.samples = []
+        if is_sharded(module.trainer.strategy.model or module):
+            self._whole = [_whole_copy(module)]
+
+    def end(self) -> None:
+        """Frees the copy."""
+        self._whole = []
 
     @torch.no_grad()
-    def step(self, module: PolicyModule, batch: PromptBatch, batch_idx: int) -> None:
+    def step(self, module: PolicyModule, batch: PromptBatch) -> None:
         """Samples `data.num_val_samples` completions of each prompt of the batch."""
         data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
-        if batch_idx == 0:
-            self.reset()
+        self.num_samples = data.num_val_samples
+        if not batch.prompts:
+            return
         requests = [
             GenerationRequest(
                 id=n,
@@ -72,8 +83,8 @@ class Validator(torch.nn.Module):
             )
             for n, prompt in enumerate(batch.prompts)
         ]
-        lm = module.policy.causal_lm
-        engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch_idx), data.codec)
+        lm = self._whole[0] if self._whole else module.policy.causal_lm
+        engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch.index), data.codec)
         with evaluation_mode(lm):
             found = run_requests(engine, requests)
         engine.close()
@@ -94,7 +105,6 @@ class Validator(torch.nn.Module):
         self.reward.update(sum(rewards) / len(rewards))
         self.pass_at_1.update(pass_at_k(len(rewards), correct, 1))
         self.pass_at_k.update(pass_at_k(len(rewards), correct, len(rewards)))
-        self.num_samples = len(rewards)
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Averages over all prompts of all ranks."""
@@ -102,3 +112,15 @@ class Validator(torch.nn.Module):
         if self.num_samples > 1:
             metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
         return metrics
+
+
+@torch.no_grad()
+def _whole_copy(module: PolicyModule) -> PreTrainedModel:
+    """The policy with all of its weights on this device. A collective."""
+    data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+    dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")
+    lm = load_policy(data.model, dtype=dtype, random_init=True, device=str(module.device))
+    received = receive_weights(lm, module.stream_weights())
+    for name, parameter in lm.named_parameters():
+        parameter.copy_(received.pop(name))
+    return lm

@@ -18,6 +18,12 @@ from lit_async_rl.network import CausalPolicy
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 
 
+def is_sharded(root: nn.Module) -> bool:
+    """Whether ranks hold pieces of its parameters (FSDP1, FSDP2, tensor parallelism)."""
+    is_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in root.modules())
+    return is_fsdp1 or any(isinstance(parameter, DTensor) for parameter in root.parameters())
+
+
 @torch.no_grad()
 def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter, tied ones once, LoRA merged into its base.

@@ -17,6 +17,8 @@ NEEDS_HUB = {name: ["gsm8k_grpo.yaml"] for name in ("gsm8k_grpo_vllm.yaml", "mul
 NEEDS_HUB["gsm8k_grpo.yaml"] = []
 OTHERS = {"quickstart.yaml", *NEEDS_HUB}
 ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
+STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}
+ADDED = [p for p in ADDED if p.parent.name != "strategies"]
 TINY = [
     *("--data.groups_per_step", "4", "--data.group_size", "4", "--trainer.max_steps", "2", "--num_threads", "1"),
     *("--trainer.val_check_interval", "2", "--data.val_prompts.init_args.size", "8"),
@@ -52,6 +54,40 @@ def test_a_configuration_that_needs_the_hub_parses(name):
     flags = [flag for one in [*NEEDS_HUB[name], name] for flag in ("--config", f"configs/{one}")]
     done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES - {"fsdp1"}))
+def test_a_strategy_builds(name):
+    flags = ["--trainer.accelerator", "cpu", "--trainer.devices", "8"]
+    cli = AsyncRLCLI([*BASE, "--config", f"configs/strategies/{name}.yaml", *flags])
+    assert cli.trainer.world_size == 8
+
+
+def test_the_strategy_that_needs_gpus_parses():
+    code = "from lit_async_rl.cli import AsyncRLCLI; AsyncRLCLI.instantiate_classes = lambda self: None; "
+    code += "AsyncRLCLI(['--config', 'configs/quickstart.yaml', '--config', 'configs/strategies/fsdp1.yaml'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_processes_train_from_the_command_line(name, tmp_path):
+    """Validation before and after, monitors, a checkpoint that one process resumes from and exports."""
+    flags = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.callbacks.every_n_train_steps", "2"]
+    flags += ["--trainer.strategy.init_args.data_parallel_size", "2"] if name == "fsdp2" else []
+    strategy = ["--config", f"configs/strategies/{name}.yaml", *TINY, *flags, *logs(tmp_path)]
+    command = [sys.executable, "scripts/train.py", *BASE, *strategy]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=350, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("held-out accuracy before, after") == 1
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    main([*BASE, *TINY, *logs(tmp_path), "--trainer.max_steps", "3", "--ckpt_path", str(checkpoint)])
+    export([*BASE, "--ckpt_path", str(checkpoint), "--out", str(tmp_path / "exported")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
 
 def test_train_evaluate_export_and_chat(tmp_path, capsys):

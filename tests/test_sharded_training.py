@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flow import make_data
+from flow import make_data, make_module
 from launch import finish, launch, start
 
 from lit_async_rl.scatter import pack, unpack
@@ -116,3 +116,15 @@ def test_a_killed_rank_ends_the_other_one(rank):
     assert codes[1 - rank] != 0
     assert seconds < 30
     assert "RankError" in outputs[1 - rank] or "ending it, because" in outputs[1 - rank]
+
+
+def test_a_trained_parameter_costs_sixteen_bytes():
+    """The formula of docs/scaling.md: float32 weight, gradient and two moments of AdamW."""
+    module = make_module()
+    parameters = list(module.policy.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    kept = [*parameters, *(p.grad for p in parameters), *moments]
+    assert sum(t.nbytes for t in kept) == 16 * sum(p.numel() for p in parameters)
