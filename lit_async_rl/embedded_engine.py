@@ -75,7 +75,7 @@ class EmbeddedEngine(RolloutEngine):
         self._queue = RequestQueue(num_slots)
         self._version = 0
         self._busy_s = 0.0
-        self._num_tokens = 0
+        self._num_tokens = 0  # of models that are gone
         self._lock = PriorityLock()
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
@@ -86,19 +86,20 @@ class EmbeddedEngine(RolloutEngine):
     def from_module(cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0) -> EmbeddedEngine:
         """Samples with the live weights of `lm`, without a copy; for `run` in the thread that owns it."""
         engine = cls(num_slots=num_slots, seed=seed, num_threads=None)
-        engine._adopt(lm)
+        engine._adopt(lm, owns_weights=False)
         return engine
 
     def setup(self, model: str) -> None:
         """Loads the architecture; the weights come by `load_weights`."""
-        self._adopt(load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False))
+        lm = load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False)
+        self._adopt(lm, owns_weights=True)
 
-    def _adopt(self, lm: PreTrainedModel) -> None:
+    def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
         limit = context_length(lm)
         if self._max_model_len is not None and self._max_model_len > limit:
             raise ValueError(f"data.engine.max_model_len={self._max_model_len} exceeds the model's context of {limit}")
         self._max_model_len = self._max_model_len or limit
-        self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed)
+        self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights)
 
     @property
     def max_model_len(self) -> int:
@@ -114,7 +115,7 @@ class EmbeddedEngine(RolloutEngine):
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far."""
-        return self._num_tokens
+        return self._num_tokens + (self._slots.num_tokens if self._slots is not None else 0)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests, all at once.
@@ -183,9 +184,7 @@ class EmbeddedEngine(RolloutEngine):
             self._pass(barrier)
         if pending := self._queue.take_requests(slots.num_active):
             finished = slots.admit(pending, self._version)
-            self._num_tokens += sum(item.num_samples for item in pending)
         elif slots.num_active:
-            self._num_tokens += slots.num_active
             finished = slots.decode(self._version)
         else:
             self._work.clear()
@@ -227,12 +226,14 @@ class EmbeddedEngine(RolloutEngine):
             self._update_room.add(-1)
         else:
             self._active_slots.generator.manual_seed(barrier.seed)
+            self._active_slots.forget_prompts()
 
     @torch.no_grad()
     def _apply(self, update: Update) -> None:
         for name, parameter in self._active_slots.lm.named_parameters():
             parameter.copy_(update.weights[name])
         self._version = update.version
+        self._active_slots.forget_prompts()
 
     @property
     def _active_slots(self) -> Slots:
@@ -241,6 +242,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """All completions of each request, by sample index; blocks until done. For use without a producer."""
+        self._active_slots.forget_prompts()  # the weights may be somebody else's, who has changed them
         with evaluation_mode(self._active_slots.lm):
             return run_requests(self, requests)
 
@@ -250,5 +252,6 @@ class EmbeddedEngine(RolloutEngine):
         self._work.set()
         self._update_room.close()
         with self._lock.urgent():
+            self._num_tokens = self.num_tokens
             self._slots = None
             self._queue = RequestQueue(self.num_slots)

@@ -1,4 +1,4 @@
-"""The forward pass of Llama-like models for decoding: the arithmetic of transformers in a third of the operations.
+"""The forward pass of Llama-like models for decoding: the arithmetic of transformers in a quarter of the operations.
 
 A small model's token costs more Python and kernel launches than arithmetic, so everything that a decoder does not need
 (mask building, head repetition, outputs, hooks) is left out. Reads the module's own parameters, so it is always up to
@@ -30,13 +30,19 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class LlamaForward:
     """Hidden states of a supported model, with keys and values in a `SlotCache`."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, owns_weights: bool = False) -> None:
         assert self.supports(lm)
         model: Any = lm.base_model
         config = lm.config
         self._model = model
         self._head_size = model.layers[0].self_attn.head_dim
         self._num_queries, self._num_keys = config.num_attention_heads, config.num_key_value_heads
+        self._qkv = [
+            Joined([getattr(layer.self_attn, name) for name in _PROJECTIONS[:3]], owns_weights)
+            for layer in model.layers
+        ]
+        self._gate_up = [Joined([layer.mlp.gate_proj, layer.mlp.up_proj], owns_weights) for layer in model.layers]
+        self._cos = self._sin = torch.empty(0)  # [positions, 1, D], the halves of sin with opposite signs
 
     @staticmethod
     def supports(lm: PreTrainedModel) -> bool:
@@ -54,26 +60,33 @@ class LlamaForward:
     ) -> Float[Tensor, "n T H"]:
         """`mask` is added to the scores, broadcastable to [n, 1, T, keys]."""
         x = F.embedding(input_ids, self._model.embed_tokens.weight)
-        cos, sin = self._model.rotary_emb(x, position_ids)  # [n, T, D], the halves of D alike
-        half = self._head_size // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        cos, sin = cos[:, :, None], sin[:, :, None]
+        self._reserve(x, max(cache.max_len, input_ids.shape[1]))
+        cos, sin = self._cos[position_ids], self._sin[position_ids]  # [n, T, 1, D]
         for index, layer in enumerate(self._model.layers):
-            x = x + self._attention(layer.self_attn, _norm(layer.input_layernorm, x), cos, sin, mask, cache, index)
-            y, mlp = _norm(layer.post_attention_layernorm, x), layer.mlp
-            x = x + _linear(mlp.down_proj, F.silu(_linear(mlp.gate_proj, y)) * _linear(mlp.up_proj, y))
+            out = self._attention(layer.self_attn, _norm(layer.input_layernorm, x), cos, sin, mask, cache, index)
+            x = _plus_linear(x, layer.self_attn.o_proj, out)
+            gate, up = self._gate_up[index](_norm(layer.post_attention_layernorm, x)).chunk(2, -1)
+            x = _plus_linear(x, layer.mlp.down_proj, F.silu(gate).mul_(up))
         return _norm(self._model.norm, x)
+
+    def _reserve(self, like: Tensor, num_positions: int) -> None:
+        """Rotations for all positions, once."""
+        if len(self._cos) >= num_positions and self._cos.dtype == like.dtype:
+            return
+        cos, sin = self._model.rotary_emb(like, torch.arange(num_positions, device=like.device)[None])  # [1, M, D]
+        half = self._head_size // 2
+        self._cos, self._sin = cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[0, :, None]
 
     def _attention(
         self, module: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: SlotCache, index: int
     ) -> Tensor:
         n, num_tokens, size = *x.shape[:2], self._head_size
-        query = _linear(module.q_proj, x).view(n, num_tokens, self._num_queries, size)
-        key = _linear(module.k_proj, x).view(n, num_tokens, self._num_keys, size)
-        value = _linear(module.v_proj, x).view(n, num_tokens, self._num_keys, size).transpose(1, 2)
+        heads = self._qkv[index](x).view(n, num_tokens, -1, size)
+        both = self._num_queries + self._num_keys
+        rotated, value = heads[:, :, :both], heads[:, :, both:].transpose(1, 2)
         if "q_norm" in module._modules:  # Qwen3
-            query, key = _norm(module.q_norm, query), _norm(module.k_norm, key)
-        rotated = torch.cat([query, key], 2)
+            query, key = rotated.split([self._num_queries, self._num_keys], 2)
+            rotated = torch.cat([_norm(module.q_norm, query), _norm(module.k_norm, key)], 2)
         rotated = torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin)
         query, key = rotated[:, :, : self._num_queries], rotated[:, :, self._num_queries :].transpose(1, 2)
         keys, values = cache.update(key, value, index)
@@ -83,7 +96,45 @@ class LlamaForward:
         else:
             query = query.transpose(1, 2)
             out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-        return _linear(module.o_proj, out.reshape(n, num_tokens, -1))
+        return out.reshape(n, num_tokens, -1)
+
+
+class Joined:
+    """Linear layers with the same input as one product.
+
+    Args:
+        linears: the layers.
+        owns_weights: True lays their parameters side by side in memory, where they stay parameters of their layers, so
+            that one product reads them all; False only joins the outputs.
+    """
+
+    def __init__(self, linears: list[nn.Linear], owns_weights: bool) -> None:
+        self._linears = linears
+        self._weight = _side_by_side([linear.weight for linear in linears]) if owns_weights else None
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears))
+        self._bias = _side_by_side(biases) if owns_weights and biases else None
+
+    def __call__(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
+        """The outputs of all layers, one after the other."""
+        if self._weight is None:
+            return torch.cat([_linear(linear, x) for linear in self._linears], -1)
+        return F.linear(x, self._weight, self._bias)
+
+
+def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
+    whole = torch.cat([p.detach() for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+def _plus_linear(x: Tensor, module: Any, y: Tensor) -> Tensor:
+    """x + module(y), in place where nothing is to be cast."""
+    if torch.is_autocast_enabled(x.device.type) or module.bias is not None:
+        return x + _linear(module, y)
+    x.flatten(0, 1).addmm_(y.flatten(0, 1), module.weight.t())
+    return x
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:

@@ -58,10 +58,10 @@ def draw(
     """One token for each row, and its log-probability.
 
     Inverse of the cumulative distribution: one random number for each row, not one for each token of the vocabulary.
-    In double precision, because neither the sum over a large vocabulary nor a float32 random number (24 bits) would
-    give unlikely tokens their probability. A token of probability 0 adds nothing to the sum and is never found.
+    Summed in double precision, because neither a float32 sum over a large vocabulary nor a float32 random number (24
+    bits) would give unlikely tokens their probability. A token of probability 0 adds nothing to the sum and is never found.
     """
-    cdf = log_p.double().exp_().cumsum(-1)
+    cdf = log_p.exp().cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(log_p), 1, dtype=torch.float64, device=log_p.device, generator=generator)
     tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0]  # rounding keeps u * total < total
     if params.greedy:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 
+BLOCK = 16  # positions
+
+
 class SlotCache:
     """One row of keys and values per slot, left-aligned. Buffers grow with the longest row that was ever reserved.
 
@@ -55,12 +58,14 @@ class SlotCache:
         """The next forward is a prefill."""
         self._prefill = []
 
-    def end_prefill(self, source: Tensor, first_slot: int, max_len: int) -> None:
-        """Copies row `source[j]` of the prefill to slot `first_slot + j`, with room for `max_len` positions."""
+    def end_prefill(self, source: Tensor, slots: Tensor) -> None:
+        """Copies row `source[j]` of the prefill to slot `slots[j]`."""
         assert self._prefill is not None
         fresh, self._prefill = self._prefill, None
-        self._reserve(fresh, max_len)
-        slots = slice(first_slot, first_slot + len(source))
+        if not self._keys:
+            self._keys = [self._room(key) for key, _ in fresh]
+            self._values = [self._room(value) for _, value in fresh]
+            self._all_rows = torch.arange(self.num_slots, device=fresh[0][0].device)
         for layer, (key, value) in enumerate(fresh):
             self._keys[layer][slots, :, : key.shape[2]] = key[source]
             self._values[layer][slots, :, : value.shape[2]] = value[source]
@@ -70,22 +75,20 @@ class SlotCache:
         self._positions, self._view = positions, view
         self._rows = self._all_rows[: len(positions)]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` positions of one slot to another."""
-        for keys, values in zip(self._keys, self._values, strict=True):
-            keys[target, :, :length] = keys[source, :, :length]
-            values[target, :, :length] = values[source, :, :length]
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copies the first `length` positions of slots to other slots, all at once."""
+        for buffer in (*self._keys, *self._values):
+            buffer[targets, :, :length] = buffer[sources, :, :length]
 
-    def _reserve(self, fresh: list[tuple[Tensor, Tensor]], max_len: int) -> None:
+    def reserve(self, max_len: int) -> None:
+        """Makes room for at least `max_len` positions: whole blocks, so that a view of blocks always fits."""
         if max_len <= self.max_len:
             return
-        self._all_rows = torch.arange(self.num_slots, device=fresh[0][0].device)
-        for layer, pair in enumerate(fresh):
-            for buffers, like in zip((self._keys, self._values), pair, strict=True):
-                grown = like.new_zeros(self.num_slots, like.shape[1], max_len, like.shape[3])
-                if layer < len(buffers):
-                    grown[:, :, : self.max_len] = buffers[layer]
-                    buffers[layer] = grown
-                else:
-                    buffers.append(grown)
-        self.max_len = max_len
+        before, self.max_len = self.max_len, -(-max_len // BLOCK) * BLOCK
+        for buffers in (self._keys, self._values):
+            for layer, old in enumerate(buffers):
+                buffers[layer] = self._room(old)
+                buffers[layer][:, :, :before] = old
+
+    def _room(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self.num_slots, like.shape[1], self.max_len, like.shape[3])

@@ -1,7 +1,7 @@
-"""The rows that an embedded engine decodes together. Active rows are always the first n of S slots.
+"""The rows that an embedded engine decodes together.
 
-Everything per row is a tensor, so that the work of one token does not grow with Python; only rows that finish are
-looked at one by one.
+A row that finishes leaves a hole, which takes part in the arithmetic until the next prompt fills it: cheaper than
+closing the ranks for every completion. Where holes are many they are closed all at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,11 +18,10 @@ from lit_async_rl.engine import Completion
 from lit_async_rl.llama_forward import LlamaForward
 from lit_async_rl.network import CausalPolicy
 from lit_async_rl.request_queue import Pending
-from lit_async_rl.sampling import RowParams, draw, processed_logprobs
-from lit_async_rl.slot_cache import SlotCache
+from lit_async_rl.row_state import RowState
+from lit_async_rl.sampling import draw, processed_logprobs
+from lit_async_rl.slot_cache import BLOCK, SlotCache
 from lit_async_rl.types import FinishReason
-
-NO_TOKEN = -1
 
 
 class Slots:
@@ -32,36 +32,35 @@ class Slots:
         num_slots: S.
         eos_token_ids: end every completion.
         seed: of the random numbers.
+        owns_weights: nobody else holds the model's parameters, so they may be laid out anew.
     """
 
-    def __init__(self, lm: PreTrainedModel, num_slots: int, eos_token_ids: Sequence[int], seed: int) -> None:
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        num_slots: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        owns_weights: bool = False,
+    ) -> None:
         if lm.config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"the embedded engine needs the attention implementation sdpa or eager, whose masks it can give; the "
                 f"model has {lm.config._attn_implementation!r}"
             )
         self.lm = lm
+        self.num_tokens = 0  # sampled so far
         self._policy = CausalPolicy(lm)
-        self._llama = LlamaForward(lm) if LlamaForward.supports(lm) else None
+        self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
         self._eos_token_ids = tuple(eos_token_ids)
+        self._num_slots = num_slots
         self._cache = SlotCache(num_slots)
-        self._owners: list[tuple[int, int]] = []  # (request id, sample index) of each active row
         self.device = next(lm.parameters()).device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
-        rows: dict[str, Any] = {"device": self.device, "dtype": torch.long}
-        self._position = torch.zeros(num_slots, **rows)  # of the last token, which has no keys and values yet
-        self._last = torch.zeros(num_slots, **rows)
-        self._count = torch.zeros(num_slots, **rows)  # completion tokens so far
-        self._max_tokens = torch.zeros(num_slots, **rows)
-        self._stops = torch.full((num_slots, 1), NO_TOKEN, **rows)
-        self._tokens = torch.zeros(num_slots, 0, **rows)
-        self._versions = torch.zeros(num_slots, 0, **rows)
-        self._logprobs = torch.zeros(num_slots, 0, device=self.device)
-        self._temperature = torch.ones(num_slots, device=self.device)
-        self._top_p = torch.ones(num_slots, device=self.device)
-        self._top_k = torch.zeros(num_slots, **rows)
-        self._min_p = torch.zeros(num_slots, device=self.device)
-        self._truncates = self._greedy = False
+        self._rows = RowState(num_slots, self.device)
+        self._owners: list[tuple[int, int] | None] = []  # (request id, sample index) of each slot up to the last in use
+        self._num_active = 0
+        self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # whose keys and values each slot begins with
         self._longest = 0  # upper bound on the position of any active row, known without asking the device
 
     @property
@@ -73,13 +72,39 @@ class Slots:
     @property
     def num_active(self) -> int:
         """Rows being decoded."""
-        return len(self._owners)
+        return self._num_active
+
+    def forget_prompts(self) -> None:
+        """Reads prompts anew: the weights have changed, or what follows must not depend on what went before."""
+        self._prompts = [None] * self._num_slots
 
     # -- one token ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def admit(self, pending: Sequence[Pending], version: int) -> list[Completion]:
-        """Reads the prompts, samples the first token of each of their completions; returns what is finished already."""
+        """Begins completions and samples their first tokens; returns what is finished already.
+
+        A prompt is read once. Where a slot still has its keys and values they are copied, and the prompt's last token
+        is decoded together with those of all other rows.
+        """
+        num_rows = sum(item.num_samples for item in pending)
+        free = [row for row, owner in enumerate(self._owners) if owner is None]
+        free = (free + list(range(len(self._owners), self._num_slots)))[:num_rows]
+        self._owners += [None] * (max(free) + 1 - len(self._owners))
+        self._cache.reserve(max(len(item.request.prompt_ids) + item.request.sampling.max_tokens for item in pending))
+        slot_of = {prompt: slot for slot, prompt in enumerate(self._prompts) if prompt is not None}
+        known = [item for item in pending if item.request.prompt_ids in slot_of]
+        fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
+        if known:
+            sources = [slot_of[item.request.prompt_ids] for item in known for _ in range(item.num_samples)]
+            targets, free = self._index(free[: len(sources)]), free[len(sources) :]
+            longest = max(len(item.request.prompt_ids) for item in known)
+            self._cache.copy(self._index(sources), targets, longest)
+            self._open_rows(known, targets)
+        finished = self._read(fresh, self._index(free), version) if fresh else []
+        return finished + self.decode(version) if known else finished
+
+    def _read(self, pending: Sequence[Pending], rows: Int[Tensor, " n"], version: int) -> list[Completion]:
         prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))  # each once
         lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
         width = max(len(ids) for ids in prompts)
@@ -87,29 +112,26 @@ class Slots:
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
         self._cache.begin_prefill()
         hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], causal)
-        counts = torch.tensor([item.num_samples for item in pending], device=self.device)
-        owner = torch.tensor([prompts.index(item.request.prompt_ids) for item in pending], device=self.device)
-        source = owner.repeat_interleave(counts)
-        begin = self.num_active
-        needed = max(len(item.request.prompt_ids) + item.request.sampling.max_tokens for item in pending)
-        self._cache.end_prefill(source, begin, needed)
-        for item in pending:
-            self._open_rows(item)
-        rows = slice(begin, self.num_active)
-        self._position[rows] = lengths[source] - 1
-        self._longest = max(self._longest, width - 1)
+        number = {prompt: n for n, prompt in enumerate(prompts)}
+        source = self._index([number[item.request.prompt_ids] for item in pending for _ in range(item.num_samples)])
+        self._cache.end_prefill(source, rows)
+        self._open_rows(pending, rows)
         logits = self._policy.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
+        self.num_tokens += len(rows)
         return self._commit(logits[source], rows, version)
 
     @torch.no_grad()
     def decode(self, version: int) -> list[Completion]:
         """Samples one token for every active row."""
-        n = self.num_active
-        positions = self._position[:n]
-        view = min(self._cache.max_len, -(-(self._longest + 1) // 16) * 16)
+        if self._num_active < 3 / 4 * len(self._owners):
+            self._close_holes()
+        n = len(self._owners)
+        positions = self._rows.position[:n]
+        view = -(-(self._longest + 1) // BLOCK) * BLOCK
         self._cache.begin_decode(positions, view)
         mask = torch.arange(view, device=self.device)[None] <= positions[:, None]
-        hidden = self._forward(self._last[:n, None], positions[:, None], mask[:, None, None])
+        hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
+        self.num_tokens += self._num_active
         return self._commit(self._policy.logits(hidden[:, 0]), slice(0, n), version)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
@@ -127,100 +149,82 @@ class Slots:
         )
         return output.last_hidden_state
 
-    def _commit(self, logits: Tensor, rows: slice, version: int) -> list[Completion]:
+    def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
         """Draws a token for each of `rows`, notes it, and closes the rows that are finished."""
-        params = RowParams(
-            *(self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows]),
-            *(self._truncates, self._greedy),
-        )
-        log_p = processed_logprobs(logits, params)
-        tokens, logprobs = draw(log_p, params, self.generator)
-        column = self._count[rows, None]
-        self._tokens[rows].scatter_(1, column, tokens[:, None])
-        self._logprobs[rows].scatter_(1, column, logprobs[:, None])
-        self._versions[rows].scatter_(1, column, version)
-        self._count[rows] += 1
-        self._position[rows] += 1
+        params = self._rows.params(rows)
+        tokens, logprobs = draw(processed_logprobs(logits, params), params, self.generator)
+        done, stopped = self._rows.append(rows, tokens, logprobs, version)
         self._longest += 1
-        self._last[rows] = tokens
-        stopped = (tokens[:, None] == self._stops[rows]).any(1)
-        done = stopped | (self._count[rows] >= self._max_tokens[rows])
         if not done.any():
             return []
-        first = rows.start
-        closing = [(first + n, bool(stopped[n])) for n in done.nonzero()[:, 0].tolist()]
-        finished = [self._completion(row, "stop" if stop else "length") for row, stop in closing]
-        for row, _ in reversed(closing):
-            self._close_row(row)
+        closing = self._rows.all_rows[rows][done].tolist()
+        finished = [
+            self._completion(row, "stop" if stop else "length")
+            for row, stop in zip(closing, stopped[done].tolist(), strict=True)
+        ]
+        self._close_rows(closing)
         return finished
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _open_rows(self, item: Pending) -> None:
-        sampling, begin = item.request.sampling, self.num_active
-        samples = range(item.first_sample, item.first_sample + item.num_samples)
-        self._owners += [(item.request.id, sample) for sample in samples]
-        rows = slice(begin, self.num_active)
-        self._reserve_columns(sampling.max_tokens)
-        self._count[rows] = 0
-        self._max_tokens[rows] = sampling.max_tokens
-        self._temperature[rows], self._top_p[rows] = sampling.temperature, sampling.top_p
-        self._top_k[rows], self._min_p[rows] = sampling.top_k, sampling.min_p
-        self._truncates |= sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        self._greedy |= sampling.temperature == 0
-        stops = self._eos_token_ids + sampling.stop_token_ids
-        if len(stops) > self._stops.shape[1]:
-            self._stops = _widen(self._stops, len(stops), NO_TOKEN)
-        self._stops[rows] = NO_TOKEN
-        self._stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=self.device)
+    def _index(self, rows: Sequence[int]) -> Int[Tensor, " n"]:
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
 
-    def _reserve_columns(self, width: int) -> None:
-        if width > self._tokens.shape[1]:
-            self._tokens = _widen(self._tokens, width, 0)
-            self._versions = _widen(self._versions, width, 0)
-            self._logprobs = _widen(self._logprobs, width, 0)
+    def _open_rows(self, pending: Sequence[Pending], rows: Int[Tensor, " n"]) -> None:
+        begin, slots = 0, rows.tolist()
+        for item in pending:
+            prompt, part = item.request.prompt_ids, slice(begin, begin + item.num_samples)
+            begin += item.num_samples
+            self._rows.open(
+                rows[part], item.request.sampling, self._eos_token_ids + item.request.sampling.stop_token_ids, prompt
+            )
+            for sample, slot in enumerate(slots[part], start=item.first_sample):
+                self._owners[slot] = (item.request.id, sample)
+                self._prompts[slot] = prompt
+            self._longest = max(self._longest, len(prompt) - 1)
+        self._num_active += begin
 
     def partial_completions(self) -> list[Completion]:
         """What every active row has so far."""
-        return [self._completion(row, "abort") for row in range(self.num_active)]
+        return [self._completion(row, "abort") for row, owner in enumerate(self._owners) if owner is not None]
 
     def _completion(self, row: int, reason: FinishReason) -> Completion:
-        count = int(self._count[row])
-        request_id, sample = self._owners[row]
+        owner = self._owners[row]
+        assert owner is not None
+        tokens, logprobs, versions = self._rows.completion(row)
         return Completion(
-            request_id=request_id,
-            sample_index=sample,
-            token_ids=tuple(self._tokens[row, :count].tolist()),
-            logprobs=tuple(self._logprobs[row, :count].tolist()),
-            versions=tuple(self._versions[row, :count].tolist()),
+            request_id=owner[0],
+            sample_index=owner[1],
+            token_ids=tokens,
+            logprobs=logprobs,
+            versions=versions,
             finish_reason=reason,
         )
 
-    def _close_row(self, row: int) -> None:
-        """Moves the last active row into the hole."""
-        last = self.num_active - 1
-        if row != last:
-            self._cache.move(last, row, int(self._position[last]))
-            for per_row in (
-                *(self._position, self._last, self._count, self._max_tokens, self._stops),
-                *(self._tokens, self._versions, self._logprobs),
-                *(self._temperature, self._top_p, self._top_k, self._min_p),
-            ):
-                per_row[row] = per_row[last]
-            self._owners[row] = self._owners[last]
-        self._owners.pop()
-        self._longest = int(self._position[: self.num_active].max()) if self._owners else 0
-        self._truncates &= bool(self._owners)
-        self._greedy &= bool(self._owners)
+    def _close_rows(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._owners[row] = None
+        self._rows.alive[self._index(rows)] = 0
+        self._num_active -= len(rows)
+        while self._owners and self._owners[-1] is None:
+            self._owners.pop()
+        self._longest = self._rows.longest()
+        if not self._num_active:
+            self._rows.forget_settings()
+
+    def _close_holes(self) -> None:
+        """Moves the last rows into the holes."""
+        holes = [row for row in range(self._num_active) if self._owners[row] is None]
+        tails = [row for row in range(self._num_active, len(self._owners)) if self._owners[row] is not None]
+        sources, targets = self._index(tails), self._index(holes)
+        self._cache.copy(sources, targets, self._longest + 1)
+        self._rows.move(sources, targets)
+        for tail, hole in zip(tails, holes, strict=True):
+            self._owners[hole], self._prompts[hole] = self._owners[tail], self._prompts[tail]
+        del self._owners[self._num_active :]
 
     def drop(self, request_ids: set[int]) -> None:
         """Closes all rows of these requests."""
-        for row in reversed(range(self.num_active)):
-            if self._owners[row][0] in request_ids:
-                self._close_row(row)
-
-
-def _widen(values: Tensor, width: int, fill: int) -> Tensor:
-    wide = values.new_full((values.shape[0], width), fill)
-    wide[:, : values.shape[1]] = values
-    return wide
+        rows = [n for n, owner in enumerate(self._owners) if owner is not None and owner[0] in request_ids]
+        if rows:
+            self._close_rows(rows)
