@@ -12,12 +12,13 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, SamplingParams
@@ -39,6 +40,16 @@ def build(name: str, device: str, dtype: str) -> LlamaForCausalLM:
     lm = LlamaForCausalLM(LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0))
     lm.generation_config.eos_token_id = None
     return lm.to(device, getattr(torch, dtype)).eval()
+
+
+def own_engine(lm: LlamaForCausalLM, num_slots: int, args: argparse.Namespace) -> EmbeddedEngine:
+    """An engine as in training: with its own copy of the weights."""
+    engine = EmbeddedEngine(num_slots=num_slots, device=args.device, dtype=args.dtype, num_threads=args.num_threads)
+    with tempfile.TemporaryDirectory() as folder:
+        lm.save_pretrained(folder)
+        engine.setup(folder)
+    engine.load_weights(0, lm.named_parameters())
+    return engine
 
 
 def run_generate(lm: LlamaForCausalLM, requests: list[GenerationRequest], batch_size: int) -> None:
@@ -73,16 +84,17 @@ def workloads(args: argparse.Namespace) -> dict[str, list[GenerationRequest]]:
 
 
 def compare(runs: dict[str, Callable[[], None]], num_tokens: int, repeats: int) -> dict[str, float]:
-    """Median tokens per second of each, in alternating runs after one to warm up."""
+    """Median tokens per second of each, in alternating runs after one to warm up; per processor second on a CPU."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time  # others may use the processors too
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
-            began = time.perf_counter()
+            began = clock()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if repeat:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
 
 
@@ -102,13 +114,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("engine.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
+    logging.disable_progress_bar()
     slots = args.num_prompts * args.num_samples
     results = []
     print(f"{'model':>9} {'lengths':>8} {'generate tok/s':>15} {'engine tok/s':>13} {'ratio':>6}")
     for name in args.models:
         lm = build(name, args.device, args.dtype)
         for lengths, requests in workloads(args).items():
-            engine = EmbeddedEngine.from_module(lm, num_slots=slots)
+            engine = own_engine(lm, slots, args)
             runs: dict[str, Callable[[], None]] = {
                 "generate": lambda lm=lm, requests=requests: run_generate(lm, requests, slots),
                 "engine": lambda engine=engine, requests=requests: engine.run(requests),

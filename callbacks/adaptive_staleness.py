@@ -40,7 +40,7 @@ class AdaptiveStaleness(pl.Callback):
         extract: adapter for modules that set no signals, see `lit_async_rl.signals`.
 
     Raises:
-        ValueError: a setting is out of range, or the data module has no bound.
+        ValueError: a setting is out of range, or the data module has no bound or cannot change it.
     """
 
     def __init__(
@@ -94,7 +94,9 @@ class AdaptiveStaleness(pl.Callback):
         check_choice(trainer, pl_module, self.optimizer, "AdaptiveStaleness")
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError("AdaptiveStaleness: several optimizers, choose one: optimizer=<position or name>")
-        self._highest = bounded_data(trainer, "AdaptiveStaleness").max_staleness
+        data = bounded_data(trainer, "AdaptiveStaleness")
+        self._highest = data.max_staleness
+        data.set_max_staleness(self._highest)  # one that cannot change its bound says so now, not after hours
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
         """Collects, once for each micro-batch."""

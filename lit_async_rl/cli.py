@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
+from lit_async_rl import callbacks
 from lit_async_rl.callbacks import (
     BottleneckVerdict,
     GradientMonitor,
@@ -43,6 +44,9 @@ from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.errors import EngineError, EnvironmentFailure, ProducerError, RewardError, StalledError
 from lit_async_rl.module import PolicyModule
 from lit_async_rl.weights import stream_weights
+
+for _name in callbacks.__all__:
+    getattr(callbacks, _name)  # a configuration may name any of them without its module: they must be there to be found
 
 USER_ERRORS = (
     *(ValueError, FileNotFoundError, ModuleNotFoundError),
@@ -102,8 +106,8 @@ class AsyncRLCLI(LightningCLI):
         """Adds the CSV log beside other loggers; what is switched off takes our own callback for it away, too."""
         switches = {"enable_progress_bar": Progress, "enable_checkpointing": SaveOnSigterm}
         unwanted = tuple(kind for name, kind in switches.items() if self.config_init["trainer"][name] is False)
-        callbacks = self.trainer_defaults["callbacks"]
-        self.trainer_defaults["callbacks"] = [c for c in callbacks if not isinstance(c, unwanted)]
+        defaults = self.trainer_defaults["callbacks"]
+        self.trainer_defaults["callbacks"] = [c for c in defaults if not isinstance(c, unwanted)]
         trainer = super().instantiate_trainer(**kwargs)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()

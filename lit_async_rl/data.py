@@ -207,6 +207,8 @@ class RolloutDataModule(pl.LightningDataModule):
             raise ValueError("data.schedule=fixed_lag has no bound to change: its lag is data.max_staleness")
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
+        if max_staleness == self.max_staleness:
+            return
         if not self._ranks.leads:
             self.admission.max_staleness = max_staleness
             return

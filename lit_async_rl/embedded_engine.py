@@ -75,7 +75,7 @@ class EmbeddedEngine(RolloutEngine):
         self._queue = RequestQueue(num_slots)
         self._version = 0
         self._busy_s = 0.0
-        self._num_tokens = 0  # of models that are gone
+        self._num_tokens = 0
         self._lock = PriorityLock()
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
@@ -91,8 +91,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def setup(self, model: str) -> None:
         """Loads the architecture; the weights come by `load_weights`."""
-        lm = load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False)
-        self._adopt(lm, owns_weights=True)
+        self._adopt(load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False), owns_weights=True)
 
     def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
         limit = context_length(lm)
@@ -115,7 +114,7 @@ class EmbeddedEngine(RolloutEngine):
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far."""
-        return self._num_tokens + (self._slots.num_tokens if self._slots is not None else 0)
+        return self._num_tokens
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests, all at once.
@@ -189,6 +188,7 @@ class EmbeddedEngine(RolloutEngine):
         else:
             self._work.clear()
             return []
+        self._num_tokens = slots.num_tokens
         self._busy_s += time.monotonic() - began
         return finished
 
@@ -252,6 +252,5 @@ class EmbeddedEngine(RolloutEngine):
         self._work.set()
         self._update_room.close()
         with self._lock.urgent():
-            self._num_tokens = self.num_tokens
             self._slots = None
             self._queue = RequestQueue(self.num_slots)

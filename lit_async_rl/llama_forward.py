@@ -130,7 +130,7 @@ def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def _plus_linear(x: Tensor, module: Any, y: Tensor) -> Tensor:
-    """x + module(y), in place where nothing is to be cast."""
+    """Adds module(y) to x, in place where nothing is to be cast."""
     if torch.is_autocast_enabled(x.device.type) or module.bias is not None:
         return x + _linear(module, y)
     x.flatten(0, 1).addmm_(y.flatten(0, 1), module.weight.t())

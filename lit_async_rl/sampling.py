@@ -59,7 +59,8 @@ def draw(
 
     Inverse of the cumulative distribution: one random number for each row, not one for each token of the vocabulary.
     Summed in double precision, because neither a float32 sum over a large vocabulary nor a float32 random number (24
-    bits) would give unlikely tokens their probability. A token of probability 0 adds nothing to the sum and is never found.
+    bits) would give unlikely tokens their probability. A token of probability 0 adds nothing to the sum and is never
+    found.
     """
     cdf = log_p.exp().cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(log_p), 1, dtype=torch.float64, device=log_p.device, generator=generator)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 BLOCK = 16  # positions
 
 

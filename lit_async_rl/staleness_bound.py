@@ -19,7 +19,7 @@ class BoundedData(Protocol):
         """The bound for what is sampled from now on."""
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes it. Called alike on all ranks."""
+        """Changes it; before training, with the present bound: nothing, or a refusal. Called alike on all ranks."""
 
 
 def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:

@@ -1,7 +1,9 @@
 """AdaptiveStaleness: keeps the effective sample size near its target, never leaves its range, never hurries."""
 
+import flow
 import pytest
 import torch
+from flow import barrier_engine, make_data, make_module
 from foreign_modules import Regression, fit
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +85,12 @@ def test_a_resumed_run_gets_its_bound_back():
 def test_a_data_module_without_a_bound_is_refused_by_name():
     with pytest.raises(ValueError, match="AdaptiveStaleness needs a data module"):
         fit(Regression(), AdaptiveStaleness())
+
+
+def test_a_fixed_lag_is_refused_at_the_start():
+    data = make_data(max_staleness=1, schedule="fixed_lag", engine=barrier_engine())
+    with pytest.raises(ValueError, match="schedule=fixed_lag has no bound to change"):
+        flow.fit(make_module(), data, 1, [AdaptiveStaleness(target_ess_ratio=0.0)])
 
 
 @pytest.mark.parametrize("setting", [{"target_ess_ratio": 2.0}, {"smoothing": -1.0}, {"max_kl": 0.0}])

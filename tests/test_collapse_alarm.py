@@ -78,7 +78,8 @@ class Bounded(pl.LightningDataModule):
         self.history = []
 
     def set_max_staleness(self, max_staleness):
-        self.history.append(max_staleness)
+        if max_staleness != self.max_staleness:
+            self.history.append(max_staleness)
         self.max_staleness = max_staleness
 
     def train_dataloader(self):

@@ -217,6 +217,29 @@ def test_a_prompt_is_read_once_for_all_its_samples():
     assert all(width == 1 for _, width in rows[1:])
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_prompt_that_a_slot_still_holds_is_read_again_only_after_an_update(family, tmp_path):
+    lms = [{"gpt2": tiny_gpt2, "llama": tiny_llama}[family](seed=seed) for seed in range(2)]
+    engine = own_engine(lms[0], tmp_path, num_slots=8)
+    widths = []
+    forward = engine._slots._forward
+    engine._slots._forward = lambda ids, *args: widths.append(ids.shape[1]) or forward(ids, *args)
+    first, second = requests_of([10, 6], num_samples=2, max_tokens=9), requests_of([10, 6], num_samples=3, first_id=2)
+
+    def sample(requests, lm):
+        engine.submit(requests)
+        found = collect(engine, sum(r.num_samples for r in requests))
+        results = [sorted((c for c in found if c.request_id == r.id), key=lambda c: c.sample_index) for r in requests]
+        assert_exact(lm, requests, results)
+
+    sample(first, lms[0])
+    sample(second, lms[0])
+    assert [width for width in widths if width > 1] == [10]
+    engine.load_weights(1, lms[1].named_parameters())
+    sample(first, lms[1])
+    assert [width for width in widths if width > 1] == [10, 10]
+
+
 def test_free_slots_are_filled_before_the_longest_completion_is_done():
     lm = tiny_llama()
     lm.generation_config.eos_token_id = None

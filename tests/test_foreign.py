@@ -1,6 +1,8 @@
 """Stabilizers in code that was not written for them: examples, every way to hand over signals, manual, Fabric."""
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -213,3 +215,13 @@ def test_a_rate_set_outside_a_step_acts_in_the_next_one_only():
         param.grad = torch.ones(1)
         optimizer.step()
         assert param.item() == expected
+
+
+def test_taking_one_stabilizer_loads_no_engine_and_no_model():
+    script = """
+import sys
+from lit_async_rl.callbacks import GradientAlignmentControl
+ours = {name for name in sys.modules if name.startswith("lit_async_rl")}
+assert not ours & {"lit_async_rl.engine", "lit_async_rl.data", "lit_async_rl.hf_models", "lit_async_rl.module"}, ours
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
