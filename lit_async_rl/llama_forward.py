@@ -7,6 +7,7 @@ date. n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class Joined:
         return F.linear(x, self._weight, self._bias)
 
 
-def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
+def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     whole = torch.cat([p.detach() for p in parameters])
     for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
