@@ -98,10 +98,11 @@ def _regime(table: pd.DataFrame, runs: pd.DataFrame, summary: pd.DataFrame, regi
     pictures = {
         "accuracy": figures.accuracy_by_lag(own, shown),
         "signals": figures.signals_by_lag(own, naive),
-        "lags": figures.final_against_lag(plain),
         "ranking": figures.ranking(rows, lag),
         "cost": figures.equal_cost(own, shown, lag),
     }
+    if (several > 1).any():
+        pictures["lags"] = figures.final_against_lag(plain)
     pictures |= {f"signals_{m}": figures.signals_by_lag(own, m) for m in best[:1] if several[m] > 1}
     for name, figure in pictures.items():
         figures.save(figure, str(out / PICTURES / f"{regime}_{name}.png"))
