@@ -33,11 +33,12 @@ class RolloutTape(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Opens the tape, on rank 0."""
         self._step = trainer.global_step
+        log_dir = trainer.log_dir  # a collective: asked for on all ranks
         if not trainer.is_global_zero:
             return
-        if self.folder is None and trainer.log_dir is None:
+        if self.folder is None and log_dir is None:
             raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
-        self._writer = TapeWriter(self.folder or Path(str(trainer.log_dir)) / "tape", trainer.global_step)
+        self._writer = TapeWriter(self.folder or Path(str(log_dir)) / "tape", trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

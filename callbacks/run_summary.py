@@ -70,5 +70,6 @@ class RunSummary(pl.Callback):
 
     def print(self, trainer: pl.Trainer) -> None:
         """Writes the table, on rank 0."""
+        table = self.table(trainer)  # a collective: monitors add up over ranks
         if trainer.is_global_zero:
-            Console(width=100).print(self.table(trainer))
+            Console(width=100).print(table)
