@@ -196,16 +196,17 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Everything stored, in the order it came, as plain containers; and the state of the draws."""
         entries = [dataclasses.asdict(self._stored(*entry)) for entry in self._order]
-        return {"stored": entries, "counts": dict(self._counts), "random": self._random.getstate()}
+        prompts = list(self._prompts)  # draws depend on their order
+        return {"stored": entries, "prompts": prompts, "counts": dict(self._counts), "random": self._random.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts it back."""
-        self._prompts, self._order = {}, {}
+        self._prompts, self._order = {key: {} for key in state["prompts"]}, {}
         for entry in state["stored"]:
             fields = {**entry, "prompt": Prompt(**entry["prompt"]), "rollout": Rollout(**entry["rollout"])}
             stored = _Stored(**fields)
             key, ids = (stored.prompt_ids, stored.prompt.answer), stored.rollout.completion_ids
-            self._prompts.setdefault(key, {})[ids] = stored
+            self._prompts[key][ids] = stored
             self._order[key, ids] = None
         self._counts = dict(state["counts"])
         self._random.setstate(state["random"])
