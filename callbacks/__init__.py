@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
     from lit_async_rl.callbacks.progress import Progress
     from lit_async_rl.callbacks.reference_reset import ReferenceReset
+    from lit_async_rl.callbacks.replay_monitor import ReplayMonitor
     from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
     from lit_async_rl.callbacks.rollout_tape import RolloutTape
     from lit_async_rl.callbacks.run_summary import RunSummary
@@ -42,6 +43,7 @@ __all__ = [
     "ImportanceMonitor",
     "Progress",
     "ReferenceReset",
+    "ReplayMonitor",
     "RolloutMonitor",
     "RolloutTape",
     "RunSummary",

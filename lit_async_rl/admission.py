@@ -13,6 +13,7 @@ is feasible whenever first-in-first-out is). `fixed_lag` keeps the order, which 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -34,13 +35,22 @@ class Admission:
         groups_per_round: P, groups trained on between two publications.
         max_staleness: S, in versions; 0 is synchronous.
         in_order: take groups strictly in the order of admission (`fixed_lag`) instead of any that is safe to take.
+        async_ratio: alpha, of ROLL Flash (arXiv:2510.11345): no more than (1 + alpha) P groups are sampled or waiting
+            at a time, alpha any number up to S. A token is then at most ceil(alpha) versions old. None is S.
     """
 
-    def __init__(self, groups_per_round: int, max_staleness: int, in_order: bool = False) -> None:
+    def __init__(
+        self, groups_per_round: int, max_staleness: int, in_order: bool = False, async_ratio: float | None = None
+    ) -> None:
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0 versions (0 is synchronous), got {max_staleness}")
         if groups_per_round < 1:
             raise ValueError(f"groups_per_step must be >= 1, got {groups_per_round}")
+        if async_ratio is not None and not 0 <= async_ratio <= max_staleness:
+            raise ValueError(f"async_ratio must be between 0 and max_staleness={max_staleness}, got {async_ratio}")
+        if async_ratio is not None and in_order:
+            raise ValueError(f"async_ratio={async_ratio} with schedule=fixed_lag: its lag is max_staleness, exactly")
+        self.async_ratio = async_ratio
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness
         self.largest_bound = max_staleness  # so far: groups keep the bound they were admitted under
@@ -54,7 +64,14 @@ class Admission:
     @property
     def num_admissible(self) -> int:
         """Groups that may start to be sampled now."""
-        return max(0, (self.max_staleness + 1) * self.groups_per_round - self.num_taken - len(self._deadlines))
+        ahead = self.groups_per_round * self._reach
+        slots = self.groups_per_round + math.floor(ahead + 1e-9)  # 0.29 * 100 is 28.999...
+        return max(0, slots - self.num_taken - len(self._deadlines))
+
+    @property
+    def _reach(self) -> int | float:
+        """Versions by which sampling may run ahead: S, or alpha if that is less."""
+        return self.max_staleness if self.async_ratio is None else min(self.async_ratio, self.max_staleness)
 
     @property
     def num_left_in_round(self) -> int:
@@ -67,7 +84,7 @@ class Admission:
         index = self.next_index
         self.next_index += 1
         self.largest_bound = max(self.largest_bound, self.max_staleness)
-        self._hold(index, self.round + self.max_staleness)
+        self._hold(index, self.round + math.ceil(self._reach))
         return index
 
     def _hold(self, index: int, deadline: int) -> None:

@@ -25,6 +25,7 @@ from lit_async_rl.producer import Producer
 from lit_async_rl.producer_state import restore_producer, save_producer
 from lit_async_rl.prompts import PromptSource, PromptStream
 from lit_async_rl.replay import NoEngine, Replay
+from lit_async_rl.replay_buffer import ReplayBuffer
 from lit_async_rl.scatter import OneProcess, StepScatter, connect
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
@@ -73,6 +74,8 @@ class RolloutDataModule(pl.LightningDataModule):
             left out, with a line in the log, and another takes its place; null ends the run at the first time.
         rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
         rank_timeout_s: a training process that is not heard from for so long counts as dead, and ends the run.
+        async_ratio: sample at most this fraction (or multiple) of a round ahead; None is `max_staleness`.
+        replay: train on earlier groups again; `max_staleness` then bounds the new ones, `replay.max_staleness` those.
 
     Raises:
         ValueError: a setting is out of range, or the engine cannot keep a fixed lag.
@@ -107,6 +110,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_tries: int | None = None,
         rollout_timeout_s: float = 600.0,
         rank_timeout_s: float = 60.0,
+        async_ratio: float | None = None,
+        replay: ReplayBuffer | None = None,
     ) -> None:
         super().__init__()
         if (schedule == "replay") != (tape is not None):
@@ -132,7 +137,12 @@ class RolloutDataModule(pl.LightningDataModule):
         for name in POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"data.{name} must be positive, got {getattr(self, name)}")
-        self.admission = Admission(groups_per_step * weight_sync_steps, max_staleness, in_order=schedule == "fixed_lag")
+        if replay is not None and tape is not None:
+            raise ValueError(f"data.replay with data.tape={tape}: a tape holds whole steps. Leave one of them out.")
+        self.replay = replay
+        self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
+        in_order = schedule == "fixed_lag"
+        self.admission = Admission(self.fresh_per_step * weight_sync_steps, max_staleness, in_order, async_ratio)
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
         self.last_step_groups: Sequence[RolloutGroup] = ()
@@ -247,12 +257,14 @@ class RolloutDataModule(pl.LightningDataModule):
         self._producer.begin_step()
         self._step_began = self.trainer.global_step
         groups = []
-        for _ in range(self.groups_per_step):
+        for _ in range(self.fresh_per_step):
             group = self._producer.take(should_stop=lambda: self._ranks.is_asked_to_stop(self.trainer))
             if group is None:
                 return None
             groups.append(group)
         check_bound(groups, self._producer.version, self.admission.largest_bound)
+        if self.replay is not None:
+            groups = self.replay.mix(groups, self.groups_per_step, self._producer.version)
         self.last_step_groups = groups
         return collate_step(
             groups,
@@ -270,11 +282,14 @@ class RolloutDataModule(pl.LightningDataModule):
             return self._saved or {}
         if isinstance(self._producer, Replay):
             return {}
-        return save_producer(self._producer, step_is_done=self.trainer.global_step > self._step_began)
+        state = save_producer(self._producer, step_is_done=self.trainer.global_step > self._step_began)
+        return state if self.replay is None else state | {"replay": self.replay.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until the engine has weights."""
         self._saved = state_dict
+        if self.replay is not None and "replay" in state_dict:
+            self.replay.load_state_dict(state_dict["replay"])
 
     def stop(self) -> None:
         """Ends the background thread and frees the engine. Safe to call twice."""

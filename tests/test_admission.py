@@ -1,5 +1,7 @@
 """The bound as counting: random arrivals, random order of finishing, bounds that change."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,36 @@ def test_no_group_is_trained_on_beyond_the_bound_and_none_is_lost(groups, bound,
     assert len({index for index, _, _ in trained}) == len(trained) == 12 * groups
     if in_order:
         assert [index for index, _, _ in trained] == list(range(12 * groups))
+
+
+@given(st.integers(1, 8), st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.75]), st.data())
+def test_a_fractional_ratio_bounds_what_is_under_way_and_its_age(groups, ratio, data):
+    admission = Admission(groups, 3, async_ratio=ratio)
+    under_way = []
+
+    def pick(n):
+        under_way.append(
+            admission.next_index - admission.round * groups
+        )  # admitted, and not trained on in a round past
+        return data.draw(st.integers(0, n - 1))
+
+    trained = run(admission, 10, pick)
+    assert all(0 <= now - admitted <= math.ceil(ratio) for _, admitted, now in trained)
+    assert len({index for index, _, _ in trained}) == 10 * groups
+    assert max(under_way) == math.floor((1 + ratio) * groups)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 1, False, 1.5), "between 0 and max_staleness=1"),
+        ((2, 1, True, 0.5), "fixed_lag"),
+        ((2, 1, False, -0.1), "0"),
+    ],
+)
+def test_a_ratio_that_cannot_be_kept_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Admission(*arguments)
 
 
 @given(st.integers(1, 4), st.data())
