@@ -46,6 +46,11 @@ def newest_checkpoint(folder: Path) -> str | None:
     return str(found[-1]) if found else None
 
 
+def num_steps(folder: Path) -> int:
+    """Steps on the tape, with those that were undone: grows with every step."""
+    return len([path for path in folder.glob("tape/*") if path.suffix in (".arrow", ".undone")])
+
+
 def train(folder: Path, steps: int) -> None:
     """The run that is disturbed; goes on where it was."""
     torch.set_num_threads(1)
@@ -86,15 +91,19 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def disturb(process: subprocess.Popen[bytes], chance: random.Random, counts: dict[str, int], deadline: float) -> None:
-    """One fault at a random moment, unless the run ends before or time is up."""
-    try:
-        process.wait(min(chance.uniform(1.0, 12.0), max(0.1, deadline - time.monotonic())))
+def disturb(
+    folder: Path, process: subprocess.Popen[bytes], chance: random.Random, counts: dict[str, int], deadline: float
+) -> None:
+    """One fault at a random moment, after a step or (one in ten) anywhere, unless the run ends or time is up before."""
+    before, began = num_steps(folder), time.monotonic()
+    wait_for = before if chance.random() < 0.1 else before + 1
+    while num_steps(folder) < wait_for and process.poll() is None:
+        assert time.monotonic() - began < STALL_S, f"no step in {STALL_S:g} s: {folder}/log"
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0.0, 2.0))
+    if process.poll() is not None or time.monotonic() > deadline:
         return
-    except subprocess.TimeoutExpired:
-        fault = chance.choice(["kill -9", "kill -9", "kill -9", "SIGTERM", "SIGSTOP"])
-    if time.monotonic() > deadline:
-        return
+    fault = chance.choice(["kill -9", "kill -9", "kill -9", "SIGTERM", "SIGSTOP"])
     counts[fault] = counts.get(fault, 0) + 1
     if fault == "SIGSTOP":
         process.send_signal(signal.SIGSTOP)
@@ -125,7 +134,7 @@ def complete(folder: Path, steps: int, chance: random.Random | None, counts: dic
         try:
             while process.poll() is None:
                 if chance is not None and time.monotonic() < deadline:
-                    disturb(process, chance, counts, deadline)
+                    disturb(folder, process, chance, counts, deadline)
                 else:
                     process.wait(STALL_S)
         finally:
