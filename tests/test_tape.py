@@ -1,9 +1,8 @@
 """The tape: a replay is the run again, other choices see the same data, damage is noticed, nothing is lost."""
 
 import logging
-import os
 import resource
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -101,15 +100,13 @@ def test_a_full_disk_loses_no_step(recorded, tmp_path, caplog):
     assert list(Tape(tmp_path).steps()) == steps[:2]
 
 
-@pytest.mark.slow
-def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path):
+def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path, capsys, monkeypatch):
     folder, *_ = recorded
 
     def run(*arguments):
-        command = [sys.executable, str(ROOT / "scripts/tape.py"), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        monkeypatch.setattr(sys, "argv", ["tape.py", *map(str, arguments)])
+        runpy.run_path(str(ROOT / "scripts/tape.py"), run_name="__main__")
+        return capsys.readouterr().out
 
     assert "20 steps, 40 groups, 160 rollouts" in run("list", folder)
     assert "0 steps" not in run("filter", folder, "--out", tmp_path / "part", "--first_step", 5, "--last_step", 9)
