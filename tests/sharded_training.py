@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lit_async_rl.callbacks import GradientClipping
+from lit_async_rl.losses import Reinforce
 from lit_async_rl.sharding import wrap_transformer_blocks
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,7 +70,7 @@ def run(strategy: str, staleness: int, accumulate: int, steps: int = STEPS, ckpt
     data = make_data(
         schedule="fixed_lag", max_staleness=staleness, micro_batches_per_step=accumulate, engine=barrier_engine()
     )
-    module = make_module(**extra)
+    module = make_module(**(dict(loss=Reinforce(), learning_rate=1e-4) | extra))
     begin = ckpt if ckpt and Path(ckpt).exists() else None
     trainer = fit(module, data, steps, [record, clip], begin, strategy=make_strategy(strategy), devices=WORLD)
     if ckpt and begin is None:
