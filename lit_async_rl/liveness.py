@@ -98,13 +98,17 @@ class RankWatch:
         Raises:
             RankError: always.
         """
-        noticed = time.monotonic()
-        while not self.failure and time.monotonic() < noticed + GRACE_S:
-            time.sleep(0.1)
+        self._await_reason()
         if not self.failure:
             self.fail(RankError("the connection to another rank broke: it was killed, or its machine lost"))
         self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
         raise RankError(self.failure) from error
+
+    def _await_reason(self) -> None:
+        """Gives the watch thread a moment to learn what happened to another rank."""
+        noticed = time.monotonic()
+        while not self.failure and time.monotonic() < noticed + GRACE_S:
+            time.sleep(0.1)
 
     def tick(self) -> None:
         """Says that the main thread is waiting for something that has its own timeout."""
@@ -120,7 +124,14 @@ class RankWatch:
         self.is_stop_requested = True
 
     def fail(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed. The first failure is the one that is told."""
+        """Tells all ranks that this one has failed. The first failure is the one that is told.
+
+        A connection that breaks in somebody else's collective is no failure of this rank's: says whose it is.
+        """
+        if isinstance(error, RuntimeError) and "Connection closed by peer" in str(error) and not self._closed.is_set():
+            self._await_reason()
+            if self.failure:
+                print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
         if self._closed.is_set() or self.failure:
             return
         self.failure = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
