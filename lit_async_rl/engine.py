@@ -159,6 +159,17 @@ class RolloutEngine(ABC):
         """Tokens generated so far."""
 
 
+def check_positive(**settings: int | float | None) -> None:
+    """Refuses numbers that make no sense.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+    for name, value in settings.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"data.engine.{name} must be positive, got {value}")
+
+
 def run_requests(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
     """All completions of each request, by sample index; blocks until done. For use without a producer."""
     found: dict[int, list[Completion]] = {request.id: [] for request in requests}

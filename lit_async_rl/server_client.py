@@ -7,7 +7,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import aiohttp
+try:
+    import aiohttp
+except ModuleNotFoundError as error:
+    reason = "vLLM servers are spoken to with aiohttp: pip install 'lit-async-rl[servers]'"
+    raise ModuleNotFoundError(reason, name="aiohttp") from error
 
 from lit_async_rl.engine import Completion, GenerationRequest
 from lit_async_rl.vllm_requests import sampling_arguments

@@ -19,14 +19,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, check_positive
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.hf_models import load_config, stored_eos_token_ids
 from lit_async_rl.request_book import RequestBook
 from lit_async_rl.request_queue import check_request
 from lit_async_rl.vllm_process import VLLMProcess
 from lit_async_rl.vllm_requests import RequestRunner
-from lit_async_rl.vllm_startup import FIXED_ARGUMENTS, check_positive, start_vllm
+from lit_async_rl.vllm_startup import FIXED_ARGUMENTS, start_vllm
 from lit_async_rl.weight_transfer import SharedMemoryTransfer, WeightTransfer
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, check_positive
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.hf_models import load_config, stored_eos_token_ids
 from lit_async_rl.loop_thread import LoopThread
@@ -74,7 +74,7 @@ class VLLMServerEngine(RolloutEngine):
         startup_timeout_s: float = 600.0,
         recovery_timeout_s: float = 300.0,
     ) -> None:
-        positive = dict(
+        check_positive(
             probe_interval_s=probe_interval_s,
             health_timeout_s=health_timeout_s,
             request_timeout_s=request_timeout_s,
@@ -82,9 +82,6 @@ class VLLMServerEngine(RolloutEngine):
             startup_timeout_s=startup_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
         )
-        for name, value in positive.items():
-            if value <= 0:
-                raise ValueError(f"data.engine.{name} must be positive, got {value}")
         self.urls = [_url(server) for server in servers]
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ValueError(f"data.engine.servers must name at least one server, and each once, got {servers}")

@@ -70,17 +70,6 @@ def start_vllm(
     return process
 
 
-def check_positive(**settings: int | float | None) -> None:
-    """Refuses numbers that make no sense.
-
-    Raises:
-        ValueError: one is not positive.
-    """
-    for name, value in settings.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"data.engine.{name} must be positive, got {value}")
-
-
 def check_vllm() -> None:
     """Refuses a missing or too old vLLM.
 
