@@ -45,12 +45,12 @@ class AnnealBeta(pl.Callback):
         assert isinstance(pl_module, PolicyModule)
         done = min(1.0, trainer.global_step / self.steps)
         beta = self._first + done * (self.final - self._first)
-        pl_module.loss = dataclasses.replace(_loss(pl_module), beta=beta)
+        pl_module.objective.loss = dataclasses.replace(_loss(pl_module), beta=beta)
         pl_module.log("loss/beta", beta)
 
 
 def _loss(pl_module: pl.LightningModule) -> TrajectoryBalance | OAPL:
     assert isinstance(pl_module, PolicyModule)
-    if not isinstance(pl_module.loss, TrajectoryBalance | OAPL):
-        raise ValueError(f"AnnealBeta: model.loss={type(pl_module.loss).__name__} has no beta to change")
-    return pl_module.loss
+    if not isinstance(pl_module.objective.loss, TrajectoryBalance | OAPL):
+        raise ValueError(f"AnnealBeta: model.loss={type(pl_module.objective.loss).__name__} has no beta to change")
+    return pl_module.objective.loss

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lit_async_rl.admission import Admission, check_bound
+from lit_async_rl.admission import Admission
 from lit_async_rl.advantages import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.aggregation import Aggregation, TokenMean
 from lit_async_rl.batching import collate_step
@@ -22,10 +22,10 @@ from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
 from lit_async_rl.feeds import PromptFeed, StepFeed
 from lit_async_rl.producer import Producer
-from lit_async_rl.producer_state import restore_producer, save_producer
 from lit_async_rl.prompts import PromptSource, PromptStream
 from lit_async_rl.replay import NoEngine, Replay
 from lit_async_rl.replay_buffer import ReplayBuffer
+from lit_async_rl.rollout_source import RolloutSource
 from lit_async_rl.scatter import OneProcess, StepScatter, connect
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
@@ -143,25 +143,20 @@ class RolloutDataModule(pl.LightningDataModule):
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         in_order = schedule == "fixed_lag"
         self.admission = Admission(self.fresh_per_step * weight_sync_steps, max_staleness, in_order, async_ratio)
+        made = self.engine, model, self.admission, self._make_producer
+        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay)
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
         self.last_step_groups: Sequence[RolloutGroup] = ()
-        self._producer: Producer | Replay | None = None
-        self._saved: dict[str, Any] | None = None  # by the run that this one resumes
-        self._step_began = -1  # global_step when its groups were handed out
         self._ranks: StepScatter | OneProcess = OneProcess()
-        self._is_engine_set_up = False
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
     def publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives the engine new weights; sets it up first, when they are the first ones. All ranks read the weights."""
         try:
-            if self._ranks.leads and not self._is_engine_set_up:
-                self.engine.setup(self.model)
-                self._is_engine_set_up = True
             if self._ranks.leads:
-                self.engine.load_weights(version, weights)
+                self._source.publish(version, weights)
         finally:
             deque(weights, maxlen=0)  # to the end even in an error: gathering them is a collective
 
@@ -171,33 +166,15 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def start(self, version: int) -> None:
         """Starts the background thread; the engine has the weights of `version`."""
+        assert self.trainer is not None
         self._ranks.take_over_sigterm()
-        if not self._ranks.leads:
-            return
-        if self.tape is not None:
-            assert self.trainer is not None
-            self._producer = Replay(self.tape, self.trainer.global_step, self.admission)
-            self._producer.start(version)
-            return
-        self._producer = Producer(
-            engine=self.engine,
-            stream=self.stream,
-            codec=self.codec,
-            scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s, self.reward_tries),
-            admission=self.admission,
-            group_size=self.group_size,
-            sampling=self.sampling,
-            timeout_s=self.rollout_timeout_s,
-        )
-        if self._saved:
-            restore_producer(self._producer, self._saved)
-        self._producer.start(version)
+        if self._ranks.leads:
+            self._source.start(version, self.trainer.global_step)
 
     def advance(self, version: int) -> None:
         """Gives back the slots of the groups trained on."""
         if self._ranks.leads:
-            assert self._producer is not None
-            self._producer.advance(version)
+            self._source.advance(version)
 
     # -- what monitors and stabilizers use ----------------------------------------------------------------------------
 
@@ -219,15 +196,14 @@ class RolloutDataModule(pl.LightningDataModule):
             raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
         if max_staleness == self.max_staleness:
             return
-        if not self._ranks.leads:
+        if self._ranks.leads:
+            self._source.set_max_staleness(max_staleness)
+        else:
             self.admission.max_staleness = max_staleness
-            return
-        assert self._producer is not None
-        self._producer.set_max_staleness(max_staleness)
 
     def stats(self) -> ProducerStats | None:
         """Totals of the background side; None before it started."""
-        return self._producer.stats() if self._producer else None
+        return self._source.stats()
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
@@ -252,19 +228,11 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._ranks.exchange(self._collate_step)
 
     def _collate_step(self) -> list[RolloutBatch] | None:
-        assert self._producer is not None, "add the WeightSync callback: it starts the producer"
-        assert self.trainer is not None
-        self._producer.begin_step()
-        self._step_began = self.trainer.global_step
-        groups = []
-        for _ in range(self.fresh_per_step):
-            group = self._producer.take(should_stop=lambda: self._ranks.is_asked_to_stop(self.trainer))
-            if group is None:
-                return None
-            groups.append(group)
-        check_bound(groups, self._producer.version, self.admission.largest_bound)
-        if self.replay is not None:
-            groups = self.replay.mix(groups, self.groups_per_step, self._producer.version)
+        trainer = self.trainer
+        assert trainer is not None
+        groups = self._source.take_step(trainer.global_step, should_stop=lambda: self._ranks.is_asked_to_stop(trainer))
+        if groups is None:
+            return None
         self.last_step_groups = groups
         return collate_step(
             groups,
@@ -276,27 +244,31 @@ class RolloutDataModule(pl.LightningDataModule):
             keep_groups_whole=self.keep_groups_whole,
         )
 
+    def _make_producer(self, step: int) -> Producer | Replay:
+        if self.tape is not None:
+            return Replay(self.tape, step, self.admission)
+        return Producer(
+            engine=self.engine,
+            stream=self.stream,
+            codec=self.codec,
+            scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s, self.reward_tries),
+            admission=self.admission,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            timeout_s=self.rollout_timeout_s,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """All that was admitted and not trained on, see `lit_async_rl.producer_state`."""
-        if self._producer is None or self.trainer is None:
-            return self._saved or {}
-        if isinstance(self._producer, Replay):
-            return {}
-        state = save_producer(self._producer, step_is_done=self.trainer.global_step > self._step_began)
-        return state if self.replay is None else state | {"replay": self.replay.state_dict()}
+        return self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until the engine has weights."""
-        self._saved = state_dict
-        if self.replay is not None and "replay" in state_dict:
-            self.replay.load_state_dict(state_dict["replay"])
+        self._source.load_state_dict(state_dict)
 
     def stop(self) -> None:
         """Ends the background thread and frees the engine. Safe to call twice."""
-        if self._producer is not None:
-            self._producer.stop()
-        self.engine.close()
-        self._is_engine_set_up = False
+        self._source.stop()
 
     def teardown(self, stage: str) -> None:
         """Called by Lightning at the end of a run."""

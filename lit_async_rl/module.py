@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,16 +17,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_async_rl.bookkeeping import surrogate_loss
 from lit_async_rl.checkpoint_io import check_same_model
-from lit_async_rl.compatibility import check_baseline, check_compatibility, check_data_compatibility
+from lit_async_rl.compatibility import check_baseline, check_data_compatibility
 from lit_async_rl.corrections import Correction
 from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.hf_models import check_vocabulary, load_policy
-from lit_async_rl.importance import kl_k3
 from lit_async_rl.lora import LoRA, add_lora
-from lit_async_rl.losses import LossInputs, PolicyLoss, PPOClip
-from lit_async_rl.network import CausalPolicy, TokenStats
+from lit_async_rl.losses import PolicyLoss, PPOClip
+from lit_async_rl.network import CausalPolicy
+from lit_async_rl.objective import Objective
 from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, Proximal
@@ -66,6 +64,7 @@ class PolicyModule(pl.LightningModule):
         packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
 
     Attributes:
+        objective: loss, anchor, correction, baseline and penalties.
         version: number of weight publications so far; checkpointed.
         validator: holds the samples of the last validation.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.signals`.
@@ -101,19 +100,15 @@ class PolicyModule(pl.LightningModule):
         for name, value in others.items():
             if value < 0:
                 raise ValueError(f"model.{name} must be >= 0, got {value}")
-        self.loss = loss or PPOClip()
-        self.proximal = proximal or BehaviorProximal()
-        self.correction = correction
-        self.baseline = baseline
-        check_compatibility(self.loss, self.proximal, self.correction)
-        check_baseline(self.loss, baseline, packing)
+        chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
+        self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
+        check_baseline(self.objective.loss, baseline, packing)
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
-        self.kl_coefficient, self.entropy_coefficient = kl_coefficient, entropy_coefficient
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         lm = load_policy(model, **load)
         self.reference = None
-        if kl_coefficient > 0 or self.loss.needs_reference:
+        if self.objective.needs_reference:
             self.reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -128,7 +123,8 @@ class PolicyModule(pl.LightningModule):
     @property
     def wants_whole_groups(self) -> bool:
         """Whether completions of one prompt should be in one micro-batch (`data.keep_groups_whole`)."""
-        return self.loss.needs_whole_groups or self.baseline is not None or self.policy.packing is not None
+        objective = self.objective
+        return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
     def configure_model(self) -> None:
         """Shards policy and reference where the strategy has a mesh; others wrap the module themselves."""
@@ -143,69 +139,20 @@ class PolicyModule(pl.LightningModule):
         if isinstance(data, RolloutDataModule):
             vocab_size = self.policy.causal_lm.config.get_text_config().vocab_size
             check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
-            check_data_compatibility(self.loss, self.baseline, data.advantage, data.aggregation, data.keep_groups_whole)
+            chosen = self.objective.loss, self.objective.baseline
+            check_data_compatibility(*chosen, data.advantage, data.aggregation, data.keep_groups_whole)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Lightning clears gradients after `training_step`, where FSDP1 would already take the old ones along."""
-        if self.baseline is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
+        if self.objective.baseline is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
-        with self.baseline.record(self.policy) if self.baseline is not None else nullcontext() as tape:
-            stats = _token_stats(self.policy, batch, entropy_grad=self.entropy_coefficient > 0)
-        detached = stats.logprobs.detach()
-        staleness = torch.where(batch.loss_mask, self.version - batch.versions, 0)
-        anchor = self.proximal(detached, batch.behavior_logprobs, staleness)
-        reference = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference = _token_stats(self.reference, batch).logprobs
-        if self.loss.needs_reference:
-            assert reference is not None
-            anchor = reference
-        weights = torch.ones_like(detached)
-        if self.correction is not None:
-            weights = self.correction(anchor - batch.behavior_logprobs, batch.loss_mask).weights
-        advantages = batch.advantages
-        if self.baseline is not None:
-            advantages = self.baseline.advantages(self.policy, tape, stats.logprobs, weights, batch)
-        output = self.loss(
-            LossInputs(
-                logprobs=stats.logprobs,
-                anchor_logprobs=anchor,
-                behavior_logprobs=batch.behavior_logprobs,
-                advantages=advantages,
-                loss_mask=batch.loss_mask,
-                staleness=staleness,
-                token_weights=batch.token_weights,
-                group_index=batch.group_index,
-            )
-        )
-        loss = (batch.token_weights * output.per_token * weights).sum()
-        if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
-            rows = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
-            loss = surrogate_loss(tape, -rows, loss)
-        self.stabilizer_signals = {
-            "log_ratio": detached - batch.behavior_logprobs,
-            "mask": batch.loss_mask,
-            "entropy": stats.entropy.detach(),
-            "staleness": staleness,
-            "advantages": advantages,
-            "rewards": batch.rewards,
-            "clipped": output.clipped,
-            "correction_weights": weights,
-            "version": self.version,
-        }
-        if reference is not None:
-            self.stabilizer_signals["ref_log_ratio"] = detached - reference
-        if reference is not None and self.kl_coefficient > 0:
-            loss = loss + self.kl_coefficient * (batch.token_weights * kl_k3(reference - stats.logprobs)).sum()
-        if self.entropy_coefficient > 0:
-            loss = loss - self.entropy_coefficient * (batch.token_weights * stats.entropy).sum()
+        loss, self.stabilizer_signals = self.objective(self.policy, self.reference, batch, self.version)
         # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
@@ -273,8 +220,3 @@ class PolicyModule(pl.LightningModule):
             check_same_model(checkpoint["state_dict"], own)
         if self.reference is not None:
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
-
-
-def _token_stats(policy: CausalPolicy, batch: RolloutBatch, entropy_grad: bool = False) -> TokenStats:
-    inputs = batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index
-    return policy(*inputs)

@@ -115,7 +115,7 @@ def test_beta_falls_in_a_line_and_stays():
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            betas.append(pl_module.loss.beta)
+            betas.append(pl_module.objective.loss.beta)
 
     fit(make_module(loss=TrajectoryBalance(0.5)), regression_data(), 6, [AnnealBeta(0.1, 4), Watch()])
     assert betas == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1])

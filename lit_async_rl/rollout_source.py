@@ -1,0 +1,118 @@
+"""The leading rank's side of a run: engine, producer (or tape) and replay buffer, from weights to the groups of a step.
+
+All of it is called from the trainer's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lit_async_rl.admission import Admission, check_bound
+from lit_async_rl.engine import RolloutEngine
+from lit_async_rl.producer import Producer
+from lit_async_rl.producer_state import restore_producer, save_producer
+from lit_async_rl.replay import Replay
+from lit_async_rl.replay_buffer import ReplayBuffer
+from lit_async_rl.stats import ProducerStats
+from lit_async_rl.types import RolloutGroup
+
+
+class RolloutSource:
+    """Takes the weights that a step made, and gives the groups of the next.
+
+    Args:
+        engine: set up with the first weights, closed by `stop`.
+        model: what the engine is set up with.
+        admission: of the producer.
+        make_producer: called with the number of the first step when the engine has weights.
+        groups_per_step: handed out for one step.
+        fresh_per_step: how many of them come from the producer.
+        replay: gives the others; None where all are fresh.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        model: str,
+        admission: Admission,
+        make_producer: Callable[[int], Producer | Replay],
+        groups_per_step: int,
+        fresh_per_step: int,
+        replay: ReplayBuffer | None,
+    ) -> None:
+        self.engine, self.model, self.admission, self.replay = engine, model, admission, replay
+        self.groups_per_step, self.fresh_per_step = groups_per_step, fresh_per_step
+        self._make_producer = make_producer
+        self._producer: Producer | Replay | None = None
+        self._saved: dict[str, Any] = {}  # by the run that this one resumes
+        self._step_began = -1  # the step whose groups were handed out last
+        self._is_set_up = False
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Gives the engine new weights; sets it up first, when they are the first ones."""
+        if not self._is_set_up:
+            self.engine.setup(self.model)
+            self._is_set_up = True
+        self.engine.load_weights(version, weights)
+
+    def start(self, version: int, step: int) -> None:
+        """Starts the background thread, where the resumed run left off; the engine has the weights of `version`."""
+        self._producer = self._make_producer(step)
+        if self._saved and isinstance(self._producer, Producer):
+            restore_producer(self._producer, self._saved)
+        self._producer.start(version)
+
+    def advance(self, version: int) -> None:
+        """Gives back the slots of the groups trained on."""
+        self._started().advance(version)
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Changes the bound for groups admitted from now on."""
+        self._started().set_max_staleness(max_staleness)
+
+    def take_step(self, step: int, should_stop: Callable[[], bool]) -> list[RolloutGroup] | None:
+        """The groups of `step`, each token within its bound; None when the run is asked to stop."""
+        producer = self._started()
+        producer.begin_step()
+        self._step_began = step
+        groups = []
+        for _ in range(self.fresh_per_step):
+            group = producer.take(should_stop=should_stop)
+            if group is None:
+                return None
+            groups.append(group)
+        check_bound(groups, producer.version, self.admission.largest_bound)
+        return groups if self.replay is None else self.replay.mix(groups, self.groups_per_step, producer.version)
+
+    def stats(self) -> ProducerStats | None:
+        """Totals of the background side; None before it started."""
+        return self._producer.stats() if self._producer else None
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """All that was admitted and not trained on before `step`, see `lit_async_rl.producer_state`."""
+        if self._producer is None:
+            return self._saved
+        if isinstance(self._producer, Replay):
+            return {}
+        state = save_producer(self._producer, step_is_done=step > self._step_began)
+        return state if self.replay is None else state | {"replay": self.replay.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Kept until the engine has weights."""
+        self._saved = state
+        if self.replay is not None and "replay" in state:
+            self.replay.load_state_dict(state["replay"])
+
+    def stop(self) -> None:
+        """Ends the background thread and frees the engine. Safe to call twice."""
+        if self._producer is not None:
+            self._producer.stop()
+        self.engine.close()
+        self._is_set_up = False
+
+    def _started(self) -> Producer | Replay:
+        assert self._producer is not None, "add the WeightSync callback: it starts the producer"
+        return self._producer
