@@ -62,5 +62,8 @@ class ReferenceReset(pl.Callback):
 def _reference(pl_module: pl.LightningModule) -> CausalPolicy:
     assert isinstance(pl_module, PolicyModule)
     if pl_module.reference is None:
-        raise ValueError("ReferenceReset: no reference is kept; set model.kl_coefficient, or a loss that needs one")
+        raise ValueError(
+            "ReferenceReset: no reference is kept that could be moved. Set model.kl_coefficient, or a loss that needs "
+            "one; and no model.lora, whose reference is the policy without its adapters"
+        )
     return pl_module.reference

@@ -16,7 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class SaveOnSigterm(Checkpoint):
-    """After SIGTERM, saves `last.ckpt` at the end of the step that runs (or at once, while the trainer waits).
+    """After SIGTERM, saves `last.ckpt` at the end of the micro-batch that runs (or at once, while the trainer waits).
+
+    A step that was not finished begins again when the run is resumed; several ranks finish it first.
 
     It lies where the run's `ModelCheckpoint` writes. With `schedule: fixed_lag` saving waits until all that was
     admitted is sampled, so the time between SIGTERM and SIGKILL must be longer than a step and that.
@@ -41,8 +43,8 @@ class SaveOnSigterm(Checkpoint):
             self._save(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """When several ranks have agreed to end between two steps (`lit_async_rl.scatter`)."""
-        if isinstance(exception, SIGTERMException) and trainer.world_size > 1 and self.path is None:
+        """Within a step, or when several ranks have agreed to end (`lit_async_rl.scatter`)."""
+        if isinstance(exception, SIGTERMException) and self.path is None:
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:

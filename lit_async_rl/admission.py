@@ -9,12 +9,18 @@ away.
 First-in-first-out would let one slow group hold up all that finished behind it. The `free` schedule therefore takes any
 finished group as long as every admitted one can still be trained on before its deadline v + S (earliest deadline first
 is feasible whenever first-in-first-out is). `fixed_lag` keeps the order, which makes runs reproducible.
+
+With R redundant groups (ROLL Flash, arXiv:2510.11345) there are R more slots, and at most R groups of a round may miss
+their deadline: they are lost, so that the R slowest hold nobody up.
+
+What a group costs here grows with the logarithm of how many there are, and is small beside all else that it costs.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 
 from lit_async_rl.types import RolloutGroup
@@ -37,10 +43,16 @@ class Admission:
         in_order: take groups strictly in the order of admission (`fixed_lag`) instead of any that is safe to take.
         async_ratio: alpha, of ROLL Flash (arXiv:2510.11345): no more than (1 + alpha) P groups are sampled or waiting
             at a time, alpha any number up to S. A token is then at most ceil(alpha) versions old. None is S.
+        redundant_groups: R.
     """
 
     def __init__(
-        self, groups_per_round: int, max_staleness: int, in_order: bool = False, async_ratio: float | None = None
+        self,
+        groups_per_round: int,
+        max_staleness: int,
+        in_order: bool = False,
+        async_ratio: float | None = None,
+        redundant_groups: int = 0,
     ) -> None:
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0 versions (0 is synchronous), got {max_staleness}")
@@ -50,23 +62,29 @@ class Admission:
             raise ValueError(f"async_ratio must be between 0 and max_staleness={max_staleness}, got {async_ratio}")
         if async_ratio is not None and in_order:
             raise ValueError(f"async_ratio={async_ratio} with schedule=fixed_lag: its lag is max_staleness, exactly")
-        self.async_ratio = async_ratio
+        if redundant_groups < 0:
+            raise ValueError(f"redundant_groups must be >= 0, got {redundant_groups}")
+        if redundant_groups and in_order:
+            raise ValueError(f"redundant_groups={redundant_groups} with schedule=fixed_lag, which loses no group")
+        self.async_ratio, self.redundant_groups = async_ratio, redundant_groups
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness
         self.largest_bound = max_staleness  # so far: groups keep the bound they were admitted under
         self.in_order = in_order
         self.round = 0
-        self.num_taken = 0  # in this round
+        self.num_taken = self.num_lost = 0  # in this round
         self.next_index = 0
         self._deadlines: dict[int, int] = {}  # group index -> last round it may train in, for groups not yet taken
         self._due: Counter[int] = Counter()  # deadline -> groups not yet taken
+        self._order: deque[int] = deque()  # of admission; taken groups leave it when they come to the front
+        self._finished: list[int] = []  # heap, the same way
 
     @property
     def num_admissible(self) -> int:
         """Groups that may start to be sampled now."""
         ahead = self.groups_per_round * self._reach
         slots = self.groups_per_round + math.floor(ahead + 1e-9)  # 0.29 * 100 is 28.999...
-        return max(0, slots - self.num_taken - len(self._deadlines))
+        return max(0, slots + self.redundant_groups - self.num_taken - self.num_lost - len(self._deadlines))
 
     @property
     def _reach(self) -> int | float:
@@ -90,27 +108,34 @@ class Admission:
     def _hold(self, index: int, deadline: int) -> None:
         self._deadlines[index] = deadline
         self._due[deadline] += 1
+        self._order.append(index)
+
+    def finish(self, index: int) -> None:
+        """An admitted group has all that training needs."""
+        heapq.heappush(self._finished, index)
 
     @property
     def deadlines(self) -> dict[int, int]:
         """Last round in which each admitted group may be taken."""
         return dict(self._deadlines)
 
-    def choose(self, finished: Iterable[int]) -> int | None:
+    def choose(self) -> int | None:
         """The finished group to train on next; None while only unfinished ones may be."""
-        if self.num_left_in_round <= 0:
+        while self._finished and self._finished[0] not in self._deadlines:
+            heapq.heappop(self._finished)
+        if self.num_left_in_round <= 0 or not self._finished:
             return None
-        oldest = min(finished, default=None)
-        if oldest is None:
-            return None
+        oldest = self._finished[0]
         if self.in_order:
-            return oldest if oldest == min(self._deadlines) else None
+            while self._order[0] not in self._deadlines:
+                self._order.popleft()
+            return oldest if oldest == self._order[0] else None
         return oldest if self._is_safe(oldest) else None
 
     def _is_safe(self, index: int) -> bool:
-        """Whether all other groups can still meet their deadlines when `index` is taken now."""
+        """Whether all other groups (but R) can still meet their deadlines when `index` is taken now."""
         own = self._deadlines[index]
-        room, due = self.num_left_in_round - 1, 0
+        room, due = self.num_left_in_round - 1 + self.redundant_groups, 0
         for deadline in range(self.round, own):
             due += self._due[deadline]
             if due > room:
@@ -133,11 +158,22 @@ class Admission:
             del self._due[deadline]
         return deadline
 
+    def lose(self) -> list[int]:
+        """Once the round is full: drops the groups that were due in it, at most R; their slots come back with it."""
+        if self.num_left_in_round > 0 or not self._due[self.round]:
+            return []
+        lost = [index for index, deadline in self._deadlines.items() if deadline <= self.round]
+        for index in lost:
+            self.drop(index)
+        self.num_lost += len(lost)
+        assert self.num_lost <= self.redundant_groups, f"{self.num_lost} groups lost in round {self.round}"
+        return lost
+
     def advance(self) -> None:
         """Ends the round: the weights trained on these groups are live (or the update was skipped)."""
         assert self.num_left_in_round == 0, f"{self.num_left_in_round} groups of round {self.round} were never taken"
         self.round += 1
-        self.num_taken = 0
+        self.num_taken = self.num_lost = 0
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -146,6 +182,7 @@ class Admission:
         return {
             "round": self.round,
             "num_taken": self.num_taken - num_given_back,
+            "num_lost": self.num_lost,
             "next_index": self.next_index,
             "groups_per_round": self.groups_per_round,
             "max_staleness": self.max_staleness,
@@ -169,12 +206,14 @@ class Admission:
                 f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, and was "
                 f"{state['groups_per_round']} when the checkpoint was saved; between two publications it must stay"
             )
-        self.round, self.num_taken, self.next_index = state["round"], state["num_taken"], state["next_index"]
+        self.round, self.next_index = state["round"], state["next_index"]
+        self.num_taken, self.num_lost = state["num_taken"], state["num_lost"]
         sooner = max(0, state["max_staleness"] - self.max_staleness)
         self.largest_bound = max(self.max_staleness, state["largest_bound"] - sooner)
         kept: dict[int, int] = {}
         for index, deadline in sorted(deadlines.items(), key=lambda item: (item[1], item[0])):
-            trains_in = self.round + (self.num_taken + len(kept)) // self.groups_per_round
+            ahead = self.num_taken + max(0, len(kept) - self.redundant_groups)
+            trains_in = self.round + ahead // self.groups_per_round
             if deadline - sooner >= trains_in:
                 kept[index] = deadline - sooner
         for index in sorted(kept):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 
 class Aggregation(ABC):
@@ -18,6 +19,19 @@ class Aggregation(ABC):
     @abstractmethod
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """Weight of a token of each rollout; `group_sizes` add up to the number of rollouts."""
+
+    def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float | None:
+        """What the weights are divided by: a number that adds up over groups. None where it does not depend on them.
+
+        Where groups are streamed, the divisor of their step is not known when the first are trained on.
+
+        Raises:
+            ValueError: the weights of a step are not those of its parts up to a factor, or that was not said.
+        """
+        raise ValueError(
+            f"data.stream_groups with data.aggregation={type(self).__name__}: it has no `divisor` that adds up over "
+            "the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength or TokenBudget."
+        )
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,10 @@ class TokenMean(Aggregation):
         total = max(1, sum(lengths))
         return [1 / total for _ in lengths]
 
+    def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
+        """Tokens."""
+        return float(sum(lengths))
+
 
 @dataclass(frozen=True)
 class SequenceMean(Aggregation):
@@ -38,6 +56,10 @@ class SequenceMean(Aggregation):
         """Weights that sum to 1 / B over each rollout."""
         num_rollouts = sum(length > 0 for length in lengths)
         return [1 / (num_rollouts * length) if length else 0.0 for length in lengths]
+
+    def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
+        """Rollouts with tokens."""
+        return float(sum(length > 0 for length in lengths))
 
 
 @dataclass(frozen=True)
@@ -49,15 +71,23 @@ class PromptMean(Aggregation):
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """Weights that sum to 1 / G over each group."""
-        assert sum(group_sizes) == len(lengths), "group sizes add up to the number of rollouts"
-        ends = [sum(group_sizes[: n + 1]) for n in range(len(group_sizes))]
-        tokens = [sum(lengths[end - size : end]) for end, size in zip(ends, group_sizes, strict=True)]
+        tokens = _group_totals(lengths, group_sizes)
         num_groups = sum(total > 0 for total in tokens)
         return [
             1 / (num_groups * total) if total else 0.0
             for total, size in zip(tokens, group_sizes, strict=True)
             for _ in range(size)
         ]
+
+    def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
+        """Groups with tokens."""
+        return float(sum(total > 0 for total in _group_totals(lengths, group_sizes)))
+
+
+def _group_totals(lengths: Sequence[int], group_sizes: Sequence[int]) -> list[int]:
+    assert sum(group_sizes) == len(lengths), "group sizes add up to the number of rollouts"
+    rest = iter(lengths)
+    return [sum(islice(rest, size)) for size in group_sizes]
 
 
 @dataclass(frozen=True)
@@ -83,6 +113,10 @@ class FixedLength(Aggregation):
         """The same weight for every token of every step with as many rollouts."""
         return [1 / (len(lengths) * self.max_tokens) for _ in lengths]
 
+    def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
+        """Rollouts."""
+        return float(len(lengths))
+
 
 @dataclass(frozen=True)
 class TokenBudget(Aggregation):
@@ -106,3 +140,7 @@ class TokenBudget(Aggregation):
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """The same weight for every token of every step."""
         return [1 / self.num_tokens for _ in lengths]
+
+    def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> None:
+        """A constant."""
+        return

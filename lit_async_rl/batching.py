@@ -48,7 +48,7 @@ def collate_step(
     `keep_groups_whole` no group is split over micro-batches.
     """
     groups = sorted(groups, key=lambda group: group.index)
-    lengths = [[_num_trained(rollout) for rollout in group.rollouts] for group in groups]
+    lengths = [[rollout.num_trained_tokens for rollout in group.rollouts] for group in groups]
     advantages = advantage([[rollout.reward for rollout in group.rollouts] for group in groups], lengths)
     weights = iter(aggregation([n for group in lengths for n in group], [len(group.rollouts) for group in groups]))
     units = [
@@ -62,10 +62,6 @@ def collate_step(
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
     return [_pad(part, pad_token_id, temperature) for part in parts]
-
-
-def _num_trained(rollout: Rollout) -> int:
-    return len(rollout.completion_ids) if rollout.loss_mask is None else sum(rollout.loss_mask)
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:

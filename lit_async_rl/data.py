@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lit_async_rl.admission import Admission
 from lit_async_rl.advantages import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.aggregation import Aggregation, TokenMean
 from lit_async_rl.batching import collate_step
@@ -25,10 +25,13 @@ from lit_async_rl.producer import Producer
 from lit_async_rl.prompts import PromptSource, PromptStream
 from lit_async_rl.replay import NoEngine, Replay
 from lit_async_rl.replay_buffer import ReplayBuffer
+from lit_async_rl.ring import RingBuffer, make_admission
 from lit_async_rl.rollout_source import RolloutSource
 from lit_async_rl.scatter import OneProcess, StepScatter, connect
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
+from lit_async_rl.step_batches import StepBatches
+from lit_async_rl.streaming import check_streamable
 from lit_async_rl.tape import Tape
 from lit_async_rl.text import TextCodec
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
@@ -68,14 +71,18 @@ class RolloutDataModule(pl.LightningDataModule):
         val_batch_size: held-out prompts sampled together.
         val_sampling: how held-out completions are sampled; None is `sampling`.
         success_reward: a held-out completion with at least this reward counts as correct.
-        reward_workers: groups scored at the same time.
-        reward_timeout_s: longest that scoring one group may take.
+        reward_workers: completions scored at the same time, each as soon as it is there.
+        reward_timeout_s: longest that scoring one may take.
         reward_tries: a prompt whose completions cannot be scored (the reward raises, or does not return) so often is
             left out, with a line in the log, and another takes its place; null ends the run at the first time.
         rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
         rank_timeout_s: a training process that is not heard from for so long counts as dead, and ends the run.
         async_ratio: sample at most this fraction (or multiple) of a round ahead; None is `max_staleness`.
         replay: train on earlier groups again; `max_staleness` then bounds the new ones, `replay.max_staleness` those.
+        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
+        redundant_groups: sample so many more groups than are needed, and abort the last of each round.
+        replicate_prompts: ask the engine for each completion by itself.
+        ring: never let sampling wait, and drop what is too old; see `lit_async_rl.ring`.
 
     Raises:
         ValueError: a setting is out of range, or the engine cannot keep a fixed lag.
@@ -112,6 +119,10 @@ class RolloutDataModule(pl.LightningDataModule):
         rank_timeout_s: float = 60.0,
         async_ratio: float | None = None,
         replay: ReplayBuffer | None = None,
+        stream_groups: bool = False,
+        redundant_groups: int = 0,
+        replicate_prompts: bool = False,
+        ring: RingBuffer | None = None,
     ) -> None:
         super().__init__()
         if (schedule == "replay") != (tape is not None):
@@ -139,15 +150,28 @@ class RolloutDataModule(pl.LightningDataModule):
                 raise ValueError(f"data.{name} must be positive, got {getattr(self, name)}")
         if replay is not None and tape is not None:
             raise ValueError(f"data.replay with data.tape={tape}: a tape holds whole steps. Leave one of them out.")
-        self.replay = replay
+        if stream_groups and replay is not None:
+            raise ValueError("data.stream_groups with data.replay: a step is mixed when all its new groups are there")
+        if stream_groups:
+            check_streamable(self.advantage, self.aggregation, groups_per_step, micro_batches_per_step)
+        self.replay, self.replicate_prompts = replay, replicate_prompts
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        in_order = schedule == "fixed_lag"
-        self.admission = Admission(self.fresh_per_step * weight_sync_steps, max_staleness, in_order, async_ratio)
+        per_round = self.fresh_per_step * weight_sync_steps
+        others: dict[str, Any] = dict(async_ratio=async_ratio, redundant_groups=redundant_groups)
+        self.admission = make_admission(per_round, max_staleness, schedule, ring, **others)
         made = self.engine, model, self.admission, self._make_producer
         self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay)
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
-        self.last_step_groups: Sequence[RolloutGroup] = ()
+        collate = partial(
+            collate_step,
+            advantage=self.advantage,
+            pad_token_id=self.codec.pad_token_id,
+            temperature=sampling.temperature,
+            keep_groups_whole=keep_groups_whole,
+        )
+        numbers = groups_per_step, micro_batches_per_step
+        self._batches = StepBatches(self._source, collate, self.aggregation, *numbers, stream_groups)
         self._ranks: StepScatter | OneProcess = OneProcess()
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
@@ -201,6 +225,11 @@ class RolloutDataModule(pl.LightningDataModule):
         else:
             self.admission.max_staleness = max_staleness
 
+    @property
+    def last_step_groups(self) -> Sequence[RolloutGroup]:
+        """What the last step is trained on; where groups are streamed, as much of it as has come."""
+        return self._batches.groups
+
     def stats(self) -> ProducerStats | None:
         """Totals of the background side; None before it started."""
         return self._source.stats()
@@ -224,25 +253,16 @@ class RolloutDataModule(pl.LightningDataModule):
         self._ranks = connect(self.trainer, self.rollout_timeout_s, self.rank_timeout_s, on_abandon=self.stop)
 
     def next_step(self) -> list[RolloutBatch] | None:
-        """This rank's micro-batches of the next optimizer step; None when the run is asked to stop."""
-        return self._ranks.exchange(self._collate_step)
+        """This rank's micro-batches of the next optimizer step, or the next one of them where groups are streamed.
 
-    def _collate_step(self) -> list[RolloutBatch] | None:
-        trainer = self.trainer
+        None when the run is asked to stop.
+        """
+        return self._ranks.exchange(self._make_batches)
+
+    def _make_batches(self) -> list[RolloutBatch] | None:
+        trainer, ranks = self.trainer, self._ranks
         assert trainer is not None
-        groups = self._source.take_step(trainer.global_step, should_stop=lambda: self._ranks.is_asked_to_stop(trainer))
-        if groups is None:
-            return None
-        self.last_step_groups = groups
-        return collate_step(
-            groups,
-            advantage=self.advantage,
-            aggregation=self.aggregation,
-            num_micro_batches=self.micro_batches_per_step * self._ranks.num_places,
-            pad_token_id=self.codec.pad_token_id,
-            temperature=self.sampling.temperature,
-            keep_groups_whole=self.keep_groups_whole,
-        )
+        return self._batches.next(trainer.global_step, ranks.num_places, lambda: ranks.is_asked_to_stop(trainer))
 
     def _make_producer(self, step: int) -> Producer | Replay:
         if self.tape is not None:
@@ -256,6 +276,7 @@ class RolloutDataModule(pl.LightningDataModule):
             group_size=self.group_size,
             sampling=self.sampling,
             timeout_s=self.rollout_timeout_s,
+            replicate_prompts=self.replicate_prompts,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,14 @@ from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 @dataclass
 class OpenGroup:
-    """A group between admission and its last reward."""
+    """A group between admission and its last reward.
+
+    Attributes:
+        requests: ids under which the engine knows it.
+        completions: by sample, those that have come back; they get their rewards here.
+        texts: of the same.
+        generation_s: seconds from admission to the last token.
+    """
 
     index: int
     position: int
@@ -24,16 +31,19 @@ class OpenGroup:
     prompt_ids: tuple[int, ...]
     version: int
     began: float
+    requests: tuple[int, ...] = ()
     completions: dict[int, Completion] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    generation_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a request stands for, where that is not sample n of group `id`: a sample, and the tokens it has already."""
+    """What a sample of a request stands for, where that is not sample n of group `id`; with the tokens it has."""
 
     index: int
     sample: int
-    prefix: Completion | None
+    prefix: Completion | None = None
 
 
 class GroupBook:
@@ -43,59 +53,71 @@ class GroupBook:
         codec: ids to text.
         group_size: completions of each prompt.
         sampling: how they are sampled.
+        replicate_prompts: ask for each completion by itself.
     """
 
-    def __init__(self, codec: TextCodec, group_size: int, sampling: SamplingParams) -> None:
+    def __init__(
+        self, codec: TextCodec, group_size: int, sampling: SamplingParams, replicate_prompts: bool = False
+    ) -> None:
         self.codec, self.group_size, self.sampling = codec, group_size, sampling
+        self.replicate_prompts = replicate_prompts
         self.unfinished: dict[int, OpenGroup] = {}
         self.finished: dict[int, RolloutGroup] = {}
         self.finished_at: dict[int, float] = {}
         self.in_step: dict[int, tuple[RolloutGroup, int]] = {}  # handed out, but not yet trained on; with its deadline
         self.positions: dict[int, int] = {}  # of the prompts of all of these, in the stream
         self._parts: dict[int, list[_Part]] = {}
-        self._next_part = -1  # ids of requests that stand for parts are negative, those of groups are not
 
-    def open(self, index: int, position: int, prompt: Prompt, version: int) -> GenerationRequest:
-        """A new group, and the request for it."""
-        ids = self.codec.encode(prompt)
+    def open(self, index: int, position: int, prompt: Prompt, version: int) -> list[GenerationRequest]:
+        """A new group, and the requests for it."""
+        group = OpenGroup(index, position, prompt, self.codec.encode(prompt), version, time.monotonic())
         self.positions[index] = position
-        self.unfinished[index] = OpenGroup(index, position, prompt, ids, version, time.monotonic())
-        return self._request(index, prompt, ids, self.group_size, self.sampling)
+        self.unfinished[index] = group
+        return self.missing(group)
 
-    def _request(
-        self, index: int, prompt: Prompt, ids: tuple[int, ...], num: int, sampling: SamplingParams
-    ) -> GenerationRequest:
-        return GenerationRequest(id=index, prompt_ids=ids, num_samples=num, sampling=sampling, prompt=prompt)
-
-    def collect(self, completion: Completion) -> OpenGroup | None:
-        """Files a completion; returns its group when that has all of them."""
+    def collect(self, completion: Completion) -> tuple[OpenGroup, int] | None:
+        """Files a completion; returns its group and which sample it is. None if the group is gone."""
         if completion.request_id in self._parts:
             completion = _join(self._parts[completion.request_id][completion.sample_index], completion)
         group = self.unfinished.get(completion.request_id)
-        if group is None:  # given up meanwhile
+        if group is None:
             return None
+        self._file(group, completion)
+        if len(group.completions) == self.group_size:
+            group.generation_s = time.monotonic() - group.began
+        return group, completion.sample_index
+
+    def _file(self, group: OpenGroup, completion: Completion) -> None:
         group.completions[completion.sample_index] = completion
-        return group if len(group.completions) == self.group_size else None
+        group.texts[completion.sample_index] = self.codec.decode(completion.token_ids)
 
-    def texts(self, group: OpenGroup) -> list[str]:
-        """Completions as text, in order."""
-        return [self.codec.decode(group.completions[n].token_ids) for n in range(self.group_size)]
+    def reward(self, group: OpenGroup, sample: int, reward: float) -> bool:
+        """Files a reward; whether the group is finished now."""
+        if self.unfinished.get(group.index) is not group:  # given up meanwhile
+            return False
+        group.completions[sample] = dataclasses.replace(group.completions[sample], reward=reward)
+        if len(group.completions) < self.group_size or any(c.reward is None for c in group.completions.values()):
+            return False
+        self._close(group)
+        return True
 
-    def close(self, group: OpenGroup, rewards: Sequence[float], generation_s: float) -> None:
-        """A group has its rewards."""
-        if self.unfinished.pop(group.index, None) is None:
-            return
-        samples = [group.completions[n] for n in range(self.group_size)]
-        rollouts = zip(samples, self.texts(group), rewards, strict=True)
+    def _close(self, group: OpenGroup) -> None:
+        self._remove(group)
+        samples = range(self.group_size)
         self.finished[group.index] = RolloutGroup(
             index=group.index,
             prompt=group.prompt,
             prompt_ids=group.prompt_ids,
-            rollouts=tuple(_rollout(completion, text, reward) for completion, text, reward in rollouts),
+            rollouts=tuple(_rollout(group.completions[n], group.texts[n]) for n in samples),
             admitted_version=group.version,
-            generation_s=generation_s,
+            generation_s=group.generation_s,
         )
         self.finished_at[group.index] = time.monotonic()
+
+    def _remove(self, group: OpenGroup) -> None:
+        del self.unfinished[group.index]
+        for request_id in group.requests:
+            self._parts.pop(request_id, None)
 
     def hand_out(self, index: int, deadline: int) -> RolloutGroup:
         """A finished group, to be trained on."""
@@ -110,9 +132,15 @@ class GroupBook:
             del self.positions[index]
         self.in_step = {}
 
-    def give_up(self, index: int) -> None:
-        """Forgets an unfinished group."""
-        del self.unfinished[index], self.positions[index]
+    def give_up(self, index: int) -> tuple[int, ...]:
+        """Forgets a group that was not handed out; returns the ids of those of its requests that may still run."""
+        del self.positions[index]
+        if index in self.finished:
+            del self.finished[index], self.finished_at[index]
+            return ()
+        group = self.unfinished[index]
+        self._remove(group)
+        return group.requests
 
     # -- checkpoints and restarts -------------------------------------------------------------------------------------
 
@@ -143,37 +171,53 @@ class GroupBook:
 
     def restore(self, saved: SavedGroup, prompt: Prompt) -> OpenGroup:
         """Files a saved group as it was; what was being sampled is asked for by `missing`."""
-        ids, now = saved.prompt_ids, time.monotonic()
-        group = OpenGroup(saved.index, saved.position, prompt, ids, saved.admitted_version, now)
+        group = OpenGroup(
+            saved.index, saved.position, prompt, saved.prompt_ids, saved.admitted_version, time.monotonic()
+        )
         self.positions[saved.index] = saved.position
         self.unfinished[saved.index] = group
-        whole = [c for c in saved.completions if saved.is_finished or c.finish_reason != "abort"]
-        group.completions = {c.sample_index: c for c in whole}
+        for completion in saved.completions:
+            if saved.is_finished or completion.finish_reason != "abort":
+                self._file(group, completion)
+        if len(group.completions) == self.group_size:
+            group.generation_s = saved.generation_s
         if saved.is_finished:
-            rewards = [group.completions[n].reward for n in range(self.group_size)]
-            self.close(group, [reward for reward in rewards if reward is not None], saved.generation_s)
+            self._close(group)
         return group
 
     def missing(self, group: OpenGroup, partials: Iterable[Completion] = ()) -> list[GenerationRequest]:
-        """Requests for the samples a group lacks; those in `partials` go on from what they have."""
+        """Requests for the samples a group lacks; those in `partials` go on from what they have.
+
+        One request whose id is the group's index asks for all that have nothing yet. Others, of one sample each, have
+        negative ids.
+        """
         prefixes = {c.sample_index: c for c in partials if c.token_ids and c.finish_reason == "abort"}
         lacking = [n for n in range(self.group_size) if n not in group.completions]
-        fresh = [n for n in lacking if n not in prefixes]
+        fresh = [n for n in lacking if n not in prefixes and not self.replicate_prompts]
         requests = []
         self._parts.pop(group.index, None)
         if fresh:
-            self._parts[group.index] = [_Part(group.index, n, None) for n in fresh]
-            requests.append(self._request(group.index, group.prompt, group.prompt_ids, len(fresh), self.sampling))
+            if len(fresh) < self.group_size:
+                self._parts[group.index] = [_Part(group.index, n) for n in fresh]
+            requests.append(self._request(group.index, group, group.prompt_ids, len(fresh), self.sampling))
         for n in lacking:
-            if n in prefixes:
-                prefix = prefixes[n]
-                left = self.sampling.max_tokens - len(prefix.token_ids)
-                rest = dataclasses.replace(self.sampling, max_tokens=left)
-                ids = group.prompt_ids + prefix.token_ids
-                requests.append(self._request(self._next_part, group.prompt, ids, 1, rest))
-                self._parts[self._next_part] = [_Part(group.index, n, prefix)]
-                self._next_part -= 1
+            if n in fresh:
+                continue
+            part = _Part(group.index, n, prefixes.get(n))
+            known = () if part.prefix is None else part.prefix.token_ids
+            rest = dataclasses.replace(self.sampling, max_tokens=self.sampling.max_tokens - len(known))
+            request_id = -1 - (group.index * self.group_size + n)
+            requests.append(self._request(request_id, group, group.prompt_ids + known, 1, rest))
+            self._parts[request_id] = [part]
+        group.requests = tuple(request.id for request in requests)
         return requests
+
+    def _request(
+        self, request_id: int, group: OpenGroup, ids: tuple[int, ...], num_samples: int, sampling: SamplingParams
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            id=request_id, prompt_ids=ids, num_samples=num_samples, sampling=sampling, prompt=group.prompt
+        )
 
 
 def _join(part: _Part, rest: Completion) -> Completion:
@@ -189,14 +233,15 @@ def _join(part: _Part, rest: Completion) -> Completion:
     )
 
 
-def _rollout(completion: Completion, text: str, reward: float) -> Rollout:
+def _rollout(completion: Completion, text: str) -> Rollout:
+    assert completion.reward is not None
     return Rollout(
         completion_ids=completion.token_ids,
         behavior_logprobs=completion.logprobs,
         versions=completion.versions,
         finish_reason=completion.finish_reason,
         text=text,
-        reward=reward,
+        reward=completion.reward,
         loss_mask=completion.loss_mask,
     )
 

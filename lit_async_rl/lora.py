@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from lit_async_rl.network import CausalPolicy, TokenStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +46,13 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
             task_type="CAUSAL_LM",
         ),
     )
+
+
+def without_adapters(policy: CausalPolicy, *inputs: Any) -> TokenStats:
+    """What the policy said before it was trained: its adapters are switched off, so that no copy of it is needed.
+
+    Not between a forward pass and its backward pass: PEFT also freezes adapters while they are off.
+    """
+    lm: Any = policy.lm
+    with lm.disable_adapter():
+        return policy(*inputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,15 +18,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_async_rl.checkpoint_io import check_same_model
+from lit_async_rl.checkpoint_io import check_same_model, count_whole_steps
 from lit_async_rl.compatibility import check_baseline, check_data_compatibility
 from lit_async_rl.corrections import Correction
 from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.hf_models import check_vocabulary, load_policy
-from lit_async_rl.lora import LoRA, add_lora
+from lit_async_rl.lora import LoRA, add_lora, without_adapters
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.network import CausalPolicy
-from lit_async_rl.objective import Objective
+from lit_async_rl.objective import Objective, Reference
 from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, Proximal
@@ -52,7 +53,8 @@ class PolicyModule(pl.LightningModule):
         warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
         optimizer: another optimizer.
         scheduler: another learning-rate schedule, stepped every optimizer step.
-        kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 keeps no reference.
+        kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
+            reference is the policy without its adapters; otherwise a frozen copy of the weights.
         entropy_coefficient: weight of the entropy bonus.
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
@@ -107,8 +109,8 @@ class PolicyModule(pl.LightningModule):
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         lm = load_policy(model, **load)
-        self.reference = None
-        if self.objective.needs_reference:
+        self.reference: CausalPolicy | None = None
+        if self.objective.needs_reference and lora is None:
             self.reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -118,6 +120,7 @@ class PolicyModule(pl.LightningModule):
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated = False
+        self._gradient_scale = 1.0
         self.validator = Validator()
 
     @property
@@ -152,9 +155,21 @@ class PolicyModule(pl.LightningModule):
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
-        loss, self.stabilizer_signals = self.objective(self.policy, self.reference, batch, self.version)
+        reference: Reference | None = self.reference
+        if self.objective.needs_reference and reference is None:
+            reference = partial(without_adapters, self.policy)
+        loss, self.stabilizer_signals = self.objective(self.policy, reference, batch, self.version)
+        self._gradient_scale = batch.gradient_scale
         # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
+
+    def on_after_backward(self) -> None:
+        """Before all that reads gradients: if groups were streamed, the step's average is known only now."""
+        if self._gradient_scale != 1.0:
+            for optimizer in self.trainer.optimizers:
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self._gradient_scale)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
@@ -209,6 +224,7 @@ class PolicyModule(pl.LightningModule):
         """Adds version and random state; leaves out the frozen reference, which is what `model` names."""
         checkpoint["version"], checkpoint["updated"] = self.version, self._updated
         checkpoint["random_state"] = torch.get_rng_state()
+        count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("reference.")}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from lit_async_rl.network import CausalPolicy, TokenStats
 from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.proximal import Proximal
 from lit_async_rl.types import RolloutBatch
+
+Reference = Callable[..., TokenStats]  # called as `CausalPolicy` is; what it says is constant
 
 
 @dataclass
@@ -45,15 +48,16 @@ class Objective:
         return self.kl_coefficient > 0 or self.loss.needs_reference
 
     def __call__(
-        self, policy: CausalPolicy, reference: CausalPolicy | None, batch: RolloutBatch, version: int
+        self, policy: CausalPolicy, reference: Reference | None, batch: RolloutBatch, version: int
     ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
         """The micro-batch's share of the step's loss, and what `lit_async_rl.signals` reads of it."""
-        with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
-            stats = _token_stats(policy, batch, entropy_grad=self.entropy_coefficient > 0)
-        detached, reference_logprobs = stats.logprobs.detach(), None
+        reference_logprobs = None
         if reference is not None:
             with torch.no_grad():
                 reference_logprobs = _token_stats(reference, batch).logprobs
+        with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
+            stats = _token_stats(policy, batch, entropy_grad=self.entropy_coefficient > 0)
+        detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
         anchor = self._anchor(detached, reference_logprobs, staleness, batch)
         weights = torch.ones_like(detached)
@@ -125,5 +129,5 @@ def _loss_inputs(
     )
 
 
-def _token_stats(policy: CausalPolicy, batch: RolloutBatch, entropy_grad: bool = False) -> TokenStats:
+def _token_stats(policy: Reference, batch: RolloutBatch, entropy_grad: bool = False) -> TokenStats:
     return policy(batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index)

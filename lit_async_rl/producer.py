@@ -4,7 +4,7 @@
 |---|---|---|
 | trainer, in `take` | a finished group that may be trained on | `_finish`, an error, `stop` |
 | producer thread, in `engine.poll` | a finished completion | the engine |
-| reward worker, in `Scorer` | a group to score | `_collect` |
+| reward worker, in `Scorer` | a completion to score | `_collect` |
 
 Slots come back in `advance`, which the trainer calls after it has published weights; new prompts are submitted there,
 in one call, so that what the engine decodes together does not depend on timing. Whatever goes wrong in a thread is
@@ -41,6 +41,8 @@ class Producer:
         group_size: completions of each prompt.
         sampling: how they are sampled.
         timeout_s: longest time in which nothing at all may happen while the trainer waits.
+        replicate_prompts: ask the engine for each completion by itself, so that those of a prompt need not be sampled
+            in one place or at one time (ROLL Flash, arXiv:2510.11345).
     """
 
     def __init__(
@@ -54,13 +56,14 @@ class Producer:
         group_size: int,
         sampling: SamplingParams,
         timeout_s: float,
+        replicate_prompts: bool = False,
     ) -> None:
         self.engine, self.stream, self.scorer, self.admission = engine, stream, scorer, admission
         self.timeout_s = timeout_s
         self.version = 0
-        self.book = GroupBook(codec, group_size, sampling)
+        self.book = GroupBook(codec, group_size, sampling, replicate_prompts)
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
-        self._num_finished = 0
+        self._num_finished = self._num_scored = self._num_lost = 0
         self.changed = threading.Condition(threading.RLock())
         self._error: BaseException | None = None
         self._stopped = threading.Event()
@@ -101,8 +104,12 @@ class Producer:
         began = time.monotonic()
         try:
             with self.changed:
-                index = self.wait_for(lambda: self.admission.choose(self.book.finished), should_stop)
-                return None if index is None else self.book.hand_out(index, self.admission.take(index))
+                index = self.wait_for(self.admission.choose, should_stop)
+                if index is None:
+                    return None
+                group = self.book.hand_out(index, self.admission.take(index))
+                self._drop_lost()
+                return group
         finally:
             self._wait_s += time.monotonic() - began
 
@@ -136,7 +143,7 @@ class Producer:
             self.book.begin_step()
 
     def _progress(self) -> tuple[int, int]:
-        return self.engine.num_tokens, self._num_finished
+        return self.engine.num_tokens, self._num_scored
 
     def _stall_message(self) -> str:
         return (
@@ -158,6 +165,7 @@ class Producer:
                 num_finished=self._num_finished,
                 num_queued=len(self.book.finished),
                 num_unfinished=len(self.book.unfinished),
+                num_lost=self._num_lost,
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:
@@ -190,35 +198,58 @@ class Producer:
             for _ in range(self.admission.num_admissible):
                 position = self.again.popleft() if self.again else self.stream.advance()
                 index = self.admission.admit()
-                requests.append(self.book.open(index, position, self.stream.at(position), self.version))
+                requests += self.book.open(index, position, self.stream.at(position), self.version)
             if requests:
                 self.engine.submit(requests)
 
+    def _drop_lost(self) -> None:
+        """Redundant groups that came too late: what is still being sampled of them is aborted."""
+        lost = self.admission.lose()
+        running = [request_id for index in lost for request_id in self.book.give_up(index)]
+        self._num_lost += len(lost)
+        if running:
+            self.engine.abort(running)
+
     def _collect(self, completion: Completion) -> None:
         with self.changed:
-            group = self.book.collect(completion)
-        if group is not None:
-            self.score(group)
+            found = self.book.collect(completion)
+        if found is not None:
+            self.score(*found)
 
-    def score(self, group: OpenGroup) -> None:
-        """Has a group scored that has all its completions."""
-        finish = partial(self._finish, group, time.monotonic() - group.began)
-        if self.engine.scores:
-            finish([c.reward for _, c in sorted(group.completions.items()) if c.reward is not None])
-        else:
-            self.scorer.submit(group.prompt, self.book.texts(group), finish, partial(self._give_up, group.index))
+    def score(self, group: OpenGroup, sample: int) -> None:
+        """Has a completion scored, as soon as it is there: its group may still be sampled."""
+        if (reward := group.completions[sample].reward) is not None:
+            self._file_reward(group, sample, reward)
+            return
+        self.scorer.submit(
+            group.prompt,
+            group.texts[sample],
+            done=partial(self._file_reward, group, sample),
+            give_up=partial(self._give_up, group),
+            is_wanted=partial(self._is_open, group),
+        )
 
-    def _give_up(self, index: int) -> None:
+    def _is_open(self, group: OpenGroup) -> bool:
+        return self.book.unfinished.get(group.index) is group
+
+    def _give_up(self, group: OpenGroup) -> None:
         """A group that cannot be scored: another prompt takes its slot."""
         with self.changed:
-            self.book.give_up(index)
-            self.admission.drop(index)
-            self._num_finished += 1  # something happened
+            if not self._is_open(group):
+                return
+            if running := self.book.give_up(group.index):
+                self.engine.abort(running)
+            self.admission.drop(group.index)
+            self._num_scored += 1  # something happened
             self._admit()
             self.changed.notify_all()
 
-    def _finish(self, group: OpenGroup, generation_s: float, rewards: list[float]) -> None:
+    def _file_reward(self, group: OpenGroup, sample: int, reward: float) -> None:
         with self.changed:
-            self.book.close(group, rewards, generation_s)
-            self._num_finished += 1
-            self.changed.notify_all()
+            self._num_scored += 1
+            if self.book.reward(group, sample, reward):
+                self._num_finished += 1
+                self.admission.finish(group.index)
+                self._drop_lost()
+                self._admit()
+                self.changed.notify_all()

@@ -87,10 +87,11 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
             )
         restored = producer.book.restore(group, prompt)
         if group.is_finished:
+            producer.admission.finish(group.index)
             continue
         requests += producer.book.missing(restored, group.completions)
-        if len(restored.completions) == producer.book.group_size:
-            producer.score(restored)
+        for sample in list(restored.completions):
+            producer.score(restored, sample)
     if requests:
         producer.engine.submit(requests)
 

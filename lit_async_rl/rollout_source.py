@@ -75,17 +75,28 @@ class RolloutSource:
 
     def take_step(self, step: int, should_stop: Callable[[], bool]) -> list[RolloutGroup] | None:
         """The groups of `step`, each token within its bound; None when the run is asked to stop."""
-        producer = self._started()
-        producer.begin_step()
+        self.begin_step(step)
+        groups = self.take(self.fresh_per_step, should_stop)
+        if groups is None or self.replay is None:
+            return groups
+        return self.replay.mix(groups, self.groups_per_step, self._started().version)
+
+    def begin_step(self, step: int) -> None:
+        """All groups taken before have been trained on; those that come next are for `step`."""
+        self._started().begin_step()
         self._step_began = step
+
+    def take(self, num_groups: int, should_stop: Callable[[], bool]) -> list[RolloutGroup] | None:
+        """The next groups to finish; None when the run is asked to stop."""
+        producer = self._started()
         groups = []
-        for _ in range(self.fresh_per_step):
+        for _ in range(num_groups):
             group = producer.take(should_stop=should_stop)
             if group is None:
                 return None
             groups.append(group)
         check_bound(groups, producer.version, self.admission.largest_bound)
-        return groups if self.replay is None else self.replay.mix(groups, self.groups_per_step, producer.version)
+        return groups
 
     def stats(self) -> ProducerStats | None:
         """Totals of the background side; None before it started."""

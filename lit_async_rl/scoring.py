@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,21 +54,22 @@ def score(reward: Reward, prompt: Prompt, completion: str) -> float:
 @dataclass(eq=False)
 class _Job:
     prompt: Prompt
-    completions: Sequence[str]
-    done: Callable[[list[float]], None]
+    completion: str
+    done: Callable[[float], None]
     give_up: Callable[[], None]
+    is_wanted: Callable[[], bool]
     num_tries: int = 0
 
 
 class Scorer:
-    """Scores whole groups in worker threads.
+    """Scores completions in worker threads.
 
     Args:
         reward: `reward(prompt, completion) -> float`; None where nothing is ever submitted.
-        num_workers: groups scored at the same time.
-        timeout_s: longest that the completions of one group may take.
-        max_tries: a group that could not be scored so often is given up, with a line in the log; None raises what went
-            wrong at the first time. A call that does not return is left to itself, and another worker takes its place.
+        num_workers: completions scored at the same time.
+        timeout_s: longest that one may take.
+        max_tries: a completion that could not be scored so often is given up, with a line in the log; None raises what
+            went wrong at the first time. A call that does not return is left alone, and another worker takes its place.
     """
 
     def __init__(
@@ -97,21 +98,27 @@ class Scorer:
     def submit(
         self,
         prompt: Prompt,
-        completions: Sequence[str],
-        done: Callable[[list[float]], None],
+        completion: str,
+        done: Callable[[float], None],
         give_up: Callable[[], None] = lambda: None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Scores in the background; `done(rewards)`, or `give_up()`, is called in the worker's thread."""
-        self._jobs.put(_Job(prompt, completions, done, give_up))
+        """Scores in the background; `done(reward)`, or `give_up()`, is called in the worker's thread.
+
+        Nothing happens if nobody wants it any more when its turn comes.
+        """
+        self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted))
 
     def _work(self, number: int) -> None:
         while (job := self._jobs.get()) is not None:
+            if not job.is_wanted():
+                continue
             assert self.reward is not None
             began = time.monotonic()
             self._running[number] = (began, job)
             failure: RewardError | None = None
             try:
-                rewards = [score(self.reward, job.prompt, text) for text in job.completions]
+                reward = score(self.reward, job.prompt, job.completion)
             except RewardError as error:
                 failure = error
             except BaseException as error:
@@ -122,7 +129,7 @@ class Scorer:
             self._busy_s += time.monotonic() - began
             try:
                 if failure is None:
-                    job.done(rewards)
+                    job.done(reward)
                 else:
                     self._fail(job, failure)
             except BaseException as error:
@@ -130,7 +137,9 @@ class Scorer:
                 return
 
     def _fail(self, job: _Job, error: RewardError) -> None:
-        """Another try, or the end of the group, or of the run."""
+        """Another try, or the end of the prompt, or of the run."""
+        if not job.is_wanted():
+            return
         job.num_tries += 1
         if self.max_tries is None:
             raise error

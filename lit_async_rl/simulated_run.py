@@ -33,7 +33,8 @@ class SimulatedRun:
     """A run of `num_steps` optimizer steps of `train_s` seconds each, measured behind the first `warmup_steps`.
 
     The engine is as fast as the trainer ("balanced") when the latency's mean is
-    `train_s * num_slots / (groups_per_step * group_size)`.
+    `train_s * num_slots / (groups_per_step * group_size)`. With `streams` each group is trained on when it is taken,
+    not all when all are there (Periodic Asynchrony, arXiv:2511.18871, if `max_staleness` is 0).
     """
 
     latency: Latency
@@ -45,6 +46,7 @@ class SimulatedRun:
     num_steps: int = 30
     warmup_steps: int = 8
     seed: int = 0
+    streams: bool = False
 
     def measure(self) -> Intervals:
         """With the real producer, admission and scorer; the trainer sleeps."""
@@ -65,7 +67,10 @@ class SimulatedRun:
             for step in range(self.num_steps):
                 for _ in range(self.groups_per_step):
                     producer.take()
-                time.sleep(self.train_s)
+                    if self.streams:
+                        time.sleep(self.train_s / self.groups_per_step)
+                if not self.streams:
+                    time.sleep(self.train_s)
                 engine.load_weights(step + 1, [])
                 producer.advance(step + 1)
                 now = _totals(producer)
@@ -77,7 +82,7 @@ class SimulatedRun:
         return now - began
 
     def ideal(self) -> Intervals:
-        """The same latencies without threads, polling or scheduler: what the bound itself allows.
+        """The same latencies without threads, polling or scheduler: what the bound itself allows, without `streams`.
 
         Block k, the groups that train in round k, is admitted when round k - max_staleness begins. Round k begins when
         round k - 1 is over and all samples of blocks 0 ... k are back.

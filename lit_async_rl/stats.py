@@ -14,6 +14,7 @@ class ProducerStats:
         engine_busy_s: seconds the engine generated; `num_tokens`: tokens it generated.
         scoring_s: seconds a reward worker scored, the mean over workers.
         num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
+        num_lost: redundant groups that were dropped, and those that a ring buffer dropped.
     """
 
     wait_s: float
@@ -24,6 +25,7 @@ class ProducerStats:
     num_finished: int
     num_queued: int
     num_unfinished: int
+    num_lost: int
 
     @classmethod
     def zero(cls) -> ProducerStats:
@@ -37,4 +39,5 @@ class ProducerStats:
             num_finished=0,
             num_queued=0,
             num_unfinished=0,
+            num_lost=0,
         )

@@ -56,6 +56,11 @@ class Rollout:
             lengths.add(len(self.loss_mask))
         assert len(lengths) == 1, f"per-token fields of a rollout differ in length: {lengths}"
 
+    @property
+    def num_trained_tokens(self) -> int:
+        """Completion tokens that the policy wrote."""
+        return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
@@ -90,9 +95,11 @@ class RolloutBatch:
     Attributes:
         loss_mask: True where a token trains.
         token_weights: what a token counts in the average; sums to 1 over all micro-batches and ranks of the *step*,
-            0 where `loss_mask` is False.
+            0 where `loss_mask` is False. Where groups are streamed, only times the `gradient_scale` of the step.
         group_index: `RolloutGroup.index` of each row, -1 for rows of padding.
         temperature: temperature that the completions were sampled at; the policy's log-probabilities use the same.
+        gradient_scale: what the gradient of the step so far is multiplied by after this micro-batch; other than 1 only
+            in the last one of a step whose groups were streamed.
     """
 
     def __init__(
@@ -108,6 +115,7 @@ class RolloutBatch:
         rewards: Float[Tensor, " B"],
         group_index: Int[Tensor, " B"],
         temperature: float = 1.0,
+        gradient_scale: float = 1.0,
     ) -> None:
         self.input_ids = input_ids
         self.attention_mask = attention_mask
@@ -119,6 +127,7 @@ class RolloutBatch:
         self.rewards = rewards
         self.group_index = group_index
         self.temperature = temperature
+        self.gradient_scale = gradient_scale
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

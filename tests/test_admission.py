@@ -12,20 +12,22 @@ from lit_async_rl.admission import Admission
 def run(admission: Admission, rounds: int, pick, bounds=None) -> list[tuple[int, int, int]]:
     """(index, admitted, trained) of each group; `pick(n)` chooses which of n unfinished groups finishes next."""
     unfinished: dict[int, int] = {}
-    finished: dict[int, int] = {}
+    admitted: dict[int, int] = {}
     trained = []
     for _ in range(rounds):
         while admission.num_left_in_round:
             for _ in range(admission.num_admissible):
-                unfinished[admission.admit()] = admission.round
-            chosen = admission.choose(finished)
+                index = admission.admit()
+                unfinished[index] = admitted[index] = admission.round
+            chosen = admission.choose()
             if chosen is not None:
                 admission.take(chosen)
-                trained.append((chosen, finished.pop(chosen), admission.round))
+                trained.append((chosen, admitted[chosen], admission.round))
                 continue
             assert unfinished, "nothing to wait for: a deadlock"
             index = sorted(unfinished)[pick(len(unfinished))]
-            finished[index] = unfinished.pop(index)
+            del unfinished[index]
+            admission.finish(index)
         admission.advance()
         if bounds is not None:
             admission.max_staleness = bounds()
@@ -105,16 +107,19 @@ def test_fixed_lag_trains_what_was_sampled_exactly_lag_versions_ago():
 def test_a_slow_group_does_not_hold_up_those_behind_it():
     admission = Admission(1, 2)
     slow, quick = admission.admit(), admission.admit()
-    assert admission.choose({quick}) == quick
+    admission.finish(quick)
+    assert admission.choose() == quick
     admission.take(quick)
     admission.advance()
     second = admission.admit()
-    assert admission.choose({second}) == second
+    admission.finish(second)
+    assert admission.choose() == second
     admission.take(second)
     admission.advance()
-    third = admission.admit()
-    assert admission.choose({third}) is None, "the slow one is due now"
-    assert admission.choose({third, slow}) == slow
+    admission.finish(admission.admit())
+    assert admission.choose() is None, "the slow one is due now"
+    admission.finish(slow)
+    assert admission.choose() == slow
 
 
 @pytest.mark.parametrize(("groups", "bound", "name"), [(0, 1, "groups_per_step"), (1, -1, "max_staleness")])

@@ -6,7 +6,9 @@ import torch
 from flow import MODEL, fit, make_data, make_module, parameters
 
 from lit_async_rl.hf_models import load_policy
+from lit_async_rl.lora import LoRA
 from lit_async_rl.module import PolicyModule
+from lit_async_rl.network import CausalPolicy
 
 
 class Watch(pl.Callback):
@@ -81,3 +83,18 @@ def test_gradient_checkpointing_changes_no_result():
 def test_bad_settings_are_named(setting, value):
     with pytest.raises(ValueError, match=setting):
         PolicyModule(MODEL, **{setting: value})
+
+
+def test_with_lora_the_reference_is_the_policy_without_its_adapters():
+    copied, watches = make_module(lora=LoRA(rank=2), kl_coefficient=1.0), [Watch(), Watch()]
+    torch.manual_seed(3)
+    shared = make_module(lora=LoRA(rank=2), kl_coefficient=1.0)
+    copied.policy.load_state_dict(shared.policy.state_dict())
+    copied.reference = CausalPolicy(load_policy(MODEL)).requires_grad_(False)
+    for module, watch in zip((copied, shared), watches, strict=True):
+        fit(module, make_data(max_staleness=0), 5, [watch])
+    assert shared.reference is None
+    assert sum(p.numel() for p in shared.parameters()) < 0.6 * sum(p.numel() for p in copied.parameters())
+    assert watches[0].kl == pytest.approx(watches[1].kl, abs=1e-6)
+    assert watches[1].kl[0] < 1e-5 < watches[1].kl[-1]
+    torch.testing.assert_close(parameters(shared), parameters(copied), atol=1e-6, rtol=0)

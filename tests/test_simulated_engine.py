@@ -1,5 +1,6 @@
 """The simulated engine takes the time it is told, keeps an engine's promises, and shows what a bound costs."""
 
+import dataclasses
 import random
 import statistics
 import time
@@ -96,3 +97,12 @@ def test_a_looser_bound_hides_a_longer_tail():
     found = [balanced(bound, LogNormal, num_steps=300).ideal().overlap_efficiency for bound in (0, 1, 2, 4)]
     assert found == sorted(found)
     assert found[-1] > 0.9 > 0.5 > found[0]
+
+
+def test_a_streamed_step_takes_no_longer_than_the_slower_side_with_fill_and_drain():
+    latency_s, train_s = 0.1, 0.4  # 32 samples in 8 slots: 0.4 s; two groups are there after 0.1 s
+    run = balanced(0, Constant, train_s=train_s, num_steps=5, warmup_steps=1)
+    assert run.latency == Constant(latency_s)
+    streamed = dataclasses.replace(run, streams=True).measure().wall_s / 4
+    assert streamed <= 1.1 * (max(0.4, train_s) + latency_s + train_s / 8)
+    assert run.measure().wall_s / 4 >= 0.4 + train_s
