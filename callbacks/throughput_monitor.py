@@ -21,6 +21,7 @@ class ThroughputMonitor(StepMonitor):
     * `perf/rollout_wait_s`, `perf/trainer_wait_share`: the trainer waited for rollouts.
     * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
     * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
+    * `sample/lost`: groups dropped in the step, redundant ones (`redundant_groups`) or by a full `ring`.
     """
 
     prog_bar = ("perf/tokens_per_s",)
@@ -56,6 +57,7 @@ class ThroughputMonitor(StepMonitor):
                 "perf/engine_idle_share": max(0.0, 1 - (stats.engine_busy_s - before.engine_busy_s) / run_s),
                 "sample/queue_size": float(stats.num_queued),
                 "sample/unfinished": float(stats.num_unfinished),
+                "sample/lost": float(stats.num_lost - before.num_lost),
             }
         self._began, self._before, self._tokens = now, stats, 0
         return values

@@ -64,11 +64,23 @@ class Record(pl.Callback):
             self.rewards.append(sum(r.reward for g in groups for r in g.rollouts))
 
 
-def run(strategy: str, staleness: int, accumulate: int, steps: int = STEPS, ckpt: str | None = None, **extra: Any):
+def run(
+    strategy: str,
+    staleness: int,
+    accumulate: int,
+    steps: int = STEPS,
+    ckpt: str | None = None,
+    stream=False,
+    **extra: Any,
+):
     pl.seed_everything(0, verbose=False)
     record, clip = Record(), GradientClipping(0.5)
     data = make_data(
-        schedule="fixed_lag", max_staleness=staleness, micro_batches_per_step=accumulate, engine=barrier_engine()
+        schedule="fixed_lag",
+        max_staleness=staleness,
+        micro_batches_per_step=accumulate,
+        stream_groups=stream,
+        engine=barrier_engine(),
     )
     module = make_module(**(dict(loss=Reinforce(), learning_rate=1e-4) | extra))
     begin = ckpt if ckpt and Path(ckpt).exists() else None
@@ -115,8 +127,8 @@ def main(job: str, output: str, *arguments: str) -> None:
         return
     result = {}
     for setting in settings.split(","):
-        staleness, accumulate = map(int, setting.split("x"))
-        result[setting] = run(strategy, staleness, accumulate)
+        staleness, accumulate = map(int, setting.removesuffix("s").split("x"))
+        result[setting] = run(strategy, staleness, accumulate, stream=setting.endswith("s"))
     if RANK == 0:
         Path(output).write_text(json.dumps(result))
 

@@ -53,7 +53,7 @@ def test_a_rank_timeout_must_be_positive():
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     path = tmp_path_factory.mktemp("single") / "single.json"
-    launch(SCRIPT, ["single:0x1,2x2", str(path)], 1, timeout_s=200)
+    launch(SCRIPT, ["single:0x1,2x2,0x2s", str(path)], 1, timeout_s=200)
     return json.loads(path.read_text())
 
 
@@ -61,8 +61,8 @@ def single(tmp_path_factory):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tp"])
 def test_two_processes_reach_the_losses_of_one(strategy, single, tmp_path):
-    """Ten steps: synchronous, and two versions stale with two micro-batches."""
-    launch(SCRIPT, [f"{strategy}:0x1,2x2", str(tmp_path / "two.json")], 2, timeout_s=200)
+    """Ten steps: synchronous, two versions stale with two micro-batches, and synchronous with streamed groups."""
+    launch(SCRIPT, [f"{strategy}:0x1,2x2,0x2s", str(tmp_path / "two.json")], 2, timeout_s=200)
     two = json.loads((tmp_path / "two.json").read_text())
     assert two.keys() == single.keys()
     for setting, one in single.items():
