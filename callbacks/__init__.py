@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from lit_async_rl.callbacks.rollout_tape import RolloutTape
     from lit_async_rl.callbacks.run_summary import RunSummary
     from lit_async_rl.callbacks.sample_logger import SampleLogger
+    from lit_async_rl.callbacks.save_on_failure import SaveOnFailure
     from lit_async_rl.callbacks.save_on_sigterm import SaveOnSigterm
+    from lit_async_rl.callbacks.skip_non_finite import SkipNonFinite
     from lit_async_rl.callbacks.staleness_monitor import StalenessMonitor
     from lit_async_rl.callbacks.throughput_monitor import ThroughputMonitor
     from lit_async_rl.callbacks.weight_sync import WeightSync
@@ -48,7 +50,9 @@ __all__ = [
     "RolloutTape",
     "RunSummary",
     "SampleLogger",
+    "SaveOnFailure",
     "SaveOnSigterm",
+    "SkipNonFinite",
     "StalenessMonitor",
     "ThroughputMonitor",
     "WeightSync",

@@ -17,7 +17,8 @@ class RolloutTape(pl.Callback):
 
     Args:
         folder: of the tape; None is `tape` in the log folder. A resumed run that goes on with its tape needs its name.
-        every_n_steps: steps in one file. Checkpoints are never ahead of the tape: saving one writes what there is.
+        every_n_steps: steps in one file. Checkpoints are never ahead of the tape: saving one writes what there is, and
+            takes along what a full disk would not take.
 
     Raises:
         ValueError: a number is not positive, or there is no folder to write to.
@@ -29,6 +30,7 @@ class RolloutTape(pl.Callback):
         self.folder, self.every_n_steps = folder, every_n_steps
         self._writer: TapeWriter | None = None
         self._step = 0
+        self._waiting: list[dict[str, Any]] = []  # by the run that this one resumes
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Opens the tape, on rank 0."""
@@ -38,7 +40,9 @@ class RolloutTape(pl.Callback):
             return
         if self.folder is None and log_dir is None:
             raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
-        self._writer = TapeWriter(self.folder or Path(str(log_dir)) / "tape", trainer.global_step)
+        folder = self.folder or Path(str(log_dir)) / "tape"
+        self._writer = TapeWriter(folder, trainer.global_step, self._waiting)
+        self._waiting = []
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -57,8 +61,16 @@ class RolloutTape(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """What the checkpoint was trained on is on the disk before it."""
+        """What the checkpoint was trained on is on the disk before it, or in it."""
         self._flush()
+        if self._writer is not None and self._writer.waiting:
+            checkpoint["tape_rows"] = self._writer.waiting
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Rows that are still to be written."""
+        self._waiting = checkpoint.get("tape_rows", [])
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the rest."""

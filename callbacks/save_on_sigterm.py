@@ -48,14 +48,18 @@ class SaveOnSigterm(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:
-        folder = trainer.default_root_dir
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-                folder = str(callback.dirpath)
-        self.path = str(Path(folder) / "last.ckpt")
+        self.path = str(Path(checkpoint_folder(trainer)) / "last.ckpt")
         trainer.save_checkpoint(self.path)
         trainer.should_stop = True
         log.warning("SIGTERM: saved %s after step %d; resume with --ckpt_path", self.path, trainer.global_step)
+
+
+def checkpoint_folder(trainer: pl.Trainer) -> str:
+    """Where the run's `ModelCheckpoint` writes; without one, where Lightning would."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+            return str(callback.dirpath)
+    return trainer.default_root_dir
 
 
 def _on_any_rank(trainer: pl.Trainer) -> bool:

@@ -41,7 +41,7 @@ class WeightSync(pl.Callback):
         module, data = _parts(trainer, pl_module)
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         data.publish(module.version, module.stream_weights())
-        data.start(module.version)
+        data.start(module.version, module.stream_weights)
         if self._steps_before:
             self._steps_before = 0
             self._sync_if_due(trainer, pl_module)

@@ -69,6 +69,21 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
+def check_writable(folder: Path, what: str) -> None:
+    """Makes a folder, if need be, and a file in it: an unwritable one is noticed at the start, not at the first save.
+
+    Raises:
+        OSError: nothing can be written there; says to which setting's folder.
+    """
+    probe = folder / f".{os.getpid()}.probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise type(error)(error.errno, f"{what} cannot be written to: {error.strerror}", str(folder)) from None
+
+
 def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Refuses the weights of another model before anything is changed.
 

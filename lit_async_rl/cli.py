@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -32,16 +34,26 @@ from lit_async_rl.callbacks import (
     ImportanceMonitor,
     Progress,
     RolloutMonitor,
+    RolloutTape,
     RunSummary,
     SampleLogger,
+    SaveOnFailure,
     SaveOnSigterm,
+    SkipNonFinite,
     StalenessMonitor,
     ThroughputMonitor,
     WeightSync,
 )
-from lit_async_rl.checkpoint_io import AtomicCheckpointIO
+from lit_async_rl.checkpoint_io import AtomicCheckpointIO, check_writable
 from lit_async_rl.data import RolloutDataModule
-from lit_async_rl.errors import EngineError, EnvironmentFailure, ProducerError, RewardError, StalledError
+from lit_async_rl.errors import (
+    EngineError,
+    EnvironmentFailure,
+    NonFiniteError,
+    ProducerError,
+    RewardError,
+    StalledError,
+)
 from lit_async_rl.module import PolicyModule
 from lit_async_rl.weights import stream_weights
 
@@ -49,8 +61,8 @@ for _name in callbacks.__all__:
     getattr(callbacks, _name)  # a configuration may name any of them without its module: they must be there to be found
 
 USER_ERRORS = (
-    *(ValueError, FileNotFoundError, ModuleNotFoundError),
-    *(EngineError, ProducerError, RewardError, EnvironmentFailure, StalledError),
+    *(ValueError, OSError, ModuleNotFoundError),
+    *(EngineError, NonFiniteError, ProducerError, RewardError, EnvironmentFailure, StalledError),
 )
 
 
@@ -76,7 +88,8 @@ class AsyncRLCLI(LightningCLI):
                 "callbacks": [
                     *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
                     *(GradientMonitor(), SampleLogger(), Progress()),
-                    *(BottleneckVerdict(), self.summary, SaveOnSigterm()),
+                    *(BottleneckVerdict(), self.summary),
+                    *(SkipNonFinite(), SaveOnFailure(), SaveOnSigterm()),
                 ]
             },
         )
@@ -104,8 +117,9 @@ class AsyncRLCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Adds the CSV log beside other loggers; what is switched off takes our own callback for it away, too."""
-        switches = {"enable_progress_bar": Progress, "enable_checkpointing": SaveOnSigterm}
-        unwanted = tuple(kind for name, kind in switches.items() if self.config_init["trainer"][name] is False)
+        switches = {"enable_progress_bar": (Progress,), "enable_checkpointing": (SaveOnFailure, SaveOnSigterm)}
+        off = [kinds for name, kinds in switches.items() if self.config_init["trainer"][name] is False]
+        unwanted = tuple(kind for kinds in off for kind in kinds)
         defaults = self.trainer_defaults["callbacks"]
         self.trainer_defaults["callbacks"] = [c for c in defaults if not isinstance(c, unwanted)]
         trainer = super().instantiate_trainer(**kwargs)
@@ -121,6 +135,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with _user_errors():
         cli = AsyncRLCLI(args)
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
+        check_folders(trainer)
         ckpt_path = cli.config["ckpt_path"]
         if data.val_prompts is not None:
             trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
@@ -164,6 +179,23 @@ def export(args: Sequence[str] | None = None) -> None:
         lm.save_pretrained(cli.config["out"], state_dict=weights)
         cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
         print(f"version {cli.model.version} written to {cli.config['out']}")
+
+
+def check_folders(trainer: Trainer) -> None:
+    """Refuses folders that cannot be written to, before anything is computed.
+
+    Raises:
+        OSError: names the setting and the folder.
+    """
+    folders = {"trainer.logger's folder": trainer.log_dir}  # a collective
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint):
+            folders["ModelCheckpoint.dirpath"] = callback.dirpath
+        if isinstance(callback, RolloutTape):
+            folders["RolloutTape.folder"] = callback.folder
+    for name, folder in folders.items():
+        if folder is not None and trainer.is_global_zero:
+            check_writable(Path(folder), name)
 
 
 def check_checkpoint(path: str | None) -> None:

@@ -7,7 +7,7 @@ notices SIGTERM and dead threads). Nothing here waits for the trainer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from lit_async_rl.batching import collate_step
 from lit_async_rl.compatibility import check_engine, check_step_compatibility
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
+from lit_async_rl.errors import EngineDown
 from lit_async_rl.feeds import PromptFeed, StepFeed
 from lit_async_rl.producer import Producer
 from lit_async_rl.prompts import PromptSource, PromptStream
@@ -27,7 +28,7 @@ from lit_async_rl.replay import NoEngine, Replay
 from lit_async_rl.replay_buffer import ReplayBuffer
 from lit_async_rl.ring import RingBuffer, make_admission
 from lit_async_rl.rollout_source import RolloutSource
-from lit_async_rl.scatter import OneProcess, StepScatter, connect
+from lit_async_rl.scatter import RELOAD, Exchanged, OneProcess, StepScatter, connect
 from lit_async_rl.scoring import Reward, Scorer
 from lit_async_rl.stats import ProducerStats
 from lit_async_rl.step_batches import StepBatches
@@ -76,6 +77,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_tries: a prompt whose completions cannot be scored (the reward raises, or does not return) so often is
             left out, with a line in the log, and another takes its place; null ends the run at the first time.
         rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
+        engine_restarts: an engine that hangs so long, or breaks, is replaced by a new one with the current weights, so
+            often in a row (without a step in between); then, or with 0 at once, the run ends.
         rank_timeout_s: a training process that is not heard from for so long counts as dead, and ends the run.
         async_ratio: sample at most this fraction (or multiple) of a round ahead; None is `max_staleness`.
         replay: train on earlier groups again; `max_staleness` then bounds the new ones, `replay.max_staleness` those.
@@ -123,6 +126,7 @@ class RolloutDataModule(pl.LightningDataModule):
         redundant_groups: int = 0,
         replicate_prompts: bool = False,
         ring: RingBuffer | None = None,
+        engine_restarts: int = 3,
     ) -> None:
         super().__init__()
         if (schedule == "replay") != (tape is not None):
@@ -130,8 +134,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if schedule == "replay":
             engine = NoEngine(scores=reward is None)
         self.tape = None if tape is None else Tape(tape)
-        self.engine = engine or EmbeddedEngine(in_flight_weight_updates=schedule == "free")
-        check_engine(self.engine, reward, schedule)
+        engine = engine or EmbeddedEngine(in_flight_weight_updates=schedule == "free")
+        check_engine(engine, reward, schedule)
         self.model, self.prompts, self.val_prompts, self.reward = model, prompts, val_prompts, reward
         self.schedule = schedule
         self.groups_per_step, self.group_size = groups_per_step, group_size
@@ -148,6 +152,8 @@ class RolloutDataModule(pl.LightningDataModule):
         for name in POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"data.{name} must be positive, got {getattr(self, name)}")
+        if engine_restarts < 0:
+            raise ValueError(f"data.engine_restarts must be >= 0, got {engine_restarts}")
         if replay is not None and tape is not None:
             raise ValueError(f"data.replay with data.tape={tape}: a tape holds whole steps. Leave one of them out.")
         if stream_groups and replay is not None:
@@ -159,8 +165,8 @@ class RolloutDataModule(pl.LightningDataModule):
         per_round = self.fresh_per_step * weight_sync_steps
         others: dict[str, Any] = dict(async_ratio=async_ratio, redundant_groups=redundant_groups)
         self.admission = make_admission(per_round, max_staleness, schedule, ring, **others)
-        made = self.engine, model, self.admission, self._make_producer
-        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay)
+        made = engine, model, self.admission, self._make_producer
+        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, engine_restarts)
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
         collate = partial(
@@ -173,6 +179,7 @@ class RolloutDataModule(pl.LightningDataModule):
         numbers = groups_per_step, micro_batches_per_step
         self._batches = StepBatches(self._source, collate, self.aggregation, *numbers, stream_groups)
         self._ranks: StepScatter | OneProcess = OneProcess()
+        self._stream_weights: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
@@ -188,9 +195,15 @@ class RolloutDataModule(pl.LightningDataModule):
         """Whether `value` is true on any rank. A collective."""
         return self._ranks.any(value)
 
-    def start(self, version: int) -> None:
-        """Starts the background thread; the engine has the weights of `version`."""
+    def start(self, version: int, stream_weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        """Starts the background thread; the engine has the weights of `version`.
+
+        Args:
+            version: of the policy.
+            stream_weights: the current weights, for an engine that is restarted; called and read on all ranks.
+        """
         assert self.trainer is not None
+        self._stream_weights = stream_weights
         self._ranks.take_over_sigterm()
         if self._ranks.leads:
             self._source.start(version, self.trainer.global_step)
@@ -201,6 +214,11 @@ class RolloutDataModule(pl.LightningDataModule):
             self._source.advance(version)
 
     # -- what monitors and stabilizers use ----------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """Where completions come from now: another one after a restart."""
+        return self._source.engine
 
     @property
     def max_staleness(self) -> int:
@@ -257,12 +275,23 @@ class RolloutDataModule(pl.LightningDataModule):
 
         None when the run is asked to stop.
         """
-        return self._ranks.exchange(self._make_batches)
+        while (batches := self._ranks.exchange(self._make_batches)) == RELOAD:
+            assert self._stream_weights is not None
+            weights = self._stream_weights()
+            try:
+                if self._ranks.leads:
+                    self._source.restart_engine(weights)
+            finally:
+                deque(weights, maxlen=0)  # see `publish`
+        return batches
 
-    def _make_batches(self) -> list[RolloutBatch] | None:
+    def _make_batches(self) -> Exchanged:
         trainer, ranks = self.trainer, self._ranks
         assert trainer is not None
-        return self._batches.next(trainer.global_step, ranks.num_places, lambda: ranks.is_asked_to_stop(trainer))
+        try:
+            return self._batches.next(trainer.global_step, ranks.num_places, lambda: ranks.is_asked_to_stop(trainer))
+        except EngineDown:
+            return RELOAD
 
     def _make_producer(self, step: int) -> Producer | Replay:
         if self.tape is not None:

@@ -13,6 +13,8 @@ copied to all of its samples.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
 import threading
 import time
@@ -30,6 +32,8 @@ from lit_async_rl.request_queue import NewBatch, RequestQueue, Update, check_req
 from lit_async_rl.slots import Slots
 
 MAX_PENDING_UPDATES = 2
+CLOSE_S = 5.0
+log = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(RolloutEngine):
@@ -46,7 +50,7 @@ class EmbeddedEngine(RolloutEngine):
         dtype: of the weights; log-probabilities are float32 always.
         num_threads: torch threads of the thread that polls, and of threads started later; None leaves it alone.
         max_model_len: tokens of prompt and completion together; None is the model's own limit.
-        update_timeout_s: longest wait of `load_weights`.
+        update_timeout_s: longest wait of `load_weights`, and of anybody for the current token.
 
     Raises:
         ValueError: a setting is out of range.
@@ -76,7 +80,8 @@ class EmbeddedEngine(RolloutEngine):
         self._version = 0
         self._busy_s = 0.0
         self._num_tokens = 0
-        self._lock = PriorityLock()
+        what = f"the token that the embedded engine computes (data.engine.update_timeout_s={update_timeout_s:g})"
+        self._lock = PriorityLock(update_timeout_s, what)
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
         self._closed = False
@@ -87,6 +92,16 @@ class EmbeddedEngine(RolloutEngine):
         """Samples with the live weights of `lm`, without a copy; for `run` in the thread that owns it."""
         engine = cls(num_slots=num_slots, seed=seed, num_threads=None)
         engine._adopt(lm, owns_weights=False)
+        return engine
+
+    def fresh(self, out_of_memory: bool = False) -> EmbeddedEngine:
+        """The same again, with half the slots after it ran out of memory."""
+        engine = super().fresh(out_of_memory)
+        assert isinstance(engine, EmbeddedEngine)
+        slots = max(1, self.num_slots // 2) if out_of_memory else self.num_slots
+        if out_of_memory:
+            log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, self.num_slots)
+        engine.num_slots = engine._queue.num_slots = slots
         return engine
 
     def setup(self, model: str) -> None:
@@ -251,6 +266,7 @@ class EmbeddedEngine(RolloutEngine):
         self._closed = True
         self._work.set()
         self._update_room.close()
-        with self._lock.urgent():
+        # a thread that hangs in a token keeps what it works with; there is nothing that could end it
+        with contextlib.suppress(StalledError), self._lock.urgent(CLOSE_S):
             self._slots = None
             self._queue = RequestQueue(self.num_slots)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -92,6 +93,24 @@ class RolloutEngine(ABC):
 
     in_flight_weight_updates: bool
     scores: bool = False
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Remembers the arguments, for `fresh`."""
+        engine = super().__new__(cls)
+        engine._made_with = (args, kwargs)
+        return engine
+
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
+        """A new engine with the same arguments, not set up, to take the place of one that hangs or broke.
+
+        Args:
+            out_of_memory: this one broke because of that; the new one should need less, if it can.
+        """
+        args, kwargs = self._made_with
+        renewed = [a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for a in args]
+        named = {n: a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for n, a in kwargs.items()}
+        return type(self)(*renewed, **named)
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
         """What this engine adds to generation, added to another engine; validation uses it."""

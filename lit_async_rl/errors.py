@@ -23,3 +23,11 @@ class EngineError(RuntimeError):
 
 class RankError(RuntimeError):
     """Another process of the run failed, fell silent, or is gone; says which one, and why."""
+
+
+class NonFiniteError(RuntimeError):
+    """Too many updates in a row had a gradient with NaN or infinity, and were left out."""
+
+
+class EngineDown(RuntimeError):
+    """The engine hangs or broke; another is to take its place, with weights from all ranks. No user meets it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -38,3 +39,9 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
         return float(make_task(task, config).score_answer(answer, entry=entry))
 
     return grade
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """What `package.module.name` names."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -87,6 +87,11 @@ class GroupBook:
             group.generation_s = time.monotonic() - group.began
         return group, completion.sample_index
 
+    @property
+    def lacking(self) -> list[OpenGroup]:
+        """Groups that wait for the engine; all other unfinished ones are being scored."""
+        return [group for group in self.unfinished.values() if len(group.completions) < self.group_size]
+
     def _file(self, group: OpenGroup, completion: Completion) -> None:
         group.completions[completion.sample_index] = completion
         group.texts[completion.sample_index] = self.codec.decode(completion.token_ids)

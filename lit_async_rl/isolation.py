@@ -27,15 +27,16 @@ class IsolatedFunction:
         make: a function of a module, by its name `package.module:make`; it is called once in the child, without a time
             limit, and returns what is then called with picklable arguments. Imports belong there.
         timeout_s: longest that a call may take.
+        arguments: what `make` is called with.
 
     Raises:
         ValueError: the time limit is not positive.
     """
 
-    def __init__(self, make: str, timeout_s: float) -> None:
+    def __init__(self, make: str, timeout_s: float, *arguments: str) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self.make, self.timeout_s = make, timeout_s
+        self.make, self.timeout_s, self.arguments = make, timeout_s, arguments
         self._local = threading.local()
 
     def __call__(self, *args: Any) -> Any:
@@ -48,7 +49,7 @@ class IsolatedFunction:
         """
         child: _Child | None = getattr(self._local, "child", None)
         if child is None:
-            child = self._local.child = _Child(self.make, self.timeout_s)
+            child = self._local.child = _Child(self.make, self.timeout_s, self.arguments)
         try:
             return child.call(args)
         except (TimeoutError, RuntimeError):
@@ -57,10 +58,10 @@ class IsolatedFunction:
 
 
 class _Child:
-    def __init__(self, make: str, timeout_s: float) -> None:
+    def __init__(self, make: str, timeout_s: float, arguments: tuple[str, ...]) -> None:
         self.make = make
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lit_async_rl.isolation", make, str(timeout_s)],
+            [sys.executable, "-m", "lit_async_rl.isolation", make, str(timeout_s), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -100,12 +101,12 @@ def _close(requests: IO[bytes], replies: IO[bytes], process: subprocess.Popen[by
     process.wait()
 
 
-def _serve(make: str, timeout_s: float) -> None:
+def _serve(make: str, timeout_s: float, *arguments: str) -> None:
     """The child's loop."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
     module, _, name = make.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)()
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)(*arguments)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # to die, without Python's help
     pickle.dump((None, None), replies)
     replies.flush()
@@ -126,4 +127,4 @@ def _serve(make: str, timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]))
+    _serve(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from lit_async_rl.errors import StalledError
 
 
 class PriorityLock:
     """A loop takes it `patient`ly again and again, others `urgent`ly in between: whoever waits urgently comes next.
 
     A plain lock would not do: the loop that has just released it takes it again before a waiting thread wakes up.
+
+    Args:
+        timeout_s: longest wait of anybody.
+        what: names in an error what is waited for, and the setting that bounds it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 600.0, what: str = "a lock") -> None:
+        self.timeout_s, self.what = timeout_s, what
         self._lock, self._next, self._patient = threading.Lock(), threading.Lock(), threading.Lock()
 
     @contextmanager
-    def urgent(self) -> Iterator[None]:
-        """Holds the lock; waits for at most one turn of the loop."""
-        with self._next:
-            self._lock.acquire()
+    def urgent(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Holds the lock; waits for at most one turn of the loop.
+
+        Raises:
+            StalledError: that turn did not end within `timeout_s`, or that of the constructor.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        self._acquire(self._next, deadline, limit_s)
+        try:
+            self._acquire(self._lock, deadline, limit_s)
+        finally:
+            self._next.release()
         try:
             yield
         finally:
@@ -28,9 +45,21 @@ class PriorityLock:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Holds the lock for one turn of a loop."""
-        with self._patient, self.urgent():  # of several loops only one competes with those in a hurry
-            yield
+        """Holds the lock for one turn of a loop.
+
+        Raises:
+            StalledError: others kept it for too long.
+        """
+        self._acquire(self._patient, time.monotonic() + self.timeout_s, self.timeout_s)
+        try:
+            with self.urgent():  # of several loops only one competes with those in a hurry
+                yield
+        finally:
+            self._patient.release()
+
+    def _acquire(self, lock: threading.Lock, deadline: float, limit_s: float) -> None:
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise StalledError(f"waited {limit_s:g} s for {self.what}")
 
 
 class Room:

@@ -8,19 +8,22 @@
 
 Slots come back in `advance`, which the trainer calls after it has published weights; new prompts are submitted there,
 in one call, so that what the engine decodes together does not depend on timing. Whatever goes wrong in a thread is
-kept and raised by `take` with its cause.
+kept and raised by `take` with its cause; an engine that hangs or breaks can be replaced.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from lit_async_rl.admission import Admission
 from lit_async_rl.engine import Completion, RolloutEngine, SamplingParams
+from lit_async_rl.engine_listener import POLL_S, EngineListener
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.group_book import GroupBook, OpenGroup
 from lit_async_rl.prompts import PromptStream
@@ -29,7 +32,7 @@ from lit_async_rl.stats import ProducerStats
 from lit_async_rl.text import TextCodec
 from lit_async_rl.types import RolloutGroup
 
-POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
+log = logging.getLogger(__name__)
 
 
 class Producer:
@@ -43,6 +46,9 @@ class Producer:
         timeout_s: longest time in which nothing at all may happen while the trainer waits.
         replicate_prompts: ask the engine for each completion by itself, so that those of a prompt need not be sampled
             in one place or at one time (ROLL Flash, arXiv:2510.11345).
+
+    Attributes:
+        listener: has the engine, and what it died of.
     """
 
     def __init__(
@@ -58,16 +64,14 @@ class Producer:
         timeout_s: float,
         replicate_prompts: bool = False,
     ) -> None:
-        self.engine, self.stream, self.scorer, self.admission = engine, stream, scorer, admission
+        self.stream, self.scorer, self.admission = stream, scorer, admission
         self.timeout_s = timeout_s
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts)
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_finished = self._num_scored = self._num_lost = 0
         self.changed = threading.Condition(threading.RLock())
-        self._error: BaseException | None = None
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
+        self.listener = EngineListener(engine, self.changed, self._collect, scorer.check)
         self._began = time.monotonic()
         self._wait_s = 0.0
 
@@ -78,7 +82,7 @@ class Producer:
         self.version = version
         self._began = time.monotonic()
         self._admit()
-        self._thread.start()
+        self.listener.start()
 
     def advance(self, version: int) -> None:
         """Ends a round: the engine has the weights of `version`; the slots of the groups trained on come back."""
@@ -115,27 +119,73 @@ class Producer:
 
     def wait_for(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
         """What `ready` returns as soon as that is a number; None to stop. Call it with `changed` held."""
-        last_change = time.monotonic()
-        progress = self._progress()
+        clock = self.scorer.clock
+        last_change, progress, is_said = clock.now(), self._progress(), False
         while True:
-            if self._error is not None:
-                raise ProducerError(f"rollout generation failed: {self._error}") from self._error
+            if self.listener.error is not None:
+                raise ProducerError(f"rollout generation failed: {self.listener.error}") from self.listener.error
             if (found := ready()) is not None:
                 return found
             if should_stop():
                 return None
-            if not self._thread.is_alive():
-                raise ProducerError("the producer thread is not running: it was stopped, or never started")
+            self._check_engine()
+            now = clock.now()
             if progress != (progress := self._progress()):
-                last_change = time.monotonic()
-            if time.monotonic() - last_change > self.timeout_s:
-                raise StalledError(self._stall_message())
+                last_change, is_said = now, False
+            waited_s = now - last_change
+            if waited_s > self.timeout_s:
+                self._stall()
+            if waited_s > self.timeout_s / 2 and not is_said:
+                log.warning("slow: %s", self._wait_message(waited_s))
+                is_said = True
             self.changed.wait(POLL_S)
+
+    def _check_engine(self) -> None:
+        error = self.listener.engine_error
+        if isinstance(error, StalledError):
+            raise error
+        if error is not None:
+            raise ProducerError(f"rollout generation failed: {error}") from error
+        if not self.listener.is_alive:
+            raise ProducerError("the producer thread is not running: it was stopped, or never started")
+
+    def _stall(self) -> NoReturn:
+        """It is the engine that hangs where completions are lacking."""
+        advice = "Look at the engine first; raise data.rollout_timeout_s if a completion can really take this long"
+        error = StalledError(f"{self._wait_message(self.timeout_s)}. {advice}")
+        if self.book.lacking:
+            self.listener.break_engine(error, self.engine)
+        raise error
+
+    def _wait_message(self, waited_s: float) -> str:
+        lacking = len(self.book.lacking)
+        return (
+            f"the trainer waited {waited_s:.1f} s of rollout_timeout_s={self.timeout_s:g} for a rollout group and "
+            f"nothing happened: {lacking} groups being sampled, {len(self.book.unfinished) - lacking} being scored, "
+            f"{len(self.book.finished)} finished but not allowed yet, {self.listener.num_tokens} tokens generated so "
+            f"far by {type(self.engine).__name__}"
+        )
+
+    def replace_engine(self, engine: RolloutEngine) -> int:
+        """Goes on with another engine, which has weights; returns how many groups begin again there.
+
+        What has come from the old one is kept: finished groups, and single completions.
+        """
+        with self.changed:
+            lacking = self.book.lacking
+            self.listener.replace(engine, [r for group in lacking for r in self.book.missing(group)])
+            self._admit()
+            return len(lacking)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine that samples now."""
+        return self.listener.engine
 
     @property
     def is_running(self) -> bool:
         """Whether the background side works: neither stopped nor broken."""
-        return self._error is None and self._thread.is_alive()
+        return self.listener.error is None and self.listener.engine_error is None and self.listener.is_alive
 
     def begin_step(self) -> None:
         """The groups handed out so far have been trained on."""
@@ -143,15 +193,7 @@ class Producer:
             self.book.begin_step()
 
     def _progress(self) -> tuple[int, int]:
-        return self.engine.num_tokens, self._num_scored
-
-    def _stall_message(self) -> str:
-        return (
-            f"the trainer waited rollout_timeout_s={self.timeout_s:g} for a rollout group and nothing happened: "
-            f"{len(self.book.unfinished)} groups unfinished, {len(self.book.finished)} finished but not allowed yet, "
-            f"{self.engine.num_tokens} tokens generated so far by {type(self.engine).__name__}. Look at the engine "
-            "first; raise data.rollout_timeout_s if a completion can really take this long."
-        )
+        return self.listener.num_tokens, self._num_scored
 
     def stats(self) -> ProducerStats:
         """Totals since the start."""
@@ -159,9 +201,9 @@ class Producer:
             return ProducerStats(
                 wait_s=self._wait_s,
                 run_s=time.monotonic() - self._began,
-                engine_busy_s=self.engine.busy_s,
+                engine_busy_s=self.listener.busy_s,
                 scoring_s=self.scorer.busy_s,
-                num_tokens=self.engine.num_tokens,
+                num_tokens=self.listener.num_tokens,
                 num_finished=self._num_finished,
                 num_queued=len(self.book.finished),
                 num_unfinished=len(self.book.unfinished),
@@ -170,26 +212,13 @@ class Producer:
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Ends the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
-        self._stopped.set()
         with self.changed:
             self.changed.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        is_ended = self.listener.stop(timeout_s)
         self.scorer.close()
-        return not self._thread.is_alive()
+        return is_ended
 
     # -- producer's thread (and the reward workers, in `_finish`) ------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                for completion in self.engine.poll(POLL_S):
-                    self._collect(completion)
-                self.scorer.check()
-        except BaseException as error:
-            with self.changed:
-                self._error = error
-                self.changed.notify_all()
 
     def _admit(self) -> None:
         """Submits as many prompts as there are slots, in one call."""
@@ -199,20 +228,17 @@ class Producer:
                 position = self.again.popleft() if self.again else self.stream.advance()
                 index = self.admission.admit()
                 requests += self.book.open(index, position, self.stream.at(position), self.version)
-            if requests:
-                self.engine.submit(requests)
+            self.listener.submit(requests)
 
     def _drop_lost(self) -> None:
         """Redundant groups that came too late: what is still being sampled of them is aborted."""
         lost = self.admission.lose()
         running = [request_id for index in lost for request_id in self.book.give_up(index)]
         self._num_lost += len(lost)
-        if running:
-            self.engine.abort(running)
+        self.listener.abort(running)
 
     def _collect(self, completion: Completion) -> None:
-        with self.changed:
-            found = self.book.collect(completion)
+        found = self.book.collect(completion)
         if found is not None:
             self.score(*found)
 
@@ -237,8 +263,7 @@ class Producer:
         with self.changed:
             if not self._is_open(group):
                 return
-            if running := self.book.give_up(group.index):
-                self.engine.abort(running)
+            self.listener.abort(self.book.give_up(group.index))
             self.admission.drop(group.index)
             self._num_scored += 1  # something happened
             self._admit()

@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
+from lit_async_rl.engine import Completion
+from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.group_state import SavedGroup, pack_groups, unpack_groups
 from lit_async_rl.producer import Producer
 from lit_async_rl.scoring import reward_name
@@ -31,16 +35,14 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
         producer: started.
         step_is_done: the groups handed out last have been trained on; if not, they are among those saved.
 
+    An engine that hangs or breaks here is left to the next `take`; what was being sampled is sampled again after a
+    resume.
+
     Raises:
-        StalledError: nothing happened while waiting.
+        StalledError: scoring hangs.
         ProducerError: a background thread died while waiting.
     """
-    runs = producer.is_running
-    with producer.changed:
-        if runs and producer.admission.in_order:
-            producer.wait_for(lambda: None if producer.book.unfinished else 0)
-    partials = producer.engine.partial_completions() if runs else []
-    random_state = producer.engine.random_state() if runs else None
+    partials, random_state = _ask_engine(producer)
     with producer.changed:
         if step_is_done:
             producer.book.begin_step()
@@ -53,6 +55,24 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
             "again": list(producer.again),
             "random_state": {} if random_state is None else {"engine": random_state},
         }
+
+
+def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
+    """Partial completions and random state, after the wait; nothing of an engine that cannot say."""
+    listener = producer.listener
+    if producer.is_running and producer.admission.in_order:
+        try:
+            with producer.changed:
+                producer.wait_for(lambda: None if producer.book.unfinished else 0)
+        except (StalledError, ProducerError):
+            if listener.engine_error is None:
+                raise
+    if producer.is_running:
+        try:
+            return producer.engine.partial_completions(), producer.engine.random_state()
+        except StalledError as error:
+            listener.break_engine(error, producer.engine)
+    return [], None
 
 
 def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
@@ -68,6 +88,8 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     again = [group.position for group in saved if group.index not in kept]
     if again:
         log.warning("resume: settings have changed, so %d groups of the checkpoint are sampled anew", len(again))
+    num_finished = sum(group.is_finished for group in saved if group.index in kept)
+    log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
     if state["random_state"]:

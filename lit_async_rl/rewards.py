@@ -67,6 +67,35 @@ class MathVerify:
         return float(is_right)
 
 
+class IsolatedReward:
+    """Another reward function, in a process of its own that is ended when a call takes too long.
+
+    `data.reward_timeout_s` alone cannot end a call: it leaves it to itself, and a loop goes on using a core, or holds
+    the interpreter's lock and so stops everything. With `data.reward_tries` the group is tried again.
+
+    Args:
+        reward: its dotted path, `package.module.function`; imported in the child.
+        timeout_s: longest for one completion; should be less than `data.reward_timeout_s` by the size of a group.
+
+    Raises:
+        ValueError: the time limit is not positive, or the path has no dot.
+    """
+
+    def __init__(self, reward: str, timeout_s: float = 5.0) -> None:
+        if "." not in reward:
+            raise ValueError(f"IsolatedReward.reward must be a dotted path, package.module.function, got {reward!r}")
+        self.reward = reward
+        self._call = IsolatedFunction("lit_async_rl.graders:load_function", timeout_s, reward)
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        """The function's value.
+
+        Raises:
+            TimeoutError: the call took too long.
+        """
+        return self._call(prompt, completion)
+
+
 def reference_answer(prompt: Prompt) -> str:
     """What the completion is compared with.
 

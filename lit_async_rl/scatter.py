@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,9 @@ from lit_async_rl.liveness import RankWatch
 from lit_async_rl.ranks import cpu_group, data_parallel
 from lit_async_rl.types import RolloutBatch
 
-_STEP, _END = 1, 2
+RELOAD: Final = "reload"  # in place of a step: the engine is being restarted, and needs the weights of all ranks
+Exchanged = list[RolloutBatch] | Literal["reload"] | None  # None ends the run
+_STEP, _END, _RELOAD = 1, 2, 3
 _OTHERS = "others"  # fields that are no tensors
 
 
@@ -52,7 +54,7 @@ class OneProcess:
     num_places = 1
     leads = True
 
-    def exchange(self, make: Callable[[], list[RolloutBatch] | None]) -> list[RolloutBatch] | None:
+    def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
         """All micro-batches."""
         return make()
 
@@ -98,8 +100,8 @@ class StepScatter:
         """Whether this rank has the engine and the producer; the others get what it hands out."""
         return self._rank == 0
 
-    def exchange(self, make: Callable[[], list[RolloutBatch] | None]) -> list[RolloutBatch] | None:
-        """This rank's micro-batches of the step; None ends the run on all ranks.
+    def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
+        """This rank's micro-batches of the step, or that weights are needed; None ends the run on all ranks.
 
         Args:
             make: called on rank 0 only: the step's micro-batches, those that run at the same time side by side.
@@ -116,7 +118,7 @@ class StepScatter:
             self.watch.fail(error)  # at once: callbacks that handle the exception may want to use collectives
             raise
         self._send(batches)
-        return None if batches is None else batches[self._places[0] :: self.num_places]
+        return batches if batches is None or batches == RELOAD else batches[self._places[0] :: self.num_places]
 
     def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
         """For rank 0, whenever it looks while it waits for rollouts: whether any rank wants to end the run.
@@ -147,9 +149,10 @@ class StepScatter:
         self._wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), "to agree")
         return bool(flag)
 
-    def _send(self, batches: list[RolloutBatch] | None) -> None:
-        if batches is None:
-            self._broadcast(torch.tensor([_END, *[0] * self._num_ranks]))
+    def _send(self, batches: Exchanged) -> None:
+        if batches is None or batches == RELOAD:
+            kind = _END if batches is None else _RELOAD
+            self._broadcast(torch.tensor([kind, *[0] * self._num_ranks]))
             return
         assert len(batches) % self.num_places == 0
         shares = [pack(batches[place :: self.num_places]) for place in range(self.num_places)]
@@ -158,10 +161,10 @@ class StepScatter:
         padded = [torch.frombuffer(bytearray(share.ljust(max(lengths))), dtype=torch.uint8) for share in shares]
         self._scatter(max(lengths), [padded[place] for place in self._places])
 
-    def _receive(self) -> list[RolloutBatch] | None:
+    def _receive(self) -> Exchanged:
         header = self._broadcast(torch.zeros(1 + self._num_ranks, dtype=torch.long)).tolist()
-        if header[0] == _END:
-            return None
+        if header[0] != _STEP:
+            return None if header[0] == _END else RELOAD
         data = self._scatter(max(header[1:]), None)
         return unpack(data[: header[1 + self._rank]].numpy().tobytes())
 

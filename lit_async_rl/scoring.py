@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.clocks import AwakeClock
 from lit_async_rl.errors import RewardError
 from lit_async_rl.types import Prompt
 
@@ -59,6 +60,7 @@ class _Job:
     give_up: Callable[[], None]
     is_wanted: Callable[[], bool]
     num_tries: int = 0
+    is_said_to_be_slow: bool = False
 
 
 class Scorer:
@@ -70,6 +72,9 @@ class Scorer:
         timeout_s: longest that one may take.
         max_tries: a completion that could not be scored so often is given up, with a line in the log; None raises what
             went wrong at the first time. A call that does not return is left alone, and another worker takes its place.
+
+    Attributes:
+        clock: what timeouts are measured with.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Scorer:
         if max_tries is not None and max_tries < 1:
             raise ValueError(f"reward_tries must be >= 1, or null to end the run at once, got {max_tries}")
         self.reward = reward
+        self.clock = AwakeClock()
         self.timeout_s, self.max_tries, self.num_workers = timeout_s, max_tries, num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._busy_s = 0.0
@@ -115,7 +121,7 @@ class Scorer:
                 continue
             assert self.reward is not None
             began = time.monotonic()
-            self._running[number] = (began, job)
+            self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None
             try:
                 reward = score(self.reward, job.prompt, job.completion)
@@ -144,6 +150,8 @@ class Scorer:
         if self.max_tries is None:
             raise error
         if job.num_tries < self.max_tries:
+            log.warning("try %d of reward_tries=%d failed, there is another: %s", job.num_tries, self.max_tries, error)
+            job.is_said_to_be_slow = False
             self._jobs.put(job)
             return
         log.warning("a prompt is left out after reward_tries=%d: %s", self.max_tries, error)
@@ -162,11 +170,15 @@ class Scorer:
         """
         if self._error is not None:
             raise self._error
-        now = time.monotonic()
+        now = self.clock.now()
         for number, (began, job) in list(self._running.items()):
+            name = reward_name(self.reward) if self.reward is not None else None
+            if now - began > self.timeout_s / 2 and not job.is_said_to_be_slow:
+                job.is_said_to_be_slow = True
+                took, prompt = now - began, job.prompt.text[:200]
+                log.warning("reward %s is slow: %.1f s of reward_timeout_s=%g, %r", name, took, self.timeout_s, prompt)
             if now - began <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
-            name = reward_name(self.reward) if self.reward is not None else None
             self._add_worker()
             self._fail(
                 job,
@@ -178,5 +190,6 @@ class Scorer:
 
     def close(self) -> None:
         """Lets idle workers end; does not wait for one that hangs."""
+        self.clock.close()
         for _ in range(self.num_workers):
             self._jobs.put(None)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lit_async_rl.checkpoint_io import is_disk_full, sync_folder
+from lit_async_rl.checkpoint_io import check_writable, is_disk_full, sync_folder
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 log = logging.getLogger(__name__)
@@ -70,19 +70,35 @@ class TapeWriter:
         first_step: of the run that writes, after a resume. What the tape holds of this step and later ones was undone
             by the interruption: it is renamed to `*.undone`, which no reader looks at.
 
+        waiting: rows of earlier steps that are not on the disk yet (`waiting` of the run before).
+
     Raises:
-        ValueError: a file holds steps before and after `first_step`.
+        ValueError: a file was damaged.
+        OSError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: str | Path, first_step: int = 0) -> None:
+    def __init__(self, folder: str | Path, first_step: int = 0, waiting: Sequence[dict[str, Any]] = ()) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._rows: list[dict[str, Any]] = []
+        check_writable(self.folder, "the tape's folder")
+        self._rows: list[dict[str, Any]] = list(waiting)
         for file in _files(self.folder):
             if file.last >= first_step:
                 if file.first < first_step:
-                    raise ValueError(f"{file.path} holds steps before and after {first_step}, where the run resumes")
+                    self._keep_before(first_step, file)
                 file.path.replace(file.path.with_suffix(".undone"))
+
+    def _keep_before(self, first_step: int, undone: _File) -> None:
+        """Writes a file's steps before `first_step` to one of their own."""
+        whole = {n for f in _files(self.folder) if f.last < first_step for n in range(f.first, f.last + 1)}
+        known = whole | {row["step"] for row in self._rows}
+        rows = _read(undone, None).to_pylist()
+        self._rows = [row for row in rows if row["step"] < first_step and row["step"] not in known] + self._rows
+        self.flush()
+
+    @property
+    def waiting(self) -> list[dict[str, Any]]:
+        """Rows that are not on the disk yet; plain values."""
+        return list(self._rows)
 
     def append(self, step: int, version: int, groups: Sequence[RolloutGroup]) -> None:
         """Adds a step; it is on the disk after `flush`."""

@@ -114,3 +114,26 @@ def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path, capsys, 
     assert "reward" in run("sample", folder, "--num", 2)
     run("plot", folder, "--out", tmp_path / "tape.png")
     assert (tmp_path / "tape.png").stat().st_size > 10_000
+
+
+def test_rows_that_a_full_disk_did_not_take_come_back_with_the_checkpoint(recorded, tmp_path):
+    steps = [step.groups[:1] for step in Tape(recorded[0]).steps()]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    first = TapeWriter(tmp_path)
+    first.append(0, 0, steps[0])
+    first.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        for step in (1, 2):
+            first.append(step, step, steps[step])
+            first.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    in_checkpoint = first.waiting
+    assert {row["step"] for row in in_checkpoint} == {1, 2}
+    first.append(3, 3, steps[3])
+    first.flush()  # one file with steps 1 to 3, before the run is killed and resumes after step 2
+    TapeWriter(tmp_path, 3, in_checkpoint).flush()
+    assert [step.step for step in Tape(tmp_path).steps()] == [0, 1, 2]
+    TapeWriter(tmp_path, 2).flush()
+    assert [(step.step, len(step.groups)) for step in Tape(tmp_path).steps()] == [(0, 1), (1, 1)]

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from lit_async_rl.assets import asset
 from lit_async_rl.cli import main
 from lit_async_rl.embedded_engine import EmbeddedEngine
+from lit_async_rl.module import PolicyModule
 
 ROOT = Path(__file__).parent.parent
 BASE = [
@@ -137,13 +138,13 @@ class HangingEngine(EmbeddedEngine):
 
 
 def test_a_dying_engine_ends_the_run_with_its_error(capsys, tmp_path):
-    said = message(capsys, tmp_path, "--data.engine", f"{__name__}.DyingEngine")
+    said = message(capsys, tmp_path, "--data.engine", f"{__name__}.DyingEngine", "--data.engine_restarts", "0")
     assert "the engine ran out of memory" in said
 
 
 def test_a_hanging_engine_ends_the_run_with_the_setting_that_bounds_the_wait(capsys, tmp_path):
     flags = ["--data.engine", f"{__name__}.HangingEngine", "--data.rollout_timeout_s", "2", "--trainer.max_steps", "99"]
-    said = message(capsys, tmp_path, *flags)
+    said = message(capsys, tmp_path, *flags, "--data.engine_restarts", "0")
     assert "rollout_timeout_s=2" in said
     assert "HangingEngine" in said
 
@@ -167,6 +168,22 @@ def test_a_folder_without_a_model_is_refused(capsys, tmp_path):
 def test_a_truncated_checkpoint_is_named(capsys, tmp_path):
     (tmp_path / "half.ckpt").write_bytes(b"PK\x03\x04 not all of it")
     assert "half.ckpt" in message(capsys, tmp_path, "--ckpt_path", str(tmp_path / "half.ckpt"))
+
+
+@pytest.mark.parametrize("where", ["logger", "tape", "checkpoints"])
+def test_a_folder_that_cannot_be_written_to_is_named_at_the_start(where, capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    folder = str(tmp_path / "file" / "runs")
+    flags = {
+        "logger": ["--trainer.logger.init_args.save_dir", folder],
+        "tape": ["--trainer.callbacks+=RolloutTape", "--trainer.callbacks.folder", folder],
+        "checkpoints": ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath", folder],
+    }
+    monkeypatch.setattr(PolicyModule, "training_step", lambda *_: pytest.fail("it has begun to train"))
+    said = message(capsys, tmp_path, *flags[where])
+    assert "cannot be written to" in said
+    assert folder in said
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 @pytest.mark.slow
