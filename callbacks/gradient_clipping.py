@@ -76,10 +76,8 @@ class GradientClipping(pl.Callback):
         for name, value in self.apply(trainer.strategy.model, optimizer).items():
             pl_module.log(name + suffix, value)
 
-    def on_train_batch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Ends the run, between two steps."""
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
+        """Ends the run, when all callbacks have seen the end of the last step."""
         self.dropped.check()
 
     @property

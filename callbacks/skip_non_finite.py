@@ -50,10 +50,8 @@ class SkipNonFinite(pl.Callback):
         if self.dropped.total:
             pl_module.log("grad/num_skipped", float(self.dropped.total))
 
-    def on_train_batch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Ends the run, between two steps."""
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
+        """Ends the run, when all callbacks have seen the end of the last step."""
         self.dropped.check()
 
     def state_dict(self) -> dict[str, int]:

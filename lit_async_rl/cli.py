@@ -187,7 +187,7 @@ def check_folders(trainer: Trainer) -> None:
     Raises:
         OSError: names the setting and the folder.
     """
-    folders = {"trainer.logger's folder": trainer.log_dir}  # a collective
+    folders: dict[str, str | Path | None] = {"trainer.logger's folder": trainer.log_dir}  # a collective
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint):
             folders["ModelCheckpoint.dirpath"] = callback.dirpath

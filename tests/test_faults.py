@@ -16,7 +16,7 @@ from flow import MODEL, fit, make_data, make_module, parameters
 from launch import finish, start
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_async_rl.callbacks import GradientClipping, SaveOnFailure, SaveOnSigterm, SkipNonFinite
+from lit_async_rl.callbacks import GradientClipping, RolloutTape, SaveOnFailure, SaveOnSigterm, SkipNonFinite
 from lit_async_rl.checkpoint_io import check_writable
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, SamplingParams
@@ -24,6 +24,7 @@ from lit_async_rl.episodes import EpisodeEngine
 from lit_async_rl.errors import NonFiniteError, ProducerError, StalledError
 from lit_async_rl.rewards import IsolatedReward
 from lit_async_rl.simulated_engine import Constant, SimulatedEngine
+from lit_async_rl.tape import Tape
 from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.weights import stream_weights
 
@@ -323,13 +324,14 @@ def test_whenever_sigterm_comes_the_run_saves_and_goes_on(where, tmp_path, caplo
 def test_too_many_nans_in_a_row_end_the_run_with_a_checkpoint(tmp_path, caplog):
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
     guards = [NaNs(range(2, 99)), SkipNonFinite(max_in_a_row=2), keep, SaveOnFailure()]
-    module = make_module()
+    module, watch, tape = make_module(), Watch(), RolloutTape(str(tmp_path / "tape"))
     with pytest.raises(NonFiniteError, match=r"3 updates in a row .* SkipNonFinite\.max_in_a_row=2"):
-        fit(module, make_data(groups_per_step=2), 99, guards, enable_checkpointing=True)
+        fit(module, make_data(groups_per_step=2), 99, [*guards, watch, tape], enable_checkpointing=True)
     resumed, rest = make_module(), Watch()
     fit(resumed, make_data(groups_per_step=2), 7, [rest], ckpt_path=str(tmp_path / "failed.ckpt"))
-    assert min(rest.trained) >= 8, "what was trained on before is not trained on again"
-    assert len(rest.trained) == 4
+    assert not set(watch.trained) & set(rest.trained)
+    assert (len(watch.trained), len(rest.trained)) == (10, 4)
+    assert [step.step for step in Tape(tmp_path / "tape").steps()] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"SkipNonFinite\.max_in_a_row must be >= 0"):
         SkipNonFinite(max_in_a_row=-1)
 
