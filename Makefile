@@ -36,10 +36,10 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/test_vllm_startup.py tests/test_vllm_engine.py
+	$(VLLM)/bin/python -m pytest tests/test_vllm_startup.py tests/test_vllm_engine*.py
 
-test-vllm-servers: $(VLLM)/installed  ## servers that are killed and stopped; minutes, wants two idle cores
-	$(VLLM)/bin/python -m pytest tests/test_vllm_servers.py
+test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
+	$(VLLM)/bin/python -m pytest tests/test_vllm_server*.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """Tokens per second of the embedded engine against `model.generate`: same model, prompts, lengths and threads.
 
 Two workloads: all completions equally long, and lengths uniform in 4 ... `--new_tokens`, where `generate` waits for the
-longest of each batch (only the tokens asked for count). Runs alternate, medians are reported.
+longest of each batch (only the tokens asked for count). Runs alternate, medians are reported; on a CPU, of tokens per
+second of processor time.
 
     python benchmarks/engine.py --output engine.json
 """
@@ -14,7 +15,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -83,9 +84,10 @@ def workloads(args: argparse.Namespace) -> dict[str, list[GenerationRequest]]:
     }
 
 
-def compare(runs: dict[str, Callable[[], None]], num_tokens: int, repeats: int) -> dict[str, float]:
-    """Median tokens per second of each, in alternating runs after one to warm up; per processor second on a CPU."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time  # others may use the processors too
+def compare(
+    runs: Mapping[str, Callable[[], object]], num_tokens: int, repeats: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Median tokens per second of each, in alternating runs after one to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
@@ -98,10 +100,10 @@ def compare(runs: dict[str, Callable[[], None]], num_tokens: int, repeats: int) 
     return {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
 
 
-def main() -> None:
-    """Prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+def make_parser(description: str | None, models: list[str], output: str) -> argparse.ArgumentParser:
+    """Options that say what is measured, with these defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=models)
     parser.add_argument("--num_prompts", type=int, default=8)
     parser.add_argument("--num_samples", type=int, default=8)
     parser.add_argument("--prompt_tokens", type=int, default=24)
@@ -109,13 +111,19 @@ def main() -> None:
     parser.add_argument("--num_batches", type=int, default=8, help="batches of generate in the mixed workload")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num_threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="of the embedded engine and generate")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--output", type=Path, default=Path("engine.json"))
-    args = parser.parse_args()
+    parser.add_argument("--output", type=Path, default=Path(output))
+    return parser
+
+
+def main() -> None:
+    """Prints a table and writes JSON."""
+    args = make_parser(__doc__, list(MODELS), "engine.json").parse_args()
     torch.set_num_threads(args.num_threads)
     logging.disable_progress_bar()
     slots = args.num_prompts * args.num_samples
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time  # others may use the processors too
     results = []
     print(f"{'model':>9} {'lengths':>8} {'generate tok/s':>15} {'engine tok/s':>13} {'ratio':>6}")
     for name in args.models:
@@ -127,7 +135,7 @@ def main() -> None:
                 "engine": lambda engine=engine, requests=requests: engine.run(requests),
             }
             num_tokens = sum(r.num_samples * r.sampling.max_tokens for r in requests)
-            rates = compare(runs, num_tokens, args.repeats)
+            rates = compare(runs, num_tokens, args.repeats, clock)
             ratio = rates["engine"] / rates["generate"]
             print(f"{name:>9} {lengths:>8} {rates['generate']:15.0f} {rates['engine']:13.0f} {ratio:6.2f}", flush=True)
             results.append({"model": name, "lengths": lengths, **rates, "ratio": ratio})

@@ -1,8 +1,8 @@
 """vLLM against the embedded engine and `model.generate`, and what live weight updates cost it.
 
-Tokens per second: same model, prompts, lengths and threads; runs alternate, medians are reported. Updates: new weights
-every `--step_s` seconds while it generates; a pause is the time in which it cannot, and the share lost is the sum of
-the pauses over the time.
+Tokens per second of wall time, because vLLM works in processes of its own: same model, prompts, lengths and threads;
+runs alternate, medians are reported. Wants an idle machine. Updates: new weights every `--step_s` seconds while it
+generates; a pause is the time in which it cannot, and the share lost is the sum of the pauses over the time.
 
     .venv-vllm/bin/python benchmarks/vllm_engine.py --output vllm.json
 """
@@ -16,10 +16,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from engine import MODELS, build, compare, run_generate, workloads
+from engine import build, compare, make_parser, run_generate, workloads
 from transformers import PreTrainedModel
 
 from lit_async_rl.embedded_engine import EmbeddedEngine
@@ -54,7 +53,7 @@ def rates(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespace, num
             "vllm": lambda requests=requests: run_requests(engine, requests),
         }
         num_tokens = sum(r.num_samples * r.sampling.max_tokens for r in requests)
-        rows.append({"lengths": lengths, **compare(runs, num_tokens, args.repeats)})
+        rows.append({"lengths": lengths, **compare(runs, num_tokens, args.repeats, time.perf_counter)})
     return rows
 
 
@@ -95,22 +94,11 @@ def update_costs(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespa
 
 def main() -> None:
     """Prints two tables and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["0.6M", "5M"])
-    parser.add_argument("--num_prompts", type=int, default=8)
-    parser.add_argument("--num_samples", type=int, default=8)
-    parser.add_argument("--prompt_tokens", type=int, default=24)
-    parser.add_argument("--new_tokens", type=int, default=128)
-    parser.add_argument("--num_batches", type=int, default=8, help="batches of generate in the mixed workload")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = make_parser(__doc__, ["0.6M", "5M"], "vllm.json")
     parser.add_argument("--num_updates", type=int, default=100)
     parser.add_argument("--step_s", type=float, default=0.25, help="time between two weight updates")
     parser.add_argument("--clear_cache", action="store_true", help="compute running caches again at each update")
     parser.add_argument("--kv_cache_memory_gb", type=float, default=1.0)
-    parser.add_argument("--num_threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help="of the embedded engine and generate")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--output", type=Path, default=Path("vllm.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
     num_seqs, results = args.num_prompts * args.num_samples, []

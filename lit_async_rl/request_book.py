@@ -104,7 +104,8 @@ class RequestBook:
             EngineError: `fail` or `close` was called.
         """
         if self._error is not None:
-            raise EngineError(f"{self.name} broke and was stopped: {self._error}") from self._error
+            why = str(self._error) or type(self._error).__name__
+            raise EngineError(f"{self.name} broke and was stopped: {why}") from self._error
         if self._closed:
             raise EngineError(f"{self.name} was closed")
 

@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, check_positive
+from lit_async_rl.background_engine import BackgroundEngine
+from lit_async_rl.engine import Completion, GenerationRequest, check_positive
 from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.hf_models import load_config, stored_eos_token_ids
-from lit_async_rl.request_book import RequestBook
-from lit_async_rl.request_queue import check_request
+from lit_async_rl.hf_models import stored_eos_token_ids
 from lit_async_rl.vllm_process import VLLMProcess
 from lit_async_rl.vllm_requests import RequestRunner
 from lit_async_rl.vllm_startup import FIXED_ARGUMENTS, start_vllm
 from lit_async_rl.weight_transfer import SharedMemoryTransfer, WeightTransfer
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(BackgroundEngine[WeightTransfer]):
     """vLLM (0.32 or newer) in child processes of the trainer.
 
     What a token's keys and values were computed from when weights change is a choice. `clear_cache=False`: running
@@ -94,8 +93,7 @@ class VLLMEngine(RolloutEngine):
             startup_timeout_s=startup_timeout_s,
             update_timeout_s=update_timeout_s,
         )
-        self.in_flight_weight_updates, self.clear_cache = in_flight_weight_updates, clear_cache
-        self.transfer = transfer or SharedMemoryTransfer()
+        super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.num_threads, self.startup_timeout_s, self.update_timeout_s = (
             num_threads,
             startup_timeout_s,
@@ -115,18 +113,16 @@ class VLLMEngine(RolloutEngine):
         )
         self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
         self._process: VLLMProcess | None = None
-        self._book = RequestBook("vLLM")
         self._lock = threading.Lock()  # guards the next three
         self._held: list[GenerationRequest] = []  # submitted while an update waits for older ones
         self._is_draining = False
         self._version = 0
-        self.update_pauses_s: list[float] = []  # seconds without generation in each weight update
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
     def setup(self, model: str) -> None:
         """Starts vLLM with the architecture of `model`; weights come by `load_weights`. Raises: see `start_vllm`."""
-        self._vocab_size = int(load_config(model).get_text_config().vocab_size)
+        self._read_config(model)
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
         environment = self.transfer.environment()
         self._process = start_vllm(
@@ -140,32 +136,12 @@ class VLLMEngine(RolloutEngine):
         assert self._process is not None, "setup first"
         return self._process
 
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and completion together."""
-        return self._max_model_len
-
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Stages the weights while vLLM generates, then pauses it until its workers have loaded them.
-
-        Raises:
-            EngineError: vLLM did not take them; it is stopped.
-            StalledError: a step took longer than `update_timeout_s`; it is stopped.
-        """
-        stream = iter(weights)
-        try:
-            self._check()
-            self.transfer.stage(stream)
-            self._drain()
-            self._update(version)
-            self.transfer.release()
-        except BaseException as error:
-            self._book.fail(error)
-            for _ in stream:  # other ranks take part in every tensor
-                pass
-            if isinstance(error, EngineError | StalledError):
-                raise
-            raise EngineError(f"vLLM did not take the weights of version {version} and was stopped: {error}") from error
+    def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
+        self.transfer.stage(weights)
+        self._drain()
+        pause_s = self._update(version)
+        self.transfer.release()
+        return pause_s
 
     def _drain(self) -> None:
         """Without in-flight updates: waits for all requests and holds back what is submitted meanwhile."""
@@ -179,35 +155,31 @@ class VLLMEngine(RolloutEngine):
                 f"{self.update_timeout_s:g}; new weights wait for them (in_flight_weight_updates=false)"
             )
 
-    def _update(self, version: int) -> None:
-        """The pause. After an error nothing resumes vLLM, whose model may be half loaded."""
+    def _update(self, version: int) -> float:
+        """The pause, in seconds. After an error nothing resumes vLLM, whose model may be half loaded."""
         began, vllm = time.monotonic(), self._vllm
         # Not `llm.pause_generation`: it adds a sleep of 20 ms, which only matters to the order of outputs.
         vllm.call(vllm.llm.engine_core.pause_scheduler_async("keep", self.clear_cache), "pausing vLLM")
         self.transfer.deliver(vllm)
         vllm.call(vllm.llm.update_weight_version(str(version)), "tagging vLLM's weights")
         vllm.call(vllm.llm.resume_generation(), "resuming vLLM")
-        self.update_pauses_s.append(time.monotonic() - began)
-        self._book.pause(self.update_pauses_s[-1])
+        pause_s = time.monotonic() - began
         with self._lock:
             self._version, self._is_draining = version, False
-            self._launch(self._held)
+            self._start(self._held)
             self._held = []
+        return pause_s
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests; vLLM receives them one after the other. Raises: see `check_request`."""
-        for request in requests:
-            check_request(request, self.max_model_len, self._vocab_size)
-        self._check()
+    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
         with self._lock:
             if self._is_draining:
                 self._held += requests
             else:
-                self._launch(requests)
+                self._start(requests)
 
-    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
+    def _start(self, requests: Sequence[GenerationRequest]) -> None:
         self._book.begin(request.id for request in requests)
         self._vllm.soon(self._runner.launch, requests, str(self._version))
 
@@ -215,22 +187,19 @@ class VLLMEngine(RolloutEngine):
         """Samples that have finished; waits for the first."""
         if self._vllm.is_dead:
             self._check()
-        return self._book.take(timeout_s)
+        return super().poll(timeout_s)
 
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends these requests and drops what they have."""
-        gone = set(request_ids)
+    def _cancel(self, request_ids: set[int]) -> None:
         with self._lock:
-            self._held = [request for request in self._held if request.id not in gone]
-        self._book.drop(gone)
-        self._vllm.soon(self._runner.cancel, gone)
+            self._held = [request for request in self._held if request.id not in request_ids]
+        self._vllm.soon(self._runner.cancel, request_ids)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         if self._vllm.is_dead:
             self._book.fail(EngineError("its processes died; their own messages are above"))
-        self._book.check()
+        super()._check()
 
     def close(self) -> None:
         """Ends vLLM's processes; lets `poll` and `load_weights` return."""
@@ -238,13 +207,3 @@ class VLLMEngine(RolloutEngine):
         if self._process is not None:
             self._process.close()
         self.transfer.close()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which requests ran, weight updates not counted."""
-        return self._book.busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled so far, as far as reported."""
-        return self._book.num_tokens

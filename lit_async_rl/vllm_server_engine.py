@@ -11,25 +11,22 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, check_positive
-from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.hf_models import load_config, stored_eos_token_ids
+from lit_async_rl.background_engine import BackgroundEngine
+from lit_async_rl.engine import GenerationRequest, check_positive
+from lit_async_rl.hf_models import stored_eos_token_ids
 from lit_async_rl.loop_thread import LoopThread
-from lit_async_rl.request_book import RequestBook
-from lit_async_rl.request_queue import check_request
 from lit_async_rl.server_client import ServerClient
 from lit_async_rl.server_fleet import ServerFleet
 from lit_async_rl.vllm_plugin import ARCHITECTURE
 from lit_async_rl.weight_transfer import FileTransfer, SharedMemoryTransfer
 
 
-class VLLMServerEngine(RolloutEngine):
+class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     """vLLM servers (0.32 or newer, `scripts/serve.py`), on this machine and on others.
 
     Each prompt goes, with all its samples, to the server with the fewest tokens to do. A server that dies or hangs is
@@ -85,15 +82,13 @@ class VLLMServerEngine(RolloutEngine):
         self.urls = [_url(server) for server in servers]
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ValueError(f"data.engine.servers must name at least one server, and each once, got {servers}")
-        self.in_flight_weight_updates, self.clear_cache = in_flight_weight_updates, clear_cache
-        self.transfer = transfer or SharedMemoryTransfer()
+        name = "the fleet of vLLM servers"
+        super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.api_key_variable = api_key_variable
         self.probe_interval_s, self.health_timeout_s = probe_interval_s, health_timeout_s
         self.request_timeout_s, self.update_timeout_s = request_timeout_s, update_timeout_s
         self.startup_timeout_s, self.recovery_timeout_s = startup_timeout_s, recovery_timeout_s
-        self._book = RequestBook("the fleet of vLLM servers")
         self._thread: LoopThread | None = None
-        self.update_pauses_s: list[float] = []  # seconds without generation in each weight update
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
@@ -104,8 +99,7 @@ class VLLMServerEngine(RolloutEngine):
             FileNotFoundError: there is no such model.
             EngineError: a server is not there in time, or cannot be used: says why.
         """
-        config: Any = load_config(model).get_text_config()
-        self._vocab_size = int(config.vocab_size)
+        config = self._read_config(model)
         expected = {name: getattr(config, name) for name in ARCHITECTURE}
         key = os.environ.get(self.api_key_variable)
         limits = (self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
@@ -127,69 +121,28 @@ class VLLMServerEngine(RolloutEngine):
         assert self._thread is not None, "setup first"
         return self._thread
 
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and completion together; the smallest of the servers' limits."""
-        return self._max_model_len
-
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the weights while the servers generate, then pauses them until they have loaded them.
-
-        A server that does not load them is taken out. Requests submitted later are sampled from these weights only.
-
-        Raises:
-            EngineError: no server is left, or one did not load the first weights.
-            StalledError: requests did not finish in time (without in-flight updates).
-        """
-        stream = iter(weights)
-        try:
-            self._book.check()
-            self._publish(version, stream)
-        except BaseException as error:
-            self._book.fail(error)
-            for _ in stream:  # other ranks take part in every tensor
-                pass
-            if isinstance(error, EngineError | StalledError):
-                raise
-            raise EngineError(f"the weights of version {version} did not reach the vLLM servers: {error}") from error
-
-    def _publish(self, version: int, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
+        """A server that does not load them is taken out; only for the first weights that is an error."""
         loop, limit_s = self._loop, self.update_timeout_s
         if not self.in_flight_weight_updates:
             loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights (data.engine)")
         patience_s = limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         loop.call(self._fleet.begin_update(), patience_s, "waiting for a server that was coming back")
         try:
-            self.transfer.stage(stream)
+            self.transfer.stage(weights)
             update = self._fleet.update(version, self.transfer.staged)
-            self.update_pauses_s.append(loop.call(update, patience_s, "loading weights into the vLLM servers"))
+            return loop.call(update, patience_s, "loading weights into the vLLM servers")
         finally:
             loop.soon(self._fleet.end_update)
-        self._book.pause(self.update_pauses_s[-1])
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests.
-
-        Raises:
-            ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
-        """
-        for request in requests:
-            check_request(request, self.max_model_len, self._vocab_size)
-        self._book.check()
+    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
         self._book.begin(request.id for request in requests)
         self._loop.soon(self._fleet.submit, requests)
 
-    def poll(self, timeout_s: float) -> list[Completion]:
-        """Samples that have finished, all of a prompt together; waits for the first."""
-        return self._book.take(timeout_s)
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends these requests and drops what they have."""
-        gone = set(request_ids)
-        self._book.drop(gone)
-        self._loop.soon(self._fleet.abort, gone)
+    def _cancel(self, request_ids: set[int]) -> None:
+        self._loop.soon(self._fleet.abort, request_ids)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -199,16 +152,6 @@ class VLLMServerEngine(RolloutEngine):
         if self._thread is not None:
             self._thread.close(self._fleet.close())
         self.transfer.close()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which requests ran, weight updates not counted."""
-        return self._book.busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of finished requests."""
-        return self._book.num_tokens
 
 
 def _url(server: str) -> str:

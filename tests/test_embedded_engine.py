@@ -8,54 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replays import assert_exact, collect, full_logprobs, key, replayed_logprobs, requests_of
 from tiny_models import ALL, EOS, save, tiny_gpt2, tiny_llama, tiny_qwen3
-from transformers import DynamicCache
 
 from lit_async_rl.embedded_engine import EmbeddedEngine
-from lit_async_rl.engine import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.engine import GenerationRequest, SamplingParams
 from lit_async_rl.errors import StalledError
-
-
-def requests_of(sizes, max_tokens=12, num_samples=3, seed=0, first_id=0, **sampling) -> list[GenerationRequest]:
-    """One request for each prompt length in `sizes`."""
-    rng = random.Random(seed)
-    return [
-        GenerationRequest(
-            id=first_id + n,
-            prompt_ids=tuple(rng.randrange(2, 64) for _ in range(size)),
-            num_samples=num_samples,
-            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-        )
-        for n, size in enumerate(sizes)
-    ]
-
-
-@torch.no_grad()
-def full_logprobs(lm, prompt_ids, completion_ids, temperature=1.0) -> torch.Tensor:
-    """Log-probabilities of a completion by one ordinary forward over the whole text."""
-    ids = torch.tensor([prompt_ids + completion_ids])
-    log_p = (lm(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
-    return log_p[len(prompt_ids) - 1 : -1].gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]
-
-
-@torch.no_grad()
-def replayed_logprobs(lms, prompt_ids, completion: Completion) -> torch.Tensor:
-    """Each token under the version it is tagged with, after the keys and values that older versions left."""
-    cache = DynamicCache()
-    ids, found = torch.tensor([prompt_ids]), []
-    for token, version in zip(completion.token_ids, completion.versions, strict=True):
-        logits = lms[version](input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
-        found.append(logits.float().log_softmax(-1)[token])
-        ids = torch.tensor([[token]])
-    return torch.stack(found)
-
-
-def assert_exact(lm, requests, results, temperature=1.0) -> None:
-    for request, completions in zip(requests, results, strict=True):
-        assert [c.sample_index for c in completions] == list(range(request.num_samples))
-        for c in completions:
-            expected = full_logprobs(lm, request.prompt_ids, c.token_ids, temperature)
-            torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0)
 
 
 def own_engine(lm, tmp_path, **kwargs) -> EmbeddedEngine:
@@ -63,18 +21,6 @@ def own_engine(lm, tmp_path, **kwargs) -> EmbeddedEngine:
     engine.setup(save(lm, tmp_path))
     engine.load_weights(0, lm.named_parameters())
     return engine
-
-
-def collect(engine, num, timeout_s=60.0) -> list[Completion]:
-    found, deadline = [], time.monotonic() + timeout_s
-    while len(found) < num:
-        assert time.monotonic() < deadline, f"{len(found)} of {num} completions"
-        found += engine.poll(1.0)
-    return found
-
-
-def key(completion):
-    return completion.request_id, completion.sample_index
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------
