@@ -74,6 +74,12 @@ class RequestBook:
             self._finished.clear()
         return finished
 
+    @property
+    def finished(self) -> list[Completion]:
+        """What the next `take` would return."""
+        with self._changed:
+            return list(self._finished)
+
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Returns when nothing runs; False if that was not in time.
 

@@ -170,6 +170,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             self._held = []
         return pause_s
 
+    def partial_completions(self) -> list[Completion]:
+        """What running samples have so far, each token with its version, and what waits for `poll`."""
+        partial = self._vllm.call(self._runner.partial_completions(), "reading partial completions")
+        return [*partial, *self._book.finished]
+
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def _launch(self, requests: Sequence[GenerationRequest]) -> None:

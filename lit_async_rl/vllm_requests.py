@@ -69,6 +69,32 @@ class SampleBuffer:
         ]
 
 
+def partial_completions(request: GenerationRequest, state: Any) -> list[Completion]:
+    """What a running sample has so far.
+
+    Args:
+        request: that it is of.
+        state: vLLM's own `RequestState` of the sample, which is ahead of what it has sent to us.
+    """
+    token_ids = tuple(state.detokenizer.output_token_ids)
+    starts = state.weight_version_starts  # (tag, first token) whenever the tag changes
+    ends = [start for _, start in starts[1:]] + [len(token_ids)]
+    versions = [int(tag) for (tag, start), end in zip(starts, ends, strict=bool(starts)) for _ in range(start, end)]
+    logprobs = state.logprobs_processor.logprobs[: len(token_ids)]
+    indices = range(request.num_samples) if request.sampling.temperature == 0 else [state.request_index]
+    return [
+        Completion(
+            request_id=request.id,
+            sample_index=index,
+            token_ids=token_ids,
+            logprobs=tuple(found[token].logprob for token, found in zip(token_ids, logprobs, strict=True)),
+            versions=tuple(versions),
+            finish_reason="abort",
+        )
+        for index in indices
+    ]
+
+
 class RequestRunner:
     """One asyncio task for each request of an `AsyncLLM`; called in the thread of its loop.
 
@@ -81,16 +107,26 @@ class RequestRunner:
     def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int]) -> None:
         self.process, self.book, self.eos_token_ids = process, book, tuple(eos_token_ids)
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._requests: dict[int, GenerationRequest] = {}
 
     def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
         """Starts requests. Prompts share cached keys and values only with those of the same `salt`."""
         for request in requests:
+            self._requests[request.id] = request
             self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
 
     def cancel(self, request_ids: set[int]) -> None:
         """Ends requests; vLLM then aborts them."""
         for request_id in request_ids & self._tasks.keys():
             self._tasks[request_id].cancel()
+
+    async def partial_completions(self) -> list[Completion]:
+        """What every running sample has so far."""
+        found = []
+        for state in self.process.llm.output_processor.request_states.values():
+            id_given_by_us = (state.parent_req or state).external_req_id  # each sample is a child with an id of its own
+            found += partial_completions(self._requests[int(id_given_by_us)], state)
+        return found
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:
         from vllm import SamplingParams, TokensPrompt
@@ -108,4 +144,4 @@ class RequestRunner:
         except Exception as error:
             self.book.fail(error)
         finally:
-            del self._tasks[request.id]
+            del self._tasks[request.id], self._requests[request.id]

