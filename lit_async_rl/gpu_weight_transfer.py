@@ -7,6 +7,7 @@ Written from the interface of vLLM 0.32; neither class has been run, for want of
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import socket
 from abc import abstractmethod
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.weight_transfer import EngineControl, WeightTransfer, as_dtype, chunks
+
+INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 class _VLLMBackend(WeightTransfer):
@@ -33,7 +36,16 @@ class _VLLMBackend(WeightTransfer):
         self._is_open = False
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Which of vLLM's backends its workers open."""
+        """Which of vLLM's backends its workers open.
+
+        Raises:
+            ValueError: there is no GPU.
+        """
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"data.engine.transfer={type(self).__name__} moves weights from GPU to GPU, and the trainer sees none: "
+                "use SharedMemoryTransfer, the default"
+            )
         return {"weight_transfer_config": {"backend": self.backend}}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -67,7 +79,8 @@ class IpcTransfer(_VLLMBackend):
     """vLLM's `ipc` backend: its worker reads the trainer's GPU memory. Trainer and engine share one GPU.
 
     vLLM passes the memory handles as pickles between its own processes and wants VLLM_ALLOW_INSECURE_SERIALIZATION=1
-    for that, which is set for them: use it only with an engine that this trainer started, never with servers.
+    for that, which is set for them and, until `close`, for the trainer, whose half of vLLM would else refuse what they
+    answer: use it only with an engine that this trainer started, never with servers.
 
     Not run yet, for want of a GPU.
 
@@ -80,12 +93,21 @@ class IpcTransfer(_VLLMBackend):
 
     def __init__(self, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
         super().__init__(chunk_gb, dtype)
+        self._has_allowed = False
 
     def environment(self) -> dict[str, str]:
         """Lets vLLM unpickle memory handles."""
-        return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        return {INSECURE: "1"}
+
+    def close(self) -> None:
+        """Ends what `_open` allowed."""
+        super().close()
+        if self._has_allowed:
+            os.environ.pop(INSECURE, None)
 
     def _open(self, control: EngineControl) -> None:
+        self._has_allowed = INSECURE not in os.environ
+        os.environ[INSECURE] = "1"
         control.collective_rpc("init_weight_transfer_engine", {"init_info": {"packed": False}})
 
     def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:

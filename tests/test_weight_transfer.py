@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_async_rl.gpu_weight_transfer import IpcTransfer, NcclTransfer
 from lit_async_rl.vllm_plugin import read_folder
 from lit_async_rl.weight_transfer import EngineControl, FileTransfer, SharedMemoryTransfer
 
@@ -85,5 +86,9 @@ def test_wrong_things_are_named(tmp_path):
         FileTransfer(shard_gb=0.0)
     with pytest.raises(ValueError, match=r"transfer\.dtype .* got 'float33'"):
         SharedMemoryTransfer(dtype="float33")
+    if not torch.cuda.is_available():
+        for kind in (IpcTransfer, NcclTransfer):
+            with pytest.raises(ValueError, match=rf"transfer={kind.__name__} .* sees none: use SharedMemoryTransfer"):
+                kind().engine_arguments()
     with pytest.raises(FileNotFoundError, match="can this machine see"):
         list(read_folder(str(tmp_path)))
