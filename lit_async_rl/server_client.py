@@ -16,8 +16,6 @@ except ModuleNotFoundError as error:
 from lit_async_rl.engine import Completion, GenerationRequest
 from lit_async_rl.vllm_requests import sampling_arguments
 
-KEEP_ALIVE_S = 2.0  # shorter than the server's 5: it must not close a connection that is just being used again
-
 
 class ServerFailure(Exception):
     """The server is gone, hung or broken, perhaps for now; another one can do its work."""
@@ -60,7 +58,9 @@ class ServerClient:
             ServerRefusal: the key is wrong.
         """
         if self._session is None:  # belongs to the loop that it was made in
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            # One connection for each request: uvicorn closes those that were idle, or that brought an error, and may do
+            # so just when the next request is under way; on a busy machine it does.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=self._headers)
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from weakref import WeakSet
 
 from aiohttp import web
 
@@ -20,12 +21,14 @@ class MisbehavingServer:
     Args:
         model: architecture that it says it has.
         outcome: called for each request: `ok`, `error` (500), `abort`, `drop` (closes the connection) or `hang`.
+        num_bad_loads: times that it will fail to load weights.
     """
 
-    def __init__(self, model: str, outcome: Callable[[str], str] = lambda number: "ok") -> None:
+    def __init__(self, model: str, outcome: Callable[[str], str] = lambda number: "ok", num_bad_loads: int = 0) -> None:
         config = load_config(model).get_text_config()
         self.policy = {name: getattr(config, name) for name in ARCHITECTURE}
-        self.outcome, self.delay_s = outcome, 0.005
+        self.outcome, self.delay_s, self.num_bad_loads = outcome, 0.005, num_bad_loads
+        self._spoilt = WeakSet()  # connections that brought an error; uvicorn closes them, sooner or later
         self.hangs = False  # as after SIGSTOP: nothing is answered
         self.tag, self.is_paused, self.num_loads = "default", False, 0
         self.served: Counter[int] = Counter()  # answers per request, by the first token of its prompt
@@ -58,7 +61,12 @@ class MisbehavingServer:
     async def _maybe_hang(self, request, handler):
         while self.hangs:
             await asyncio.sleep(0.02)
-        return await handler(request)
+        if request.transport in self._spoilt:
+            request.transport.abort()
+        answer = await handler(request)
+        if answer.status == 500:
+            self._spoilt.add(request.transport)
+        return answer
 
     async def _ok(self, request):
         return web.json_response({})
@@ -76,6 +84,9 @@ class MisbehavingServer:
     async def _rpc(self, request):
         if (await request.json())["method"] == "describe_policy":
             return web.json_response({"results": [{"model": self.policy, "logprobs_mode": "processed_logprobs"}]})
+        if self.num_bad_loads:
+            self.num_bad_loads -= 1
+            return web.json_response({"error": {"message": "half loaded"}}, status=500)
         self.num_loads += 1
         return web.json_response({"results": [None]})
 

@@ -29,8 +29,8 @@ def fleet():
     """Starts servers and an engine that has given them version 0."""
     servers, engines = [], []
 
-    def make(number=2, outcome=lambda number: "ok", **settings):
-        servers.extend(MisbehavingServer(MODEL, outcome) for _ in range(number))
+    def make(number=2, outcome=lambda number: "ok", num_bad_loads=0, **settings):
+        servers.extend(MisbehavingServer(MODEL, outcome, num_bad_loads) for _ in range(number))
         engine = VLLMServerEngine([server.address for server in servers], **(QUICK | settings))
         engines.append(engine)
         engine.setup(MODEL)
@@ -80,6 +80,12 @@ def test_each_sample_comes_exactly_once_whatever_servers_do(fleet):
     assert sum(unlucky.values()) > 20
     assert any(server.num_loads > 4 for server in servers), "nobody came back"
     assert engine.num_tokens == 90 * 2 * 3
+
+
+def test_a_connection_that_brought_an_error_is_not_used_again(fleet):
+    engine, servers = fleet(num_bad_loads=1)  # as by a model that another trainer has left half loaded
+    assert [server.num_loads for server in servers] == [1, 1]
+    run_requests(engine, requests(4))
 
 
 def test_a_hung_server_loses_its_requests_and_comes_back_with_the_newest_weights(fleet, caplog):
