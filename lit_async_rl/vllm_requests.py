@@ -125,7 +125,9 @@ class RequestRunner:
         found = []
         for state in self.process.llm.output_processor.request_states.values():
             id_given_by_us = (state.parent_req or state).external_req_id  # each sample is a child with an id of its own
-            found += partial_completions(self._requests[int(id_given_by_us)], state)
+            request = self._requests.get(int(id_given_by_us))
+            if request is not None:  # else vLLM has died, and our side of the request with it
+                found += partial_completions(request, state)
         return found
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:
