@@ -1,6 +1,8 @@
-"""Whether a long run leaks: memory, threads and file descriptors over the steps of a tiny run with a tape.
+"""Whether a long run leaks: memory, threads and open files over thousands of steps of a configuration.
 
-python benchmarks/leaks.py [--steps 3000]
+python benchmarks/leaks.py [--steps 3000] [--minutes 30] [--config configs/quickstart.yaml] [further flags of train.py]
+
+Ends at what comes first. Growth is that of resident memory from the second tenth of the run to its last.
 """
 
 from __future__ import annotations
@@ -10,61 +12,79 @@ import gc
 import os
 import tempfile
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
-from lit_async_rl.assets import asset
-from lit_async_rl.callbacks import RolloutTape, WeightSync
-from lit_async_rl.data import RolloutDataModule
-from lit_async_rl.engine import SamplingParams
-from lit_async_rl.module import PolicyModule
-from lit_async_rl.rewards import share_correct
-from lit_async_rl.tasks import SortDigits
+from lit_async_rl.cli import AsyncRLCLI
+from lit_async_rl.lightning_types import AnyTrainer
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the process holds."""
+
+    step: int
+    resident_mb: float
+    num_threads: int
+    num_files: int
+
+
+def read(step: int) -> Reading:
+    """Of this process, now."""
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return Reading(step, resident, threading.active_count(), len(os.listdir("/proc/self/fd")))
 
 
 class Watch(pl.Callback):
-    """Prints resident memory in MB, threads and open files."""
+    """Reads every `every_n_steps` steps, before validation or checkpoints."""
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    def __init__(self, every_n_steps: int) -> None:
+        self.every_n_steps = every_n_steps
+        self.readings: list[Reading] = []
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Every 250 steps."""
-        if trainer.global_step % 250:
-            return
-        gc.collect()
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-        files = len(os.listdir("/proc/self/fd"))
-        print(
-            f"{trainer.global_step:6} {resident:9.1f} MB {threading.active_count():4} threads {files:4} files",
-            flush=True,
-        )
+        """Prints, too: a run that is ended early still says something."""
+        if trainer.global_step % self.every_n_steps == 0:
+            self.readings.append(read(trainer.global_step))
+            print(self.readings[-1], flush=True)
+
+
+def report(readings: list[Reading]) -> str:
+    """Growth, and the range of the others after the first tenth."""
+    tenth = max(1, len(readings) // 10)
+    early, late = readings[tenth : 2 * tenth], readings[-tenth:]
+    before, after = (sum(r.resident_mb for r in some) / len(some) for some in (early, late))
+    settled = readings[tenth:]
+    threads, files = {r.num_threads for r in settled}, {r.num_files for r in settled}
+    return (
+        f"{readings[-1].step} steps: {before:.1f} MB to {after:.1f} MB ({after / before - 1:+.2%}), "
+        f"{min(threads)} to {max(threads)} threads, {min(files)} to {max(files)} open files"
+    )
 
 
 def main() -> None:
     """Reads the command line and trains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    model = asset("sort_policy")
-    settings: dict[str, Any] = dict(max_staleness=2, groups_per_step=2, group_size=4)
-    sampling = SamplingParams(max_tokens=10)
-    data = RolloutDataModule(model, SortDigits(8, size=100000), share_correct, sampling=sampling, **settings)
+    parser.add_argument("--minutes", type=int, default=30)
+    parser.add_argument("--config", default="configs/quickstart.yaml")
+    arguments, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=arguments.steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[WeightSync(), RolloutTape(folder), Watch()],
-        )
-        trainer.fit(PolicyModule(model, learning_rate=1e-4), datamodule=data)
+        length = ["--trainer.max_steps", str(arguments.steps), "--trainer.max_time", f"00:00:{arguments.minutes:02}:00"]
+        total = ["--model.scheduler.init_args.total_steps", str(arguments.steps)]
+        where = ["--trainer.logger.init_args.save_dir", folder, "--trainer.enable_progress_bar", "false"]
+        cli = AsyncRLCLI(["--config", arguments.config, *length, *total, *where, *flags])
+        watch = Watch(max(1, arguments.steps // 120))
+        trainer: AnyTrainer = cli.trainer
+        trainer.callbacks.append(watch)
+        trainer.fit(cli.model, cli.datamodule)
+    print(report(watch.readings))
 
 
 if __name__ == "__main__":

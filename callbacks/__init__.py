@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lit_async_rl.callbacks.bottleneck_verdict import BottleneckVerdict
     from lit_async_rl.callbacks.collapse_alarm import CollapseAlarm
     from lit_async_rl.callbacks.ess_learning_rate import ESSLearningRate
+    from lit_async_rl.callbacks.evaluation import Evaluation
     from lit_async_rl.callbacks.gradient_alignment_control import GradientAlignmentControl
     from lit_async_rl.callbacks.gradient_clipping import GradientClipping
     from lit_async_rl.callbacks.gradient_monitor import GradientMonitor
@@ -39,6 +40,7 @@ __all__ = [
     "BottleneckVerdict",
     "CollapseAlarm",
     "ESSLearningRate",
+    "Evaluation",
     "GradientAlignmentControl",
     "GradientClipping",
     "GradientMonitor",

@@ -21,6 +21,7 @@ from lit_async_rl.compatibility import check_engine, check_step_compatibility
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
 from lit_async_rl.errors import EngineDown
+from lit_async_rl.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.feeds import PromptFeed, StepFeed
 from lit_async_rl.producer import Producer
 from lit_async_rl.prompts import PromptSource, PromptStream
@@ -212,6 +213,10 @@ class RolloutDataModule(pl.LightningDataModule):
         """Gives back the slots of the groups trained on."""
         if self._ranks.leads:
             self._source.advance(version)
+
+    def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
+        """Begins to sample held-out prompts beside the rollouts; on rank 0 only."""
+        return self._source.evaluate(plan)
 
     # -- what monitors and stabilizers use ----------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class SamplingParams:
 class GenerationRequest:
     """`num_samples` completions of one prompt. `id` is unique among the requests an engine holds.
 
-    `prompt` is what `prompt_ids` were made from; only engines with an environment look at it.
+    `prompt` is what `prompt_ids` were made from; only engines with an environment look at it. Where an engine has a
+    queue of its own, waiting requests of a higher `priority` begin first; others take them in order.
     """
 
     id: int
@@ -62,6 +63,7 @@ class GenerationRequest:
     num_samples: int
     sampling: SamplingParams
     prompt: Prompt | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

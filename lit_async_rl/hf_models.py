@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lit_async_rl.sharded_loading import parameters_on_meta
+
 
 def load_policy(
     model: str,
@@ -34,7 +36,7 @@ def load_policy(
         dtype: name of a torch dtype.
         attn_implementation: as in transformers; None is its default.
         random_init: only the architecture is taken from `model`.
-        device: `auto` is the first accelerator, or the CPU.
+        device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
@@ -49,13 +51,18 @@ def load_policy(
     kwargs: dict[str, Any] = {"dtype": torch_dtype}
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
-    if random_init:
+    if device == "meta":
+        with parameters_on_meta():
+            lm = AutoModelForCausalLM.from_config(config, **kwargs)
+        lm.generation_config = _generation_config(model) or lm.generation_config
+    elif random_init:
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
         lm = _load(AutoModelForCausalLM, model, **kwargs)
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
-    module.to(_first_device() if device == "auto" else torch.device(device))
+    if device != "meta":
+        module.to(_first_device() if device == "auto" else torch.device(device))
     return lm
 
 
@@ -106,10 +113,15 @@ def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
     """The same, of a model that is not loaded."""
     config: Any = load_config(model)
+    stored = _generation_config(model)
+    return _as_tuple(config.get_text_config().eos_token_id if stored is None else stored.eos_token_id)
+
+
+def _generation_config(model: str) -> GenerationConfig | None:
     try:
-        return _as_tuple(GenerationConfig.from_pretrained(model).eos_token_id)
+        return GenerationConfig.from_pretrained(model)
     except OSError:  # many models have no such file; transformers, too, then asks the configuration
-        return _as_tuple(config.get_text_config().eos_token_id)
+        return None
 
 
 def _as_tuple(ids: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ GRACE_S = 3.0  # from learning of a failure until a main thread that does not no
 EXIT_S = 30.0  # from noticing it until a process that does not exit is ended
 STORE_TIMEOUT = timedelta(seconds=10)
 _FAILED, _STOP = "failed", "stop"
+_KNOWS = b" knows"  # at the end of the beat of a rank that has learnt of a failure
 _links = itertools.count()  # links are made by all ranks together, so all count alike
 
 
@@ -93,15 +94,12 @@ class RankWatch:
             raise RankError(self.failure)
 
     def explain(self, error: RuntimeError) -> NoReturn:
-        """A connection to another rank broke: gives the watch thread a moment to learn the reason.
+        """A connection to another rank broke: says why, if that rank told.
 
         Raises:
             RankError: always.
         """
-        self._await_reason()
-        if not self.failure:
-            self.fail(RankError("the connection to another rank broke: it was killed, or its machine lost"))
-        self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
+        self.fail(RankError("the connection to another rank broke: it was killed, or its machine lost"))
         raise RankError(self.failure) from error
 
     def _await_reason(self) -> None:
@@ -124,30 +122,39 @@ class RankWatch:
         self.is_stop_requested = True
 
     def fail(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed. The first failure is the one that is told.
-
-        A connection that breaks in somebody else's collective is no failure of this rank's: says whose it is.
-        """
-        if isinstance(error, RuntimeError) and "Connection closed by peer" in str(error) and not self._closed.is_set():
-            self._await_reason()
-            if self.failure:
-                print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
-        if self._closed.is_set() or self.failure:
+        """Tells all ranks that this one has failed; or says here which failure came first and is the reason."""
+        if self._closed.is_set():
             return
-        self.failure = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
+        own = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
+        self.failure = self.failure or self._tell(own)
         self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
-        self._tell(self.failure)
+        if self.failure != own and not isinstance(error, RankError):  # a broken connection, say
+            print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """This rank has done its part; it may fall silent. Safe to call twice."""
         if self._closed.is_set():
             return
+        if self.failure and self.rank == 0:
+            self._linger()
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(STORE_TIMEOUT.total_seconds())
         self._set(str(self.rank), "closed")
         if not self.failure:
             atexit.unregister(self._exits)
+
+    def _linger(self) -> None:
+        """Rank 0 may be the store's host: stays until the others know why it leaves, or do not ask any more."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            try:
+                beats = self._store.multi_get([str(rank) for rank in range(1, self.world_size)])
+            except RuntimeError:
+                return
+            if all(beat.endswith((_KNOWS, b"closed")) for beat in beats):
+                return
+            time.sleep(0.1)
 
     def _exits(self) -> None:
         """At exit: an unfinished run has failed; and what hangs on the way out is ended."""
@@ -169,7 +176,8 @@ class RankWatch:
 
     def _beat(self) -> None:
         self._num_beats += 1
-        self._store.set(str(self.rank), f"{self._num_beats} {self._num_ticks}")
+        knows = _KNOWS.decode() if self.failure else ""
+        self._store.set(str(self.rank), f"{self._num_beats} {self._num_ticks}{knows}")
 
     def _listen(self) -> None:
         if self.is_stop_requested:
@@ -182,7 +190,7 @@ class RankWatch:
         now = time.monotonic()
         for rank, beat in zip(watched, beats, strict=True):
             before, since = self._heard.get(rank, (b"", now))
-            if rank == 0 and beat.split()[-1] != before.split()[-1:]:
+            if rank == 0 and beat.split()[1:2] != before.split()[1:2]:
                 self._ticked_at = now
             self._heard[rank] = (beat, now if beat != before else since)
             if beat != b"closed" and now - self._heard[rank][1] > self.timeout_s:
@@ -196,11 +204,15 @@ class RankWatch:
         if not self.failure:
             self.failure, self._ends_at = failure, time.monotonic() + GRACE_S
 
-    def _tell(self, failure: str) -> None:
+    def _tell(self, failure: str) -> str:
+        """Returns the first failure that any rank told of."""
         try:
-            self._store.compare_set(_FAILED, "", failure)
+            told: bytes | str = self._store.compare_set(_FAILED, "", failure)
         except RuntimeError as error:  # nobody is left to be told
+            self._await_reason()
             print(f"rank {self.rank} could not tell the others: {error}", file=sys.stderr)
+            return self.failure or failure
+        return told.decode() if isinstance(told, bytes) else told
 
     def _set(self, key: str, value: str) -> None:
         try:

@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_async_rl.checkpoint_io import check_same_model, count_whole_steps
@@ -34,7 +33,7 @@ from lit_async_rl.ranks import data_parallel
 from lit_async_rl.sharding import Sharding
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.validation import Validator
-from lit_async_rl.weights import stream_weights
+from lit_async_rl.weights import is_sharded, stream_weights
 
 
 class PolicyModule(pl.LightningModule):
@@ -59,7 +58,7 @@ class PolicyModule(pl.LightningModule):
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
-        sharding: how `ModelParallelStrategy` (FSDP2, tensor parallelism) divides the policy; not used by others.
+        sharding: how sharding strategies divide the policy, and when its weights are read.
         dtype: of the weights.
         attn_implementation: as in transformers; None is its default.
         random_init: take only the architecture from `model`, with random weights.
@@ -108,15 +107,19 @@ class PolicyModule(pl.LightningModule):
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
-        lm = load_policy(model, **load)
-        self.reference: CausalPolicy | None = None
+        if sharding.meta_device and (random_init or lora):
+            raise ValueError("model.sharding.meta_device=true goes with neither model.random_init nor model.lora")
+        lm = load_policy(model, **load, device="meta" if sharding.meta_device else "cpu")
+        reference = None
         if self.objective.needs_reference and lora is None:
-            self.reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
+            reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
-        self.sharding = sharding
+        self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
+        self.strict_loading = reference is None  # checkpoints may lack it
+        self.model, self.sharding = model, sharding
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated = False
@@ -130,11 +133,10 @@ class PolicyModule(pl.LightningModule):
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
     def configure_model(self) -> None:
-        """Shards policy and reference where the strategy has a mesh; others wrap the module themselves."""
-        if self.device_mesh is not None:
-            for part in (self.policy, self.reference):
-                if part is not None:
-                    self.sharding.apply(part, self.device_mesh)
+        """Divides policy and reference as the strategy wants it; reads their weights if that was put off."""
+        self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
+        if self.reference is not None:
+            self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)
 
     def setup(self, stage: str) -> None:
         """Checks that the prompts' tokenizer fits the model."""
@@ -221,18 +223,23 @@ class PolicyModule(pl.LightningModule):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds version and random state; leaves out the frozen reference, which is what `model` names."""
+        """Adds version and random state; leaves out the frozen reference, which is what `model` names.
+
+        Not where it is sharded: the parts of such a checkpoint are read for all there is, or not at all.
+        """
         checkpoint["version"], checkpoint["updated"] = self.version, self._updated
         checkpoint["random_state"] = torch.get_rng_state()
         count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("reference.")}
+        if not is_sharded(self):
+            checkpoint["state_dict"] = _without_reference(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores version and random state."""
         self.version, self._updated = checkpoint["version"], checkpoint["updated"]
         torch.set_rng_state(checkpoint["random_state"].cpu())
-        if "state_dict" in checkpoint and not any(isinstance(p, DTensor) for p in self.parameters()):
-            own = {k: v for k, v in self.state_dict().items() if not k.startswith("reference.")}
-            check_same_model(checkpoint["state_dict"], own)
-        if self.reference is not None:
-            checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
+        if "state_dict" in checkpoint and not is_sharded(self):
+            check_same_model(_without_reference(checkpoint["state_dict"]), _without_reference(self.state_dict()))
+
+
+def _without_reference(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if not name.startswith("reference.")}

@@ -25,6 +25,7 @@ from lit_async_rl.admission import Admission
 from lit_async_rl.engine import Completion, RolloutEngine, SamplingParams
 from lit_async_rl.engine_listener import POLL_S, EngineListener
 from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.evaluation import EvaluationRun
 from lit_async_rl.group_book import GroupBook, OpenGroup
 from lit_async_rl.prompts import PromptStream
 from lit_async_rl.scoring import Scorer
@@ -68,6 +69,7 @@ class Producer:
         self.timeout_s = timeout_s
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts)
+        self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_finished = self._num_scored = self._num_lost = 0
         self.changed = threading.Condition(threading.RLock())
@@ -238,6 +240,8 @@ class Producer:
         self.listener.abort(running)
 
     def _collect(self, completion: Completion) -> None:
+        if self.evaluation is not None and self.evaluation.collect(completion):
+            return
         found = self.book.collect(completion)
         if found is not None:
             self.score(*found)

@@ -36,7 +36,7 @@ class NewBatch:
 
 
 class RequestQueue:
-    """First in, first out.
+    """First in, first out, except that requests of a higher priority come first; none goes past a barrier.
 
     Reading a prompt costs about as much as decoding a token of all rows, so slots are filled several at a time: as soon
     as an eighth of them is free, or all that waits fits.
@@ -53,8 +53,16 @@ class RequestQueue:
         return len(self._items)
 
     def push_requests(self, requests: Sequence[GenerationRequest]) -> None:
-        """All samples of these requests, at the end."""
-        self._items.extend(Pending(request, 0, request.num_samples) for request in requests)
+        """All samples of these requests, behind all others of at least their priority."""
+        for request in requests:
+            place = len(self._items)
+            while place and self._yields(self._items[place - 1], request):
+                place -= 1
+            self._items.insert(place, Pending(request, 0, request.num_samples))
+
+    @staticmethod
+    def _yields(item: Pending | Update | NewBatch, request: GenerationRequest) -> bool:
+        return isinstance(item, Pending) and item.request.priority < request.priority
 
     def push_barrier(self, barrier: Update | NewBatch) -> None:
         """Something that waits until all before it is finished, at the end."""

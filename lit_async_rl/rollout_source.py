@@ -18,6 +18,7 @@ from torch import Tensor
 from lit_async_rl.admission import Admission, check_bound
 from lit_async_rl.engine import RolloutEngine
 from lit_async_rl.errors import EngineDown, ProducerError, StalledError
+from lit_async_rl.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.producer import Producer
 from lit_async_rl.producer_state import restore_producer, save_producer
 from lit_async_rl.replay import Replay
@@ -91,6 +92,14 @@ class RolloutSource:
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound for groups admitted from now on."""
         self._started().set_max_staleness(max_staleness)
+
+    def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
+        """Begins to sample held-out prompts beside the rollouts."""
+        producer = self._started()
+        assert isinstance(producer, Producer), "a tape has no engine"
+        producer.evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan)
+        producer.evaluation.submit()
+        return producer.evaluation
 
     def take_step(self, step: int, should_stop: Callable[[], bool]) -> list[RolloutGroup] | None:
         """The groups of `step`, each token within its bound; None when the run is asked to stop."""

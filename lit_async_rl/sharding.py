@@ -1,23 +1,28 @@
-"""Sharding of the policy by FSDP2, with tensor parallelism if the strategy's mesh has it, and the wrap rule for FSDP1.
+"""How strategies divide the policy: FSDP2 and tensor parallelism by a mesh, FSDP1 by wrapping.
 
-`lightning.pytorch.strategies.ModelParallelStrategy` gives the mesh; the module calls `Sharding.apply` in
-`configure_model`. DDP and FSDP1 need nothing of this: Lightning wraps the module itself.
+`PolicyModule.configure_model` calls `divide`. `lightning.pytorch.strategies.ModelParallelStrategy` gives it a mesh;
+Lightning's `fsdp` a wrapper, which `torch.distributed.fsdp.wrap.wrap` finds; others leave the policy whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch.strategies as strategies
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import enable_wrap, wrap
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_async_rl.network import CausalPolicy
+from lit_async_rl.sharded_loading import WeightFiles, is_on_meta
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
@@ -34,10 +39,40 @@ class Sharding:
             optimizer keep `model.dtype`; None computes in that, too. Log-probabilities are always float32.
         reshard_after_forward: frees a block's full weights after its forward pass and gathers them again for the
             backward pass: less memory, more communication.
+        meta_device: read weights only after the policy was divided, each process its own, from safetensors files; no
+            process ever holds all of them. False: each process reads all of them first. Not for `random_init`, `lora`.
     """
 
     compute_dtype: str | None = None
     reshard_after_forward: bool = True
+    meta_device: bool = False
+
+    def divide(self, policy: CausalPolicy, mesh: DeviceMesh | None, model: str) -> CausalPolicy:
+        """The policy as the strategy wants it, with its weights; a second call changes nothing.
+
+        Args:
+            policy: whole; its parameters may be on the meta device.
+            mesh: of FSDP2; None for other strategies, which may wrap (FSDP1) or leave it whole.
+            model: where weights are read that the policy lacks.
+        """
+        if mesh is not None:
+            self.apply(policy, mesh)
+            if is_on_meta(policy):
+                WeightFiles(model).read(policy.causal_lm, policy.causal_lm, torch.device(mesh.device_type))
+            return policy
+        if any(isinstance(module, FullyShardedDataParallel) for module in policy.modules()):
+            return policy
+        files = WeightFiles(model) if is_on_meta(policy) else None
+        lm = policy.causal_lm
+        names = [name for name, module in lm.named_modules() if is_transformer_block(module)]
+        for name in names:
+            if files is not None:
+                files.read(lm, lm.get_submodule(name), torch.device("cpu"))
+            lm.set_submodule(name, wrap(lm.get_submodule(name)))
+        if files is not None:
+            files.read(lm, lm, torch.device("cpu"))
+        wrapped: Any = wrap(policy, auto_wrap_policy=None)
+        return wrapped
 
     def apply(self, policy: CausalPolicy, mesh: DeviceMesh) -> None:
         """Divides `policy` in place; a second call changes nothing.
@@ -67,9 +102,31 @@ def is_transformer_block(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer)
 
 
-def wrap_transformer_blocks(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """`auto_wrap_policy` of Lightning's FSDPStrategy: one FSDP1 unit for each transformer block."""
-    return recurse or is_transformer_block(module)
+class FSDPStrategy(strategies.FSDPStrategy):
+    """Lightning's `fsdp` (FSDP1), which also runs without an accelerator, to try it: torch wants the CPU by name."""
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """What `torch.distributed.fsdp.wrap.wrap` does inside.
+
+        Raises:
+            ValueError: checkpoints in one file on the CPU, where torch crashes.
+        """
+        if self.root_device.type != "cpu":
+            with super().model_sharded_context():
+                yield
+            return
+        if self._state_dict_type == "full":
+            raise ValueError("trainer.strategy.state_dict_type=full crashes in torch on the CPU; use sharded")
+        with enable_wrap(
+            wrapper_cls=FullyShardedDataParallel,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=self.root_device,
+            **self.kwargs,
+        ):
+            yield
 
 
 def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:

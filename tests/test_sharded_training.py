@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -61,17 +63,63 @@ def single(tmp_path_factory):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tp"])
 def test_two_processes_reach_the_losses_of_one(strategy, single, tmp_path):
-    """Ten steps: synchronous, two versions stale with two micro-batches, and synchronous with streamed groups."""
+    """Ten steps: synchronous; two versions stale with two micro-batches (the two processes with checkpointed blocks);
+    and synchronous with streamed groups.
+    """
     launch(SCRIPT, [f"{strategy}:0x1,2x2,0x2s", str(tmp_path / "two.json")], 2, timeout_s=200)
     two = json.loads((tmp_path / "two.json").read_text())
     assert two.keys() == single.keys()
     for setting, one in single.items():
         assert len(one["losses"]) == 10
         assert any(abs(loss) > 1e-3 for loss in one["losses"]), "the comparison should have seen real losses"
+        assert sum(norm > 0.01 for norm in one["norms"]) > 5, "and real gradients"
         assert two[setting]["losses"] == pytest.approx(one["losses"], abs=1e-5), setting
+        assert two[setting]["norms"] == pytest.approx(one["norms"], rel=1e-3, abs=1e-5), setting
         assert two[setting]["rewards"] == one["rewards"], "the same rollouts"
         assert two[setting]["version"] == one["version"]
         assert two[setting]["weights"] == pytest.approx(one["weights"], abs=1e-4), setting
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tp"])
+def test_mixed_precision_leaves_behavior_logprobs_in_float32(strategy, tmp_path):
+    launch(SCRIPT, [f"{strategy}:mixed", str(tmp_path / "out.json")], 2, timeout_s=200)
+    seen = json.loads((tmp_path / "out.json").read_text())
+    assert len(seen) == 3
+    for step in seen:
+        assert step["computed"] == "torch.bfloat16", "or nothing was tested"
+        assert step["behavior"] == step["log_ratio"] == "torch.float32"
+        assert step["same"], "to the bit what the engine drew from"
+        assert 0 < step["spread"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_been_interrupted(tmp_path):
+    """Ten steps on one device, against five under one strategy and five under another."""
+    out, folder = tmp_path / "out.json", str(tmp_path / "kept")
+
+    def cross(num_processes, *legs):
+        launch(SCRIPT, ["crossing", str(out), folder, *legs], num_processes, timeout_s=280)
+        return json.loads(out.read_text())
+
+    whole = cross(1, "single")["single"]
+    sharded = ["ddp", "fsdp2", "fsdp1", "tp"]
+    there = cross(2, *sharded, *(f"{name}:single-step=5.ckpt" for name in sharded), "tp:fsdp2-step=5.ckpt")
+    consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", f"{folder}/fsdp1-step=5.ckpt"]
+    subprocess.run([sys.executable, *consolidate], check=True, timeout=120)
+    names = [f"{name}-step=5.ckpt" for name in ("ddp", "fsdp2", "tp")] + ["fsdp1-step=5.ckpt.consolidated"]
+    back = cross(1, *(f"single:{name}" for name in names))
+    assert len(whole["losses"]) == 10
+    assert any(abs(loss) > 1e-3 for loss in whole["losses"][5:])
+    for leg, result in (there | back).items():
+        steps = 5 if ":" in leg else 10
+        assert len(result["losses"]) == steps, leg
+        assert result["losses"] == pytest.approx(whole["losses"][-steps:], abs=1e-5), leg
+        assert result["rewards"] == whole["rewards"][-steps:], leg
+        assert result["weights"] == pytest.approx(whole["weights"], abs=1e-5), leg
+        assert result["version"] == whole["version"], leg
 
 
 def end_one_rank(strategy: str, rank: int, how: str) -> tuple[list[int], list[str], float]:

@@ -1,0 +1,234 @@
+"""Held-out prompts sampled by the engine of a running training, beside its rollouts.
+
+| who | waits for | woken by |
+|---|---|---|
+| producer's thread, in `collect` | nothing: files a completion, submits the next request | the engine |
+| reward worker, in `_finish` | nothing | `Scorer` |
+| trainer's thread | nothing; `wait` at most as long as it is told | `_finish` |
+
+Neither side starves: evaluation has at most `max_concurrent` samples in the engine, which has the rest for training;
+and it has those always, because an engine takes requests in order, or by their priority, which is higher here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from lit_async_rl.prompts import PromptSource
+from lit_async_rl.scoring import Scorer
+from lit_async_rl.text import TextCodec
+from lit_async_rl.types import Prompt
+from lit_async_rl.validation import pass_at_k
+
+FIRST_ID = 2**40  # ids of groups count from 0, those of their continued samples down from -1
+PRIORITY = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A held-out prompt, ready to be sampled."""
+
+    dataset: str
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """What one evaluation samples.
+
+    Args:
+        questions: not empty.
+        num_samples: completions of each.
+        sampling: how they are sampled.
+        version: of the policy, whose weights the engine has.
+        max_concurrent: most samples in the engine at a time. An engine without in-flight updates is given everything
+            at once, so that all of it is sampled by one version.
+        first_id: of the requests; at least `FIRST_ID`, and not used by an earlier evaluation.
+    """
+
+    questions: Sequence[Question]
+    num_samples: int
+    sampling: SamplingParams
+    version: int
+    max_concurrent: int
+    first_id: int = FIRST_ID
+
+    def requests(self) -> list[GenerationRequest]:
+        """One for each question, in order."""
+        return [
+            GenerationRequest(
+                id=self.first_id + n,
+                prompt_ids=question.prompt_ids,
+                num_samples=self.num_samples,
+                sampling=self.sampling,
+                prompt=question.prompt,
+                priority=PRIORITY,
+            )
+            for n, question in enumerate(self.questions)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """What was measured, and of which policy.
+
+    Attributes:
+        version: the policy's when the evaluation began.
+        oldest_version: of any token; `newest_version` likewise. All three are the same unless the engine went on under
+            newer weights meanwhile.
+        mean_version: of all tokens.
+        metrics: `pass@1`, `pass@k` and `reward`, averages over all prompts, and `<data set>/pass@1` and so on.
+        num_unscored: prompts that could not be scored, which count nowhere.
+        seconds: from the first request to the last reward.
+    """
+
+    version: int
+    oldest_version: int
+    newest_version: int
+    mean_version: float
+    metrics: dict[str, float]
+    num_unscored: int
+    seconds: float
+
+
+@dataclass
+class _Open:
+    question: Question
+    completions: dict[int, Completion] = field(default_factory=dict)
+    rewards: list[float] | None = None
+
+
+def make_questions(datasets: dict[str, PromptSource], codec: TextCodec) -> list[Question]:
+    """All prompts of all data sets."""
+    return [
+        Question(dataset=name, prompt=source[n], prompt_ids=codec.encode(source[n]))
+        for name, source in datasets.items()
+        for n in range(len(source))
+    ]
+
+
+class EvaluationRun:
+    """One evaluation under way. Nothing of it is trained on, or counted by the staleness bound.
+
+    Args:
+        engine: loaded with the weights of `plan.version`.
+        scorer: the rewards of training.
+        codec: ids to text.
+        plan: what is sampled.
+    """
+
+    def __init__(self, engine: RolloutEngine, scorer: Scorer, codec: TextCodec, plan: EvaluationPlan) -> None:
+        assert plan.questions
+        assert plan.first_id >= FIRST_ID
+        self.version, self.num_samples = plan.version, plan.num_samples
+        self._engine, self._scorer, self._codec = engine, scorer, codec
+        at_once = len(plan.questions) * plan.num_samples
+        self._limit = plan.max_concurrent if engine.in_flight_weight_updates else at_once
+        self._waiting = deque(plan.requests())
+        self._open = {r.id: _Open(question) for r, question in zip(self._waiting, plan.questions, strict=True)}
+        self._in_engine: set[int] = set()
+        self._num_left = len(plan.questions)
+        self._is_abandoned = False
+        self._began, self.seconds = time.monotonic(), 0.0
+        self._changed = threading.Condition()
+
+    def submit(self) -> None:
+        """Gives the engine as much as it may have."""
+        with self._changed:
+            requests = []
+            while self._waiting and not self._is_abandoned:
+                if self._in_engine and (len(self._in_engine) + 1) * self.num_samples > self._limit:
+                    break
+                requests.append(self._waiting.popleft())
+                self._in_engine.add(requests[-1].id)
+            if requests:
+                self._engine.submit(requests)
+
+    def collect(self, completion: Completion) -> bool:
+        """Files a completion; False if it belongs to training. One of an abandoned evaluation is dropped."""
+        if completion.request_id < FIRST_ID:
+            return False
+        with self._changed:
+            if self._is_abandoned or completion.request_id not in self._in_engine:
+                return True
+            item = self._open[completion.request_id]
+            item.completions[completion.sample_index] = completion
+            if len(item.completions) < self.num_samples:
+                return True
+            self._in_engine.remove(completion.request_id)
+        self.submit()
+        self._score(item)
+        return True
+
+    def _score(self, item: _Open) -> None:
+        completions = [c for _, c in sorted(item.completions.items())]
+        if self._engine.scores:
+            self._finish(item, [c.reward for c in completions if c.reward is not None])
+            return
+        texts = [self._codec.decode(c.token_ids) for c in completions]
+        self._scorer.submit(item.question.prompt, texts, partial(self._finish, item), partial(self._finish, item, None))
+
+    def _finish(self, item: _Open, rewards: list[float] | None) -> None:
+        with self._changed:
+            item.rewards = rewards
+            self._num_left -= 1
+            self.seconds = time.monotonic() - self._began
+            self._changed.notify_all()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is sampled and scored."""
+        return self._num_left == 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits at most `timeout_s`; returns whether it is done."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_done, timeout_s)
+
+    def abandon(self) -> None:
+        """Frees the engine of it."""
+        with self._changed:
+            self._is_abandoned = True
+            requests, self._in_engine = list(self._in_engine), set()
+            self._engine.abort(requests)
+
+    def result(self, success_reward: float, ks: Sequence[int]) -> EvaluationResult:
+        """What was measured; call it when done.
+
+        Args:
+            success_reward: a completion whose reward reaches it is correct.
+            ks: pass@k of each, unbiased (Chen et al. 2021, arXiv:2107.03374).
+        """
+        assert self.is_done
+        scored = [item for item in self._open.values() if item.rewards is not None]
+        sums: dict[str, list[float]] = {}
+        for item in scored:
+            assert item.rewards is not None
+            correct = sum(reward >= success_reward for reward in item.rewards)
+            values = {"reward": sum(item.rewards) / self.num_samples}
+            values |= {f"pass@{k}": pass_at_k(self.num_samples, correct, k) for k in ks}
+            for name, value in values.items():
+                sums.setdefault(name, []).append(value)
+                sums.setdefault(f"{item.question.dataset}/{name}", []).append(value)
+        versions = [v for item in self._open.values() for c in item.completions.values() for v in c.versions]
+        return EvaluationResult(
+            version=self.version,
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            mean_version=sum(versions) / len(versions),
+            metrics={name: sum(values) / len(values) for name, values in sums.items()},
+            num_unscored=len(self._open) - len(scored),
+            seconds=self.seconds,
+        )

@@ -1,0 +1,107 @@
+"""A policy whose weights are read after it was divided: no process ever holds all of them.
+
+The model is made without memory for its parameters (meta device); then each process reads, from the safetensors files
+of the Hugging Face model, the slices that it keeps (FSDP2, tensor parallelism), or one block after the other (FSDP1).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters of modules made inside take no memory; buffers, which no file holds, get their values.
+
+    Changes `nn.Module` as long as it lasts: not for several threads.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # what is on it already may be tied
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether weights are still to be read."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+class WeightFiles:
+    """The safetensors files of a model.
+
+    Args:
+        model: Hugging Face name or folder.
+
+    Raises:
+        ValueError: there is no safetensors file.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        folder = model if Path(model).is_dir() else snapshot_download(model, allow_patterns=["*.safetensors*"])
+        self._reader = HuggingFaceStorageReader(str(folder))
+        self._names = self._reader.read_metadata().state_dict_metadata.keys()
+        if not self._names:
+            raise ValueError(f"model.sharding.meta_device needs safetensors files; model.model={model!r} has none")
+
+    @torch.no_grad()
+    def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
+        """Gives those parameters of `part` their values that have none; shards read only what is theirs.
+
+        Args:
+            lm: the model whose names the files use; `part` belongs to it.
+            part: a block, or `lm` itself.
+            device: where they are to live.
+
+        Raises:
+            ValueError: the files have other names or shapes.
+        """
+        inside = {id(p) for p in part.parameters() if p.is_meta}
+        names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied ones once
+        _allocate(part, device)
+        own = dict(lm.named_parameters())
+        self._load({name: own[name].detach() for name in names})
+
+    def _load(self, parameters: Mapping[str, Tensor]) -> None:
+        if unknown := parameters.keys() - self._names:
+            raise ValueError(
+                f"model.sharding.meta_device: the files of model.model={self.model!r} have no weight {min(unknown)!r}; "
+                "transformers renames them while it loads. Leave meta_device out for this model."
+            )
+        state: dict[str, Any] = dict(parameters)
+        with warnings.catch_warnings():  # of reading alone, which is meant
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+            dcp.load(state, storage_reader=self._reader, no_dist=True)
+
+
+def _allocate(part: nn.Module, device: torch.device) -> None:
+    """Memory for all parameters without; tied ones stay tied, because tensors are swapped in place."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for module in part.modules():
+            if any(p.is_meta for p in module.parameters(recurse=False)):
+                buffers = dict(module.named_buffers(recurse=False))
+                module.to_empty(device=device, recurse=False)
+                for name, buffer in buffers.items():
+                    module._buffers[name] = buffer.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
