@@ -3,8 +3,8 @@
 | who | waits for | woken by |
 |---|---|---|
 | producer's thread, in `collect` | nothing: files a completion, submits the next request | the engine |
-| reward worker, in `_finish` | nothing | `Scorer` |
-| trainer's thread | nothing; `wait` at most as long as it is told | `_finish` |
+| reward worker, in `_file_reward` | nothing | `Scorer` |
+| trainer's thread | nothing; `wait` at most as long as it is told | `_file_reward` |
 
 Neither side starves: evaluation has at most `max_concurrent` samples in the engine, which has the rest for training;
 and it has those always, because an engine takes requests in order, or by their priority, which is higher here.
@@ -85,7 +85,7 @@ class EvaluationResult:
             newer weights meanwhile.
         mean_version: of all tokens.
         metrics: `pass@1`, `pass@k` and `reward`, averages over all prompts, and `<data set>/pass@1` and so on.
-        num_unscored: prompts that could not be scored, which count nowhere.
+        num_unscored: prompts with completions that could not be scored, which count nowhere.
         seconds: from the first request to the last reward.
     """
 
@@ -101,8 +101,9 @@ class EvaluationResult:
 @dataclass
 class _Open:
     question: Question
-    completions: dict[int, Completion] = field(default_factory=dict)
-    rewards: list[float] | None = None
+    versions: list[int] = field(default_factory=list)  # of all tokens
+    num_sampled: int = 0
+    rewards: list[float | None] = field(default_factory=list)  # None: could not be scored
 
 
 def make_questions(datasets: dict[str, PromptSource], codec: TextCodec) -> list[Question]:
@@ -134,7 +135,7 @@ class EvaluationRun:
         self._waiting = deque(plan.requests())
         self._open = {r.id: _Open(question) for r, question in zip(self._waiting, plan.questions, strict=True)}
         self._in_engine: set[int] = set()
-        self._num_left = len(plan.questions)
+        self._num_left = at_once  # samples
         self._is_abandoned = False
         self._began, self.seconds = time.monotonic(), 0.0
         self._changed = threading.Condition()
@@ -159,25 +160,29 @@ class EvaluationRun:
             if self._is_abandoned or completion.request_id not in self._in_engine:
                 return True
             item = self._open[completion.request_id]
-            item.completions[completion.sample_index] = completion
-            if len(item.completions) < self.num_samples:
-                return True
-            self._in_engine.remove(completion.request_id)
+            item.versions += completion.versions
+            item.num_sampled += 1
+            if item.num_sampled == self.num_samples:
+                self._in_engine.remove(completion.request_id)
         self.submit()
-        self._score(item)
+        self._score(item, completion)
         return True
 
-    def _score(self, item: _Open) -> None:
-        completions = [c for _, c in sorted(item.completions.items())]
-        if self._engine.scores:
-            self._finish(item, [c.reward for c in completions if c.reward is not None])
+    def _score(self, item: _Open, completion: Completion) -> None:
+        if completion.reward is not None:
+            self._file_reward(item, completion.reward)
             return
-        texts = [self._codec.decode(c.token_ids) for c in completions]
-        self._scorer.submit(item.question.prompt, texts, partial(self._finish, item), partial(self._finish, item, None))
+        self._scorer.submit(
+            item.question.prompt,
+            self._codec.decode(completion.token_ids),
+            done=partial(self._file_reward, item),
+            give_up=partial(self._file_reward, item, None),
+            is_wanted=lambda: not self._is_abandoned,
+        )
 
-    def _finish(self, item: _Open, rewards: list[float] | None) -> None:
+    def _file_reward(self, item: _Open, reward: float | None) -> None:
         with self._changed:
-            item.rewards = rewards
+            item.rewards.append(reward)
             self._num_left -= 1
             self.seconds = time.monotonic() - self._began
             self._changed.notify_all()
@@ -212,23 +217,26 @@ class EvaluationRun:
             ks: pass@k of each, unbiased (Chen et al. 2021, arXiv:2107.03374).
         """
         assert self.is_done
-        scored = [item for item in self._open.values() if item.rewards is not None]
         sums: dict[str, list[float]] = {}
-        for item in scored:
-            assert item.rewards is not None
-            correct = sum(reward >= success_reward for reward in item.rewards)
-            values = {"reward": sum(item.rewards) / self.num_samples}
+        num_unscored = 0
+        for item in self._open.values():
+            rewards = [reward for reward in item.rewards if reward is not None]
+            if len(rewards) < self.num_samples:
+                num_unscored += 1
+                continue
+            correct = sum(reward >= success_reward for reward in rewards)
+            values = {"reward": sum(rewards) / self.num_samples}
             values |= {f"pass@{k}": pass_at_k(self.num_samples, correct, k) for k in ks}
             for name, value in values.items():
                 sums.setdefault(name, []).append(value)
                 sums.setdefault(f"{item.question.dataset}/{name}", []).append(value)
-        versions = [v for item in self._open.values() for c in item.completions.values() for v in c.versions]
+        versions = [version for item in self._open.values() for version in item.versions]
         return EvaluationResult(
             version=self.version,
             oldest_version=min(versions),
             newest_version=max(versions),
             mean_version=sum(versions) / len(versions),
             metrics={name: sum(values) / len(values) for name, values in sums.items()},
-            num_unscored=len(self._open) - len(scored),
+            num_unscored=num_unscored,
             seconds=self.seconds,
         )
