@@ -12,14 +12,14 @@ and it has those always, because an engine takes requests in order, or by their 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from lit_async_rl.engine import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.engine_listener import EngineListener
 from lit_async_rl.prompts import PromptSource
 from lit_async_rl.scoring import Scorer
 from lit_async_rl.text import TextCodec
@@ -119,38 +119,37 @@ class EvaluationRun:
     """One evaluation under way. Nothing of it is trained on, or counted by the staleness bound.
 
     Args:
-        engine: loaded with the weights of `plan.version`.
+        listener: of the engine, which has the weights of `plan.version`; nothing happens without its `changed`.
         scorer: the rewards of training.
         codec: ids to text.
         plan: what is sampled.
     """
 
-    def __init__(self, engine: RolloutEngine, scorer: Scorer, codec: TextCodec, plan: EvaluationPlan) -> None:
+    def __init__(self, listener: EngineListener, scorer: Scorer, codec: TextCodec, plan: EvaluationPlan) -> None:
         assert plan.questions
         assert plan.first_id >= FIRST_ID
         self.version, self.num_samples = plan.version, plan.num_samples
-        self._engine, self._scorer, self._codec = engine, scorer, codec
+        self._listener, self._engine, self._scorer, self._codec = listener, listener.engine, scorer, codec
         at_once = len(plan.questions) * plan.num_samples
-        self._limit = plan.max_concurrent if engine.in_flight_weight_updates else at_once
+        self._limit = plan.max_concurrent if self._engine.in_flight_weight_updates else at_once
         self._waiting = deque(plan.requests())
         self._open = {r.id: _Open(question) for r, question in zip(self._waiting, plan.questions, strict=True)}
         self._in_engine: set[int] = set()
         self._num_left = at_once  # samples
         self._is_abandoned = False
         self._began, self.seconds = time.monotonic(), 0.0
-        self._changed = threading.Condition()
+        self._changed = listener.changed
 
     def submit(self) -> None:
         """Gives the engine as much as it may have."""
         with self._changed:
             requests = []
-            while self._waiting and not self._is_abandoned:
+            while self._waiting and not self._is_abandoned and not self.is_lost:
                 if self._in_engine and (len(self._in_engine) + 1) * self.num_samples > self._limit:
                     break
                 requests.append(self._waiting.popleft())
                 self._in_engine.add(requests[-1].id)
-            if requests:
-                self._engine.submit(requests)
+            self._listener.submit(requests)
 
     def collect(self, completion: Completion) -> bool:
         """Files a completion; False if it belongs to training. One of an abandoned evaluation is dropped."""
@@ -193,21 +192,28 @@ class EvaluationRun:
         return self._num_left == 0
 
     @property
+    def is_lost(self) -> bool:
+        """Whether another engine has taken the place of the one that samples it."""
+        return self._listener.engine is not self._engine
+
+    @property
     def age_s(self) -> float:
         """Seconds since it began."""
         return time.monotonic() - self._began
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits at most `timeout_s`; returns whether it is done."""
+        """Waits at most `timeout_s` for its end; returns whether it is done."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.is_done, timeout_s)
+            self._changed.wait_for(lambda: self.is_done or self.is_lost, timeout_s)
+            return self.is_done
 
     def abandon(self) -> None:
         """Frees the engine of it."""
         with self._changed:
             self._is_abandoned = True
             requests, self._in_engine = list(self._in_engine), set()
-            self._engine.abort(requests)
+            if not self.is_lost:
+                self._listener.abort(requests)
 
     def result(self, success_reward: float, ks: Sequence[int]) -> EvaluationResult:
         """What was measured; call it when done.

@@ -1,6 +1,7 @@
 """Evaluation beside training: it changes nothing, says which policy it measured, and neither side starves."""
 
 import logging
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from flow import barrier_engine, fit, make_data, make_module, parameters
 from lit_async_rl.callbacks import Evaluation
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, SamplingParams
+from lit_async_rl.engine_listener import EngineListener
 from lit_async_rl.evaluation import FIRST_ID, EvaluationPlan, EvaluationRun, make_questions
 from lit_async_rl.request_queue import RequestQueue
 from lit_async_rl.scoring import Scorer
@@ -147,7 +149,8 @@ def test_pass_at_k_is_that_of_all_subsets():
     data = make_data()
     questions = make_questions(held_out(6), TextCodec(data.model))
     plan = EvaluationPlan(questions=questions, num_samples=4, sampling=SamplingParams(), version=0, max_concurrent=8)
-    run = EvaluationRun(engine, Scorer(reward), data.codec, plan)
+    listener = EngineListener(engine, threading.Condition(threading.RLock()), lambda c: None, lambda: None)
+    run = EvaluationRun(listener, Scorer(reward), data.codec, plan)
     run.submit()
     deadline = time.monotonic() + 20
     while not run.is_done and time.monotonic() < deadline:
@@ -220,3 +223,23 @@ def test_a_long_queue_of_rollouts_does_not_keep_an_evaluation_waiting():
 def test_settings_that_make_no_sense_are_refused(settings, named):
     with pytest.raises(ValueError, match=f"Evaluation.{named}"):
         Evaluation(**(dict(datasets=held_out()) | settings))
+
+
+def test_one_whose_engine_is_replaced_is_lost_and_does_not_wait():
+    data = make_data()
+    first, second = Slow(Constant(0.0)), SimulatedEngine(Constant(0.0))
+    listener = EngineListener(first, threading.Condition(threading.RLock()), lambda c: None, lambda: None)
+    questions = make_questions(held_out(2), data.codec)
+    plan = EvaluationPlan(questions=questions, num_samples=1, sampling=GREEDY, version=3, max_concurrent=1)
+    run = EvaluationRun(listener, Scorer(data.reward), data.codec, plan)
+    run.submit()
+    assert not run.wait(0.05)
+    assert not run.is_lost
+    listener.replace(second, [])
+    began = time.monotonic()
+    assert not run.wait(30.0)
+    assert run.is_lost
+    assert time.monotonic() - began < 10
+    run.abandon()
+    second.close()
+    assert listener.stop(5.0)
