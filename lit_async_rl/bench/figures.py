@@ -117,7 +117,7 @@ def ranking(summary: pd.DataFrame, lag: int) -> Figure:
         chosen = rows[(rows["learning_rate_scale"] == 1.0) == default].set_index("method")
         at = [n + (0 if default else -0.25) for n, method in enumerate(order) if method in chosen.index]
         chosen = chosen.loc[[method for method in order if method in chosen.index]]
-        label = "the regime's learning rate" if default else "the best of three learning rates, where another one is"
+        label = "the regime's learning rate" if default else "another one of the search"
         style: dict[str, Any] = {"color": "C0"} if default else {"color": "C1", "mfc": "white"}
         axis.errorbar(
             chosen["gain_share"], at, xerr=chosen["gain_share_half"], fmt="o", label=label, capsize=2, ms=5, **style
