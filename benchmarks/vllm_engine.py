@@ -1,8 +1,9 @@
 """vLLM against the embedded engine and `model.generate`, and what live weight updates cost it.
 
-Tokens per second of wall time, because vLLM works in processes of its own: same model, prompts, lengths and threads;
-runs alternate, medians are reported. Wants an idle machine. Updates: new weights every `--step_s` seconds while it
-generates; a pause is the time in which it cannot, and the share lost is the sum of the pauses over the time.
+Tokens per second of processor time, of all processes together (of wall time on a GPU), because others may use the
+processors too: same model, prompts, lengths and threads; runs alternate, medians are reported. Updates: new weights
+every `--step_s` seconds while it generates; a pause is the time in which it cannot, and the share lost is the sum of
+the pauses over the time. Pauses are wall time, so a busy machine makes them longer.
 
     .venv-vllm/bin/python benchmarks/vllm_engine.py --output vllm.json
 """
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import psutil
 import torch
 from engine import build, compare, make_parser, run_generate, workloads
 from transformers import PreTrainedModel
@@ -42,8 +44,16 @@ def start(lm: PreTrainedModel, args: argparse.Namespace, num_seqs: int) -> VLLME
     return engine
 
 
+def processor_seconds() -> float:
+    """What this process and its children have used so far."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(found.user + found.system for found in times)
+
+
 def rates(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespace, num_seqs: int) -> list[dict]:
     """Tokens per second of all three, for each workload."""
+    clock = time.perf_counter if torch.cuda.is_available() else processor_seconds
     rows = []
     for lengths, requests in workloads(args).items():
         embedded = EmbeddedEngine.from_module(lm, num_slots=num_seqs)
@@ -53,7 +63,7 @@ def rates(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespace, num
             "vllm": lambda requests=requests: run_requests(engine, requests),
         }
         num_tokens = sum(r.num_samples * r.sampling.max_tokens for r in requests)
-        rows.append({"lengths": lengths, **compare(runs, num_tokens, args.repeats, time.perf_counter)})
+        rows.append({"lengths": lengths, **compare(runs, num_tokens, args.repeats, clock)})
     return rows
 
 
