@@ -195,5 +195,6 @@ def test_a_run_stopped_within_a_step_begins_it_again(tmp_path, stream):
         ends.append((parameters(module), trainer.global_step, module.version))
         if path is not None:
             assert sorted(trained) == list(range(20)), "each once"
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert [step for _, step, _ in ends] == [version for _, _, version in ends] == [5, 5]
     torch.testing.assert_close(ends[0][0], ends[1][0], atol=1e-4, rtol=0)
