@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lit_async_rl.callbacks.gradient_clipping import GradientClipping
     from lit_async_rl.callbacks.gradient_monitor import GradientMonitor
     from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
+    from lit_async_rl.callbacks.length_bias_monitor import LengthBiasMonitor
     from lit_async_rl.callbacks.progress import Progress
     from lit_async_rl.callbacks.reference_reset import ReferenceReset
     from lit_async_rl.callbacks.replay_monitor import ReplayMonitor
@@ -45,6 +46,7 @@ __all__ = [
     "GradientClipping",
     "GradientMonitor",
     "ImportanceMonitor",
+    "LengthBiasMonitor",
     "Progress",
     "ReferenceReset",
     "ReplayMonitor",

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from lit_async_rl.types import RolloutGroup
+
 Rewards = Sequence[Sequence[float]]
 Lengths = Sequence[Sequence[int]]
 
@@ -35,6 +37,15 @@ class AdvantageEstimator(ABC):
         assert [len(group) for group in rewards] == [len(group) for group in lengths], "a length for each reward"
         return self.estimate(rewards, lengths)
 
+    def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
+        """Advantage of each completion token of each rollout: the rollout's own, unless a subclass says otherwise."""
+        rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
+        values = self(rewards, [[rollout.num_trained_tokens for rollout in group.rollouts] for group in groups])
+        return [
+            [[value] * len(rollout.completion_ids) for rollout, value in zip(group.rollouts, row, strict=True)]
+            for group, row in zip(groups, values, strict=True)
+        ]
+
     @abstractmethod
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """The formula. Rewards are finite; groups may be empty."""
@@ -55,7 +66,7 @@ class GroupMean(AdvantageEstimator):
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Centered rewards."""
-        return [_centered(group) for group in rewards]
+        return [centered(group) for group in rewards]
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class GroupMeanStd(AdvantageEstimator):
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Standardized rewards."""
-        return [_standardized(group, self.eps) for group in rewards]
+        return [standardized(group, self.eps) for group in rewards]
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class LeaveOneOut(AdvantageEstimator):
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards less the others' mean."""
-        return [[a * len(group) / max(1, len(group) - 1) for a in _centered(group)] for group in rewards]
+        return [[a * len(group) / max(1, len(group) - 1) for a in centered(group)] for group in rewards]
 
 
 @dataclass(frozen=True)
@@ -115,14 +126,15 @@ class GlobalMeanStd(AdvantageEstimator):
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Rewards standardized over the step."""
-        groups = [_centered(group) for group in rewards] if self.group_baseline else rewards
+        groups = [centered(group) for group in rewards] if self.group_baseline else rewards
         flat = list(chain.from_iterable(groups))
         if self.group_baseline:  # the mean is 0 up to rounding, which must not become a signal
             scale = math.sqrt(math.fsum(a * a for a in flat) / max(1, len(flat))) + self.eps
-            standardized = iter([a / scale if a else 0.0 for a in flat])
+            values = [a / scale if a else 0.0 for a in flat]
         else:
-            standardized = iter(_standardized(flat, self.eps))
-        return [[next(standardized) for _ in group] for group in groups]
+            values = standardized(flat, self.eps)
+        rest = iter(values)
+        return [[next(rest) for _ in group] for group in groups]
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ class AsymRE(AdvantageEstimator):
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Centered rewards less the shift."""
-        return [[a - self.shift for a in _centered(group)] for group in rewards]
+        return [[a - self.shift for a in centered(group)] for group in rewards]
 
 
 @dataclass(frozen=True)
@@ -195,15 +207,19 @@ class LogMeanExp(AdvantageEstimator):
         return result
 
 
-def _centered(group: Sequence[float]) -> list[float]:
-    """Exactly 0 for equal rewards: the rounding error of a mean must not become a signal when divided by a tiny std."""
-    if not group or max(group) == min(group):
-        return [0.0] * len(group)
-    mean = math.fsum(group) / len(group)
-    return [reward - mean for reward in group]
+def centered(values: Sequence[float]) -> list[float]:
+    """Values less their mean; exactly 0 where all are equal.
+
+    The rounding error of a mean must not become a signal when it is divided by a tiny standard deviation.
+    """
+    if not values or max(values) == min(values):
+        return [0.0] * len(values)
+    mean = math.fsum(values) / len(values)
+    return [value - mean for value in values]
 
 
-def _standardized(group: Sequence[float], eps: float) -> list[float]:
-    centered = _centered(group)
-    std = math.sqrt(math.fsum(a * a for a in centered) / max(1, len(group)))
-    return [a / (std + eps) if a else 0.0 for a in centered]
+def standardized(values: Sequence[float], eps: float) -> list[float]:
+    """Centered values, divided by the population's standard deviation plus eps."""
+    differences = centered(values)
+    std = math.sqrt(math.fsum(a * a for a in differences) / max(1, len(values)))
+    return [a / (std + eps) if a else 0.0 for a in differences]

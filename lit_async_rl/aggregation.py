@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
+
+from lit_async_rl.types import Rollout, RolloutGroup
 
 
 class Aggregation(ABC):
     """Lengths of all rollouts of a step to the weight of one token of each."""
+
+    def select(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        """The groups of a step, with what is not to train masked: nothing, unless a subclass says otherwise."""
+        return groups
+
+    def of_step(self, groups: Sequence[RolloutGroup]) -> list[float]:
+        """Weight of a token of each rollout of these groups, one after the other."""
+        lengths = [rollout.num_trained_tokens for group in groups for rollout in group.rollouts]
+        return self(lengths, [len(group.rollouts) for group in groups])
 
     @abstractmethod
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
@@ -122,25 +133,98 @@ class FixedLength(Aggregation):
 class TokenBudget(Aggregation):
     """1 / Phi with a constant Phi: every token of every step counts the same. C3PO (Ring-lite), arXiv:2506.14731.
 
-    C3PO also fills each step to Phi tokens; here the step is what it is, and the gradient's size follows its tokens.
+    With `fill` a step trains on exactly Phi tokens, if it has as many: in the order of admission, which does not depend
+    on the length, rollouts are taken until they have Phi tokens; the last one is cut, those behind it do not train. All
+    of them stay in the baselines of their groups. So `data.groups_per_step` is the pool, which should hold a little
+    more than Phi tokens. How the paper samples from its pool could not be checked; it adds terms for entropy
+    (`model.entropy_coefficient`) and the balance of experts. Without `fill` the gradient's size follows the tokens.
 
     Args:
         num_tokens: Phi.
+        fill: train on no more than Phi tokens.
 
     Raises:
         ValueError: Phi is not positive.
     """
 
     num_tokens: int
+    fill: bool = False
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             raise ValueError(f"TokenBudget.num_tokens must be >= 1, got {self.num_tokens}")
+
+    def select(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        """Masks what is behind the budget."""
+        if not self.fill:
+            return groups
+        left, selected = self.num_tokens, []
+        for group in groups:
+            rollouts = []
+            for rollout in group.rollouts:
+                rollouts.append(_first_tokens(rollout, left))
+                left -= rollouts[-1].num_trained_tokens
+            selected.append(replace(group, rollouts=tuple(rollouts)))
+        return selected
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """The same weight for every token of every step."""
         return [1 / self.num_tokens for _ in lengths]
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> None:
-        """A constant."""
-        return
+        """A constant.
+
+        Raises:
+            ValueError: which tokens are within the budget is known only when all groups are there.
+        """
+        if self.fill:
+            raise ValueError("data.stream_groups with TokenBudget.fill=true: the budget is that of a whole step")
+
+
+@dataclass(frozen=True)
+class SourceMean(Aggregation):
+    """(1 / n) times the average over each of n sources: each counts the same, however many of its groups have finished.
+
+    The average of Malenia NIGT (arXiv:2509.24305), g = (1 / n) sum_i mean of source i's gradients, where the sources'
+    distributions differ and a fast one must not count for more than a slow one. Its stopping rule (a harmonic mean of
+    the sources' numbers) is not here: a step has `data.groups_per_step` groups, and n counts the sources among them.
+
+    Args:
+        key: of the prompts' metadata, which names the source.
+        aggregation: average within a source.
+    """
+
+    key: str
+    aggregation: Aggregation = field(default_factory=SequenceMean)
+
+    def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
+        """One source."""
+        return self.aggregation(lengths, group_sizes)
+
+    def of_step(self, groups: Sequence[RolloutGroup]) -> list[float]:
+        """Weights within the sources, divided by their number.
+
+        Raises:
+            ValueError: a prompt does not say its source.
+        """
+        sources: dict[object, list[int]] = {}
+        for n, group in enumerate(groups):
+            if self.key not in group.prompt.metadata:
+                known = sorted(group.prompt.metadata)
+                raise ValueError(f"SourceMean.key={self.key!r}: a prompt's metadata has only {known}")
+            sources.setdefault(group.prompt.metadata[self.key], []).append(n)
+        weights: dict[int, list[float]] = {}
+        for members in sources.values():
+            inner = iter(self.aggregation.of_step([groups[n] for n in members]))
+            for n in members:
+                weights[n] = [next(inner) / len(sources) for _ in groups[n].rollouts]
+        return [weight for n in range(len(groups)) for weight in weights[n]]
+
+
+def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:
+    """The same rollout, of which only the first `num_tokens` of those that train do."""
+    if rollout.num_trained_tokens <= num_tokens:
+        return rollout
+    mask = rollout.loss_mask or (True,) * len(rollout.completion_ids)
+    places = accumulate(mask)
+    return replace(rollout, loss_mask=tuple(on and n <= num_tokens for on, n in zip(mask, places, strict=True)))

@@ -23,7 +23,7 @@ class _Row:
 
     prompt_ids: tuple[int, ...]
     rollout: Rollout
-    advantage: float
+    advantages: Sequence[float]  # of the completion's tokens
     token_weight: float
     group_index: int
 
@@ -47,16 +47,15 @@ def collate_step(
     Groups are put in order of admission first, so the result does not depend on which finished first. With
     `keep_groups_whole` no group is split over micro-batches.
     """
-    groups = sorted(groups, key=lambda group: group.index)
-    lengths = [[rollout.num_trained_tokens for rollout in group.rollouts] for group in groups]
-    advantages = advantage([[rollout.reward for rollout in group.rollouts] for group in groups], lengths)
-    weights = iter(aggregation([n for group in lengths for n in group], [len(group.rollouts) for group in groups]))
+    groups = aggregation.select(sorted(groups, key=lambda group: group.index))
+    advantages = advantage.per_token(groups)
+    weights = iter(aggregation.of_step(groups))
     units = [
         [
-            _Row(group.prompt_ids, rollout, value, next(weights), group.index)
-            for rollout, value in zip(group.rollouts, values, strict=True)
+            _Row(group.prompt_ids, rollout, row, next(weights), group.index)
+            for rollout, row in zip(group.rollouts, rows, strict=True)
         ]
-        for group, values in zip(groups, advantages, strict=True)
+        for group, rows in zip(groups, advantages, strict=True)
     ]
     if not keep_groups_whole:
         units = [[row] for unit in units for row in unit]
@@ -111,7 +110,7 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> Rollout
         loss_mask[n, begin:end] = True if rollout.loss_mask is None else torch.tensor(rollout.loss_mask)
         behavior_logprobs[n, begin:end] = torch.tensor(rollout.behavior_logprobs)
         versions[n, begin:end] = torch.tensor(rollout.versions)
-        advantages[n, begin:end] = row.advantage
+        advantages[n, begin:end] = torch.tensor(row.advantages)
         token_weights[n, begin:end] = row.token_weight
     return RolloutBatch(
         input_ids=input_ids,

@@ -10,6 +10,7 @@ from lit_async_rl.advantages import AdvantageEstimator, GroupMean, LengthWeighte
 from lit_async_rl.aggregation import Aggregation, PromptMean, SequenceMean
 from lit_async_rl.corrections import Correction
 from lit_async_rl.engine import RolloutEngine
+from lit_async_rl.intake import Intake
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.opob import Norms, OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
@@ -141,4 +142,18 @@ def check_engine(engine: RolloutEngine, reward: object, schedule: str) -> None:
         raise ValueError(
             "data.schedule=fixed_lag needs data.engine.in_flight_weight_updates=false: a completion must come from "
             "one version, or a run could not be repeated"
+        )
+
+
+def check_intake(intake: Intake, schedule: str) -> None:
+    """Checks that filters which drop groups meet a schedule that can spare them.
+
+    Raises:
+        ValueError: they do not.
+    """
+    dropping = [one for one in intake.filters if one.drops]
+    if dropping and schedule != "free":
+        raise ValueError(
+            f"data.schedule={schedule} with data.intake.filters holding {_name(dropping[0])}: which groups are "
+            "dropped, and when others take their place, depends on timing. Use schedule=free."
         )

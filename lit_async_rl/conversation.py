@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, replace
 
 from lit_async_rl.engine import Completion, GenerationRequest
-from lit_async_rl.environments import Episode
-from lit_async_rl.types import FinishReason
+from lit_async_rl.environments import Episode, Observation
+from lit_async_rl.types import FinishReason, Turn
 
 
 @dataclass(eq=False)
@@ -20,16 +21,23 @@ class Conversation:
     versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     reward: float = 0.0
-    num_turns: int = 0
+    turns: list[Turn] = field(default_factory=list)
+    state: int = 0  # what the environment showed last
     episode: Episode | None = None
 
     def add_turn(self, turn: Completion) -> None:
-        """Adds what the policy wrote."""
+        """Adds what the policy wrote; it has no reward yet."""
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         self.versions += turn.versions
         self.loss_mask += [True] * len(turn.token_ids)
-        self.num_turns += 1
+        self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=self.state))
+
+    def add_answer(self, observation: Observation) -> None:
+        """Adds the reward of the turn before, and the state of the next."""
+        self.reward += observation.reward
+        self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
+        self.state = _number(observation.text if observation.state is None else observation.state)
 
     def add_observation(self, token_ids: tuple[int, ...]) -> None:
         """Adds what the environment wrote."""
@@ -49,4 +57,10 @@ class Conversation:
             finish_reason=finish_reason,
             loss_mask=tuple(self.loss_mask),
             reward=self.reward,
+            turns=tuple(self.turns),
         )
+
+
+def _number(state: str) -> int:
+    """A number for a text: 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1

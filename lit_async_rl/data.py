@@ -17,12 +17,13 @@ from torch import Tensor
 from lit_async_rl.advantages import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.aggregation import Aggregation, TokenMean
 from lit_async_rl.batching import collate_step
-from lit_async_rl.compatibility import check_engine, check_step_compatibility
+from lit_async_rl.compatibility import check_engine, check_intake, check_step_compatibility
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
 from lit_async_rl.errors import EngineDown
 from lit_async_rl.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.feeds import PromptFeed, StepFeed
+from lit_async_rl.intake import Intake
 from lit_async_rl.producer import Producer
 from lit_async_rl.prompts import PromptSource, PromptStream
 from lit_async_rl.replay import NoEngine, Replay
@@ -87,6 +88,8 @@ class RolloutDataModule(pl.LightningDataModule):
         redundant_groups: sample so many more groups than are needed, and abort the last of each round.
         replicate_prompts: ask the engine for each completion by itself.
         ring: never let sampling wait, and drop what is too old; see `lit_async_rl.ring`.
+        intake: which prompts are sampled and which groups kept (dynamic sampling, overlong rollouts, a curriculum, what
+            happens at the bound); None takes all.
 
     Raises:
         ValueError: a setting is out of range, or the engine cannot keep a fixed lag.
@@ -127,6 +130,7 @@ class RolloutDataModule(pl.LightningDataModule):
         redundant_groups: int = 0,
         replicate_prompts: bool = False,
         ring: RingBuffer | None = None,
+        intake: Intake | None = None,
         engine_restarts: int = 3,
     ) -> None:
         super().__init__()
@@ -165,7 +169,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         per_round = self.fresh_per_step * weight_sync_steps
         others: dict[str, Any] = dict(async_ratio=async_ratio, redundant_groups=redundant_groups)
-        self.admission = make_admission(per_round, max_staleness, schedule, ring, **others)
+        self.intake = intake or Intake()
+        check_intake(self.intake, schedule)
+        self.admission = make_admission(per_round, max_staleness, schedule, ring, self.intake.at_bound, **others)
         made = engine, model, self.admission, self._make_producer
         self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, engine_restarts)
         self.stream = PromptStream(prompts, seed=seed)
@@ -311,6 +317,7 @@ class RolloutDataModule(pl.LightningDataModule):
             sampling=self.sampling,
             timeout_s=self.rollout_timeout_s,
             replicate_prompts=self.replicate_prompts,
+            intake=self.intake,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.text import TextCodec
-from lit_async_rl.types import FinishReason, Prompt
+from lit_async_rl.types import FinishReason, Prompt, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class GenerationRequest:
 class Completion:
     """One finished sample of a request; `logprobs` and `versions` have one entry for each token.
 
-    An engine with an environment also says which tokens the policy wrote (`loss_mask`), and the `reward`.
+    An engine with an environment also says which tokens the policy wrote (`loss_mask`), its `turns` and the `reward`.
     """
 
     request_id: int
@@ -81,6 +81,7 @@ class Completion:
     finish_reason: FinishReason
     loss_mask: tuple[bool, ...] | None = None
     reward: float | None = None
+    turns: tuple[Turn, ...] | None = None
 
 
 class RolloutEngine(ABC):

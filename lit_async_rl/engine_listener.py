@@ -97,6 +97,16 @@ class EngineListener:
         except Exception as error:
             self.break_engine(error, self.engine)
 
+    def partial_completions(self) -> list[Completion]:
+        """What running requests have so far, as far as the engine works and can say."""
+        if self.engine_error is not None:
+            return []
+        try:
+            return self.engine.partial_completions()
+        except Exception as error:
+            self.break_engine(error, self.engine)
+            return []
+
     def break_engine(self, error: Exception, engine: RolloutEngine) -> None:
         """This engine cannot be used any more."""
         with self.changed:

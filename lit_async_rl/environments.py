@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.prompts import PromptSource
 from lit_async_rl.types import Prompt
 
 
@@ -23,12 +24,15 @@ class Observation:
         text: what the policy reads next, as it is: with the markers of its chat template, if it needs any. Never
             trained on.
         reward: of this turn; a rollout's reward is the sum over its turns.
+        state: what the environment's state is now, where `text` does not say it; `GiGPO` compares turns that begin in
+            equal states. None is `text`.
         done: whether the episode ends here; `text` is then not used.
     """
 
     text: str = ""
     reward: float = 0.0
     done: bool = False
+    state: str | None = None
 
 
 class Episode(ABC):
@@ -65,8 +69,9 @@ class GymnasiumEpisode(Episode):
 class GymnasiumEnvironment(Environment):
     """Text environments made by a function, one for each rollout.
 
-    The prompt's text must be the environment's first observation, so that all rollouts of a group begin alike:
-    `make(prompt)` gets the whole prompt and may find a seed in its metadata. The environment is reset here.
+    The prompt's text must be the environment's first observation, so that all rollouts of a group begin alike, as
+    `GymnasiumPrompts` sees to. `make(prompt)` gets the whole prompt; the environment is reset here, with the seed in
+    the prompt's metadata.
 
     Args:
         make: `make(prompt)` returns an environment, named by its dotted path in a YAML.
@@ -80,3 +85,31 @@ class GymnasiumEnvironment(Environment):
         env = await asyncio.to_thread(self.make, prompt)
         await asyncio.to_thread(env.reset, seed=prompt.metadata.get("seed"))
         return GymnasiumEpisode(env)
+
+
+class GymnasiumPrompts(PromptSource):
+    """First observations of the environments that `GymnasiumEnvironment` talks to: prompt n is that of seed n.
+
+    Args:
+        make: `make(prompt)` returns an environment, given a prompt that has only its seed.
+        size: number of seeds.
+        first_seed: of prompt 0; held-out prompts take seeds that training does not.
+
+    Raises:
+        ValueError: the size is not positive.
+    """
+
+    def __init__(self, make: Callable[[Prompt], Any], size: int = 1000, first_seed: int = 0) -> None:
+        if size < 1:
+            raise ValueError(f"GymnasiumPrompts.size must be >= 1, got {size}")
+        self.make, self.size, self.first_seed = make, size, first_seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        seed = {"seed": self.first_seed + index}
+        text, _ = self.make(Prompt(text="", metadata=seed)).reset(**seed)
+        return Prompt(text=str(text), metadata=seed)

@@ -201,7 +201,7 @@ class EpisodeEngine(RolloutEngine):
         """Hands the conversation out, or gives the policy its next turn."""
         if talk not in self._live.get(talk.request.id, ()):
             return  # aborted
-        talk.reward += observation.reward
+        talk.add_answer(observation)
         if observation.done:
             self._finish(talk, "stop")
             return
@@ -209,7 +209,7 @@ class EpisodeEngine(RolloutEngine):
         ids = self._codec.encode_continuation(observation.text)
         request = talk.request
         length = len(request.prompt_ids) + len(talk.token_ids) + len(ids) + request.sampling.max_tokens
-        if talk.num_turns == self.max_turns or length > self.max_model_len:
+        if len(talk.turns) == self.max_turns or length > self.max_model_len:
             self._finish(talk, "length")
             return
         talk.add_observation(ids)

@@ -147,17 +147,21 @@ class GroupBook:
         self._remove(group)
         return group.requests
 
+    def progress_of(self, index: int, partials: Iterable[Completion]) -> tuple[float, float]:
+        """Mean tokens of those of a group's rollouts that have begun, so far, and the seconds since its admission."""
+        if index in self.finished:
+            group = self.finished[index]
+            return group.num_tokens / len(group.rollouts), group.generation_s
+        known = self._begun(partials)[index] | self.unfinished[index].completions
+        seconds = time.monotonic() - self.unfinished[index].began
+        return sum(len(completion.token_ids) for completion in known.values()) / max(1, len(known)), seconds
+
     # -- checkpoints and restarts -------------------------------------------------------------------------------------
 
     def save(self, deadlines: Mapping[int, int], partials: Iterable[Completion]) -> list[SavedGroup]:
         """Every group that has a deadline, with all it has so far."""
         done = {**self.finished, **{index: group for index, (group, _) in self.in_step.items()}}
-        begun: dict[int, dict[int, Completion]] = {index: {} for index in self.unfinished}
-        for partial in partials:
-            parts = self._parts.get(partial.request_id)
-            joined = _join(parts[partial.sample_index], partial) if parts else partial
-            if joined.request_id in begun:
-                begun[joined.request_id][joined.sample_index] = joined
+        begun = self._begun(partials)
         groups = []
         for index, deadline in sorted(deadlines.items()):
             group: Any = done.get(index) or self.unfinished[index]
@@ -173,6 +177,16 @@ class GroupBook:
                 SavedGroup(**known, deadline=deadline, is_finished=is_finished, completions=tuple(completions))
             )
         return groups
+
+    def _begun(self, partials: Iterable[Completion]) -> dict[int, dict[int, Completion]]:
+        """What running samples of each unfinished group have, whole with what they had before a resume."""
+        begun: dict[int, dict[int, Completion]] = {index: {} for index in self.unfinished}
+        for partial in partials:
+            parts = self._parts.get(partial.request_id)
+            joined = _join(parts[partial.sample_index], partial) if parts else partial
+            if joined.request_id in begun:
+                begun[joined.request_id][joined.sample_index] = joined
+        return begun
 
     def restore(self, saved: SavedGroup, prompt: Prompt) -> OpenGroup:
         """Files a saved group as it was; what was being sampled is asked for by `missing`."""
@@ -248,6 +262,7 @@ def _rollout(completion: Completion, text: str) -> Rollout:
         text=text,
         reward=completion.reward,
         loss_mask=completion.loss_mask,
+        turns=completion.turns,
     )
 
 
@@ -261,4 +276,5 @@ def _completion(index: int, sample: int, rollout: Rollout) -> Completion:
         finish_reason=rollout.finish_reason,
         loss_mask=rollout.loss_mask,
         reward=rollout.reward,
+        turns=rollout.turns,
     )

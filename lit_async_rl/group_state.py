@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engine import Completion
-from lit_async_rl.types import FinishReason
+from lit_async_rl.types import FinishReason, Turn
 
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
@@ -41,7 +41,10 @@ class SavedGroup:
 
 
 def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, Tensor]:
-    """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token."""
+    """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
+
+    Rollouts of several turns have `turns` [K, 3], row, end and state of each, and `turn_rewards` [K].
+    """
     rows = [completion for group in groups for completion in group.completions]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
     heads = [
@@ -49,6 +52,7 @@ def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, Tensor]:
         for g in groups
     ]
     labels = [[c.sample_index, len(c.token_ids), REASONS.index(c.finish_reason), c.loss_mask is not None] for c in rows]
+    turns = [(n, turn) for n, c in enumerate(rows) if c.turns is not None for turn in c.turns]
     no_reward = float("nan")
     return {
         "groups": torch.tensor(heads, dtype=torch.long).reshape(-1, 7),
@@ -60,6 +64,8 @@ def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, Tensor]:
         "logprobs": _flat([c.logprobs for c in rows], torch.float64),
         "versions": _flat([c.versions for c in rows], torch.long),
         "loss_mask": _flat(masks, torch.bool),
+        "turns": torch.tensor([[n, turn.end, turn.state] for n, turn in turns], dtype=torch.long).reshape(-1, 3),
+        "turn_rewards": torch.tensor([turn.reward for _, turn in turns], dtype=torch.float64),
     }
 
 
@@ -70,7 +76,10 @@ def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
     """What `pack_groups` was given."""
     lists = {name: tensor.tolist() for name, tensor in packed.items()}
-    groups, token, prompt_token = [], 0, 0
+    groups, token, prompt_token, number = [], 0, 0, 0
+    turns: dict[int, list[Turn]] = {}
+    for (row, end, state), reward in zip(lists["turns"], lists["turn_rewards"], strict=True):
+        turns.setdefault(row, []).append(Turn(end, reward, state))
     rows = iter(zip(lists["rows"], lists["rewards"], strict=True))
     for head, generation_s in zip(lists["groups"], lists["generation_s"], strict=True):
         index, position, version, deadline, is_finished, num_rows, prompt_length = head
@@ -87,8 +96,10 @@ def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
                     finish_reason=REASONS[reason],
                     loss_mask=tuple(lists["loss_mask"][here]) if has_mask else None,
                     reward=None if reward != reward else reward,
+                    turns=tuple(turns[number]) if number in turns else None,
                 )
             )
+            number += 1
         prompt_ids = lists["prompt_ids"][prompt_token : (prompt_token := prompt_token + prompt_length)]
         groups.append(
             SavedGroup(

@@ -27,6 +27,7 @@ from lit_async_rl.engine_listener import POLL_S, EngineListener
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.evaluation import EvaluationRun
 from lit_async_rl.group_book import GroupBook, OpenGroup
+from lit_async_rl.intake import Intake
 from lit_async_rl.prompts import PromptStream
 from lit_async_rl.scoring import Scorer
 from lit_async_rl.stats import ProducerStats
@@ -47,6 +48,7 @@ class Producer:
         timeout_s: longest time in which nothing at all may happen while the trainer waits.
         replicate_prompts: ask the engine for each completion by itself, so that those of a prompt need not be sampled
             in one place or at one time (ROLL Flash, arXiv:2510.11345).
+        intake: which prompts are sampled, and which groups kept; None is all.
 
     Attributes:
         listener: has the engine, and what it died of.
@@ -64,9 +66,11 @@ class Producer:
         sampling: SamplingParams,
         timeout_s: float,
         replicate_prompts: bool = False,
+        intake: Intake | None = None,
     ) -> None:
         self.stream, self.scorer, self.admission = stream, scorer, admission
         self.timeout_s = timeout_s
+        self.intake = intake or Intake()
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
@@ -91,6 +95,7 @@ class Producer:
         with self.changed:
             self.version = version
             self.admission.advance()
+            self._drop_lost()
             self._admit()
             self.changed.notify_all()
 
@@ -115,6 +120,7 @@ class Producer:
                     return None
                 group = self.book.hand_out(index, self.admission.take(index))
                 self._drop_lost()
+                self._admit()
                 return group
         finally:
             self._wait_s += time.monotonic() - began
@@ -192,6 +198,9 @@ class Producer:
     def begin_step(self) -> None:
         """The groups handed out so far have been trained on."""
         with self.changed:
+            for index, (group, _) in self.book.in_step.items():
+                position = self.book.positions[index]
+                self.intake.trained(group, self.stream.number_at(position), position)
             self.book.begin_step()
 
     def _progress(self) -> tuple[int, int]:
@@ -210,6 +219,7 @@ class Producer:
                 num_queued=len(self.book.finished),
                 num_unfinished=len(self.book.unfinished),
                 num_lost=self._num_lost,
+                fates=self.intake.fates,
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:
@@ -227,15 +237,22 @@ class Producer:
         with self.changed:
             requests = []
             for _ in range(self.admission.num_admissible):
-                position = self.again.popleft() if self.again else self.stream.advance()
+                position = self.again.popleft() if self.again else self.intake.next_position(self.stream)
                 index = self.admission.admit()
                 requests += self.book.open(index, position, self.stream.at(position), self.version)
             self.listener.submit(requests)
 
     def _drop_lost(self) -> None:
-        """Redundant groups that came too late: what is still being sampled of them is aborted."""
+        """Groups that came too late: what is still being sampled of them is aborted."""
         lost = self.admission.lose()
-        running = [request_id for index in lost for request_id in self.book.give_up(index)]
+        is_sampling = any(index in self.book.unfinished for index in lost)
+        partials = self.listener.partial_completions() if is_sampling else []
+        running: list[int] = []
+        for index in lost:
+            position, progress = self.book.positions[index], self.book.progress_of(index, partials)
+            running += self.book.give_up(index)
+            if self.intake.lose(index, self.stream.number_at(position), position, *progress):
+                self.again.append(position)
         self._num_lost += len(lost)
         self.listener.abort(running)
 
@@ -278,7 +295,18 @@ class Producer:
             self._num_scored += 1
             if self.book.reward(group, sample, reward):
                 self._num_finished += 1
-                self.admission.finish(group.index)
+                self._judge(group)
                 self._drop_lost()
                 self._admit()
                 self.changed.notify_all()
+
+    def _judge(self, group: OpenGroup) -> None:
+        """A finished group may be trained on, or another prompt takes its slot."""
+        number = self.stream.number_at(group.position)
+        kept = self.intake.judge(self.book.finished[group.index], number)
+        if kept is None:
+            self.book.give_up(group.index)
+            self.admission.drop(group.index)
+        else:
+            self.book.finished[group.index] = kept
+            self.admission.finish(group.index)

@@ -45,7 +45,7 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
     partials, random_state = _ask_engine(producer)
     with producer.changed:
         if step_is_done:
-            producer.book.begin_step()
+            producer.begin_step()
         given_back = {index: deadline for index, (_, deadline) in producer.book.in_step.items()}
         return {
             "settings": _settings(producer),
@@ -53,6 +53,7 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
             "groups": pack_groups(producer.book.save(producer.admission.deadlines | given_back, partials)),
             "position": producer.stream.position,
             "again": list(producer.again),
+            "pass_rates": producer.intake.pass_rates.state_dict(),
             "random_state": {} if random_state is None else {"engine": random_state},
         }
 
@@ -92,6 +93,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
+    producer.intake.pass_rates.load_state_dict(state["pass_rates"])
     if state["random_state"]:
         producer.engine.set_random_state(state["random_state"]["engine"].cpu())
     _file(producer, [group for group in saved if group.index in kept])

@@ -41,8 +41,7 @@ class PromptStream:
         self.source = source
         self.seed = seed
         self.position = 0  # prompts handed out so far
-        self._epoch = -1
-        self._order: torch.Tensor = torch.empty(0)
+        self._orders: dict[int, torch.Tensor] = {}  # of this epoch and the one before, which groups are still of
 
     def next(self) -> Prompt:
         """The next prompt."""
@@ -55,11 +54,17 @@ class PromptStream:
 
     def at(self, position: int) -> Prompt:
         """The prompt that is handed out at this position."""
+        return self.source[self.number_at(position)]
+
+    def number_at(self, position: int) -> int:
+        """That prompt's number in the source."""
         epoch, offset = divmod(position, len(self.source))
-        if epoch != self._epoch:
+        if epoch not in self._orders:
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
-            self._order, self._epoch = torch.randperm(len(self.source), generator=generator), epoch
-        return self.source[int(self._order[offset])]
+            self._orders[epoch] = torch.randperm(len(self.source), generator=generator)
+            if len(self._orders) > 2:
+                del self._orders[min(set(self._orders) - {epoch})]
+        return int(self._orders[epoch][offset])
 
     def state_dict(self) -> dict[str, int]:
         """The position; the order follows from the seed."""

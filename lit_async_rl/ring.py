@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.admission import Admission
+from lit_async_rl.expiry import AtBound, ExpiringAdmission
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +91,33 @@ class RingAdmission(Admission):
 
 
 def make_admission(
-    groups_per_round: int, max_staleness: int, schedule: str, ring: RingBuffer | None, **others: Any
+    groups_per_round: int,
+    max_staleness: int,
+    schedule: str,
+    ring: RingBuffer | None,
+    at_bound: AtBound | None = None,
+    **others: Any,
 ) -> Admission:
     """The rule that these settings of `RolloutDataModule` stand for.
 
     Raises:
         ValueError: some of them contradict each other.
     """
-    if ring is None:
+    if ring is None and at_bound is None:
         return Admission(groups_per_round, max_staleness, in_order=schedule == "fixed_lag", **others)
     given = [f"data.{name}={value}" for name, value in others.items() if value]
     if schedule != "free":
         given.append(f"data.schedule={schedule}")
-    if given:
+    if ring is not None and at_bound is not None:
+        given.append(f"data.intake.at_bound={type(at_bound).__name__}")
+    if given and ring is not None:
         raise ValueError(f"data.ring with {' and '.join(given)}: with a ring buffer sampling waits for nothing")
-    return RingAdmission(groups_per_round, max_staleness, ring)
+    if given:
+        at = f"data.intake.at_bound={type(at_bound).__name__}"
+        raise ValueError(
+            f"{at} with {' and '.join(given)}: it says by itself how many groups are sampled, and which lost"
+        )
+    if ring is not None:
+        return RingAdmission(groups_per_round, max_staleness, ring)
+    assert at_bound is not None
+    return ExpiringAdmission(groups_per_round, max_staleness, at_bound.ahead)

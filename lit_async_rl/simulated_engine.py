@@ -13,11 +13,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.types import FinishReason
 
 
 class Latency(ABC):
@@ -92,6 +93,13 @@ class _Sample:
     completion: Completion
 
 
+def _cut(sample: _Sample, now: float) -> Completion:
+    whole = sample.completion
+    length = int(min(1.0, (now - sample.begin) / (sample.end - sample.begin)) * len(whole.token_ids))
+    fields = ("token_ids", "logprobs", "versions")
+    return replace(whole, finish_reason="abort", **{name: getattr(whole, name)[:length] for name in fields})
+
+
 class SimulatedEngine(RolloutEngine):
     """Samples occupy `num_slots` slots, first come first served; their tokens are the prompt's last one, repeated.
 
@@ -105,6 +113,7 @@ class SimulatedEngine(RolloutEngine):
         in_flight_weight_updates: False: what one `submit` brings begins only when all before it is finished.
         load_s: seconds that loading weights takes.
         tokens_per_s: tokens of a sample for each second of its latency, at most `sampling.max_tokens`.
+        finish_reason: of all samples; `stop` lets an environment answer.
         seed: of the latencies.
     """
 
@@ -116,6 +125,7 @@ class SimulatedEngine(RolloutEngine):
         in_flight_weight_updates: bool = True,
         load_s: float = 0.0,
         tokens_per_s: float = 100.0,
+        finish_reason: FinishReason = "length",
         seed: int = 0,
     ) -> None:
         if num_slots < 1:
@@ -123,6 +133,7 @@ class SimulatedEngine(RolloutEngine):
         self.latency, self.num_slots, self.environment = latency, num_slots, environment
         self.in_flight_weight_updates = in_flight_weight_updates
         self.load_s, self.tokens_per_s = load_s, tokens_per_s
+        self.finish_reason: FinishReason = finish_reason
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
         self._free_at = [0.0] * num_slots  # heap: when each slot has done what it was given
@@ -162,7 +173,7 @@ class SimulatedEngine(RolloutEngine):
             token_ids=(request.prompt_ids[-1],) * num_tokens,
             logprobs=(-1.0,) * num_tokens,
             versions=(self._version,) * num_tokens,
-            finish_reason="length",
+            finish_reason=self.finish_reason,
         )
         back = end + (self.environment.draw(self._rng) if self.environment is not None else 0.0)
         self._count += 1
@@ -201,6 +212,12 @@ class SimulatedEngine(RolloutEngine):
         with self._changed:
             self._samples = [item for item in self._samples if item[2].completion.request_id not in gone]
             heapq.heapify(self._samples)
+
+    def partial_completions(self) -> list[Completion]:
+        """The tokens that running samples would have by now."""
+        with self._changed:
+            now = time.monotonic()
+            return [_cut(sample, now) for _, _, sample in self._samples if sample.begin < now]
 
     def close(self) -> None:
         """Lets `poll` return."""

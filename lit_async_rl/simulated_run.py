@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from lit_async_rl.admission import Admission
 from lit_async_rl.assets import asset
 from lit_async_rl.bottleneck import Intervals
-from lit_async_rl.engine import SamplingParams
+from lit_async_rl.engine import RolloutEngine, SamplingParams
+from lit_async_rl.environments import Environment
+from lit_async_rl.episodes import EpisodeEngine
 from lit_async_rl.producer import Producer
 from lit_async_rl.prompts import PromptStream
 from lit_async_rl.scoring import Scorer
@@ -34,7 +36,8 @@ class SimulatedRun:
 
     The engine is as fast as the trainer ("balanced") when the latency's mean is
     `train_s * num_slots / (groups_per_step * group_size)`. With `streams` each group is trained on when it is taken,
-    not all when all are there (Periodic Asynchrony, arXiv:2511.18871, if `max_staleness` is 0).
+    not all when all are there (Periodic Asynchrony, arXiv:2511.18871, if `max_staleness` is 0). With an environment
+    each turn takes the latency.
     """
 
     latency: Latency
@@ -47,15 +50,24 @@ class SimulatedRun:
     warmup_steps: int = 8
     seed: int = 0
     streams: bool = False
+    environment: Environment | None = None
 
     def measure(self) -> Intervals:
         """With the real producer, admission and scorer; the trainer sleeps."""
-        engine = SimulatedEngine(self.latency, num_slots=self.num_slots, seed=self.seed)
+        engine: RolloutEngine = SimulatedEngine(
+            self.latency,
+            num_slots=self.num_slots,
+            finish_reason="length" if self.environment is None else "stop",
+            seed=self.seed,
+        )
+        if self.environment is not None:
+            engine = EpisodeEngine(engine, self.environment, max_turns=1000)
+            engine.setup(asset("sort_policy"))
         producer = Producer(
             engine=engine,
             stream=PromptStream(SortDigits(8, size=1000)),
             codec=TextCodec(asset("sort_policy")),
-            scorer=Scorer(no_reward),
+            scorer=Scorer(None if engine.scores else no_reward),
             admission=Admission(self.groups_per_step, self.max_staleness),
             group_size=self.group_size,
             sampling=SamplingParams(max_tokens=1),

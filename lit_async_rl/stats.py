@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lit_async_rl.intake import FateTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +17,8 @@ class ProducerStats:
         engine_busy_s: seconds the engine generated; `num_tokens`: tokens it generated.
         scoring_s: seconds a reward worker scored, the mean over workers.
         num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
-        num_lost: redundant groups that were dropped, and those that a ring buffer dropped.
+        num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
+        fates: what became of the groups, and how long they were.
     """
 
     wait_s: float
@@ -26,6 +30,7 @@ class ProducerStats:
     num_queued: int
     num_unfinished: int
     num_lost: int
+    fates: Mapping[str, FateTotals] = field(default_factory=dict)
 
     @classmethod
     def zero(cls) -> ProducerStats:

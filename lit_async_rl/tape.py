@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from lit_async_rl.checkpoint_io import check_writable, is_disk_full, sync_folder
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 log = logging.getLogger(__name__)
 SCHEMA = pa.schema(
@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("generation_s", pa.float64()),
         ("queue_s", pa.float64()),
+        ("turns", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64())]))),
         ("written_at", pa.float64()),  # seconds since 1970
     ]
 )
@@ -229,6 +230,7 @@ def _row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "reward": rollout.reward,
         "generation_s": group.generation_s,
         "queue_s": group.queue_s,
+        "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
     }
 
 
@@ -247,6 +249,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
                 text=row["text"],
                 reward=row["reward"],
                 loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
+                turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
             )
             for row in rows
         ),
@@ -254,3 +257,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
         generation_s=head["generation_s"],
         queue_s=head["queue_s"],
     )
+
+
+def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:
+    return None if rows is None else tuple(Turn(**row) for row in rows)

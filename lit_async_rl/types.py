@@ -8,7 +8,7 @@ log p(input_ids[:, t] | input_ids[:, :t]) and position 0 never trains.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,21 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy within a rollout.
+
+    Attributes:
+        end: tokens of the rollout up to the turn's last one.
+        reward: of this turn.
+        state: stands for what the environment showed before it; equal numbers mean equal states.
+    """
+
+    end: int
+    reward: float
+    state: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One completion. `behavior_logprobs` and `versions` have one entry for each token of `completion_ids`.
@@ -40,6 +55,7 @@ class Rollout:
         versions: version of the policy that sampled the token; may change within a rollout (in-flight updates).
         reward: score of the whole completion.
         loss_mask: False where the token was not sampled by the policy (tool output); None means that all train.
+        turns: of the policy, whose rewards add up to `reward`; None is one turn.
     """
 
     completion_ids: tuple[int, ...]
@@ -49,6 +65,7 @@ class Rollout:
     text: str
     reward: float
     loss_mask: tuple[bool, ...] | None = None
+    turns: tuple[Turn, ...] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.behavior_logprobs), len(self.versions)}
@@ -58,8 +75,17 @@ class Rollout:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Completion tokens that the policy wrote."""
+        """Completion tokens that train: those that the policy wrote, unless a filter or a budget left them out."""
         return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+    def add_reward(self, amount: float) -> Rollout:
+        """The same rollout, worth more (or less) in its last turn."""
+        if not amount:
+            return self
+        turns = self.turns
+        if turns:
+            turns = (*turns[:-1], replace(turns[-1], reward=turns[-1].reward + amount))
+        return replace(self, reward=self.reward + amount, turns=turns)
 
 
 @dataclass(frozen=True, kw_only=True)
