@@ -8,7 +8,7 @@ Every run is `scripts/train.py` with the files of the system; the table is read 
 accuracy when as many completion tokens were trained on as the shortest run has. Equal time: when the fastest system has
 finished, step n being at n times the seconds of a step. Those come from `--pace`, runs of a few steps without
 validation, one at a time; so do idle shares. Other runs may then share a machine: what they take counts for nothing.
-Accuracy between two validations is interpolated.
+Accuracy between two validations is interpolated. The age of data is in optimizer steps.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ class Run:
         """Where its log is."""
         return self.out / self.system / ("pace" if self.seed is None else f"seed{self.seed}")
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has trained for as many steps."""
+        mark = self.folder / FINISHED
+        return mark.is_file() and json.loads(mark.read_text())["num_steps"] == self.num_steps
+
     def arguments(self) -> list[str]:
         """Of `scripts/train.py`."""
         configs = [flag for path in [QUICKSTART, *SYSTEMS[self.system]] for flag in ("--config", path)]
@@ -70,17 +76,16 @@ class Run:
             "seed_everything": self.seed or 0,
             "data.seed": self.seed or 0,
             "trainer.enable_progress_bar": "false",
-            "trainer.val_check_interval": self.val_steps * self._micro_batches,
+            "trainer.val_check_interval": self.val_steps * self.data_setting("micro_batches_per_step"),
         }
         if self.seed is None:
             flags["trainer.limit_val_batches"] = 0
         return [*configs, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
 
-    @property
-    def _micro_batches(self) -> int:
-        """Of a step: what Lightning counts between validations."""
+    def data_setting(self, name: str) -> int:
+        """A number of `data:` in the system's files that is 1 where they say nothing."""
         settings = OmegaConf.merge(*map(OmegaConf.load, [QUICKSTART, *SYSTEMS[self.system]]))
-        return int(OmegaConf.select(settings, "data.micro_batches_per_step", default=1))
+        return int(OmegaConf.select(settings, f"data.{name}", default=1))
 
     def train(self) -> None:
         """Trains, unless it has finished before with as many steps.
@@ -88,8 +93,7 @@ class Run:
         Raises:
             RuntimeError: training failed; `log.txt` says why.
         """
-        mark = self.folder / FINISHED
-        if mark.is_file() and json.loads(mark.read_text())["num_steps"] == self.num_steps:
+        if self.is_finished:
             return
         print(self.folder, flush=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -100,7 +104,7 @@ class Run:
         process.join()
         if process.exitcode != 0:
             raise RuntimeError(f"{self.folder} ended with exit code {process.exitcode}, see log.txt there")
-        mark.write_text(json.dumps({"num_steps": self.num_steps, "arguments": self.arguments()}))
+        (self.folder / FINISHED).write_text(json.dumps({"num_steps": self.num_steps, "arguments": self.arguments()}))
 
     def _train(self) -> None:
         with (self.folder / "log.txt").open("w", buffering=1) as log:
@@ -111,6 +115,13 @@ class Run:
     def steps(self) -> pd.DataFrame:
         """A row for each optimizer step: what was logged with it."""
         return self._log().dropna(subset=["perf/step_s"])
+
+    def age(self) -> tuple[float, float]:
+        """Mean and largest age of the data, in optimizer steps: versions are published every so many of them."""
+        log, every = self.steps(), self.data_setting("weight_sync_steps")
+        since = log["step"] % every
+        mean, most = (log[f"sample/staleness_{name}"] * every + since for name in ("mean", "max"))
+        return float(mean.mean()), float(most.max())
 
     def accuracy_at(self, step: float) -> float:
         """Held-out accuracy after `step` optimizer steps."""
@@ -141,7 +152,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num_steps", type=int, default=60)
     parser.add_argument("--val_steps", type=int, default=20, help="optimizer steps between validations")
-    parser.add_argument("--pace_steps", type=int, default=40)
+    parser.add_argument("--pace_steps", type=int, default=32)
     parser.add_argument("--pace", action="store_true", help="measure the seconds of a step")
     parser.add_argument("--only_table", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/systems"))
@@ -156,26 +167,26 @@ def main() -> None:
 
 
 def table(paces: dict[str, Run], runs: dict[str, list[Run]]) -> str:
-    """Markdown, a row for each system all of whose runs have finished."""
-    runs = {s: several for s, several in runs.items() if all((r.folder / FINISHED).is_file() for r in several)}
-    runs = {s: several for s, several in runs.items() if (paces[s].folder / FINISHED).is_file()}
+    """Markdown, a row for each system, of those runs that have finished."""
+    runs = {s: [run for run in several if run.is_finished] for s, several in runs.items()}
+    runs = {s: several for s, several in runs.items() if several and paces[s].is_finished}
     if not runs:
-        return "no system has finished all of its runs: train with and without --pace"
+        return "no system has a finished run with and without --pace"
     num_tokens = min(float(run.tokens.sum()) for several in runs.values() for run in several)
     paced = {s: paces[s].steps().iloc[WARM_UP_STEPS:] for s in runs}
     step_s = {s: float(rows["perf/step_s"].mean()) for s, rows in paced.items()}
     seconds = min(step_s[s] * several[0].num_steps for s, several in runs.items())
-    head = ["system", f"{num_tokens / 1000:.0f} k tokens", f"{seconds:.0f} s", "seconds a step", "staleness mean, max"]
-    head += ["engine idle", "trainer waits"]
+    head = ["system", "seeds", f"{num_tokens / 1000:.0f} k tokens", f"{seconds:.0f} s", "seconds a step"]
+    head += ["age of data: mean, most", "engine idle", "trainer waits"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for system, several in runs.items():
-        logs = pd.concat([run.steps() for run in several])
+        ages = np.array([run.age() for run in several])
         cells = [
-            system,
+            *(system, str(len(several))),
             spread([run.accuracy_at(run.steps_for(num_tokens)) for run in several]),
             spread([run.accuracy_at(seconds / step_s[system]) for run in several]),
             f"{step_s[system]:.2f}",
-            f"{logs['sample/staleness_mean'].mean():.2f}, {logs['sample/staleness_max'].max():.0f}",
+            f"{ages[:, 0].mean():.1f}, {ages[:, 1].max():.0f}",
             f"{paced[system]['perf/engine_idle_share'].mean():.0%}",
             f"{paced[system]['perf/trainer_wait_share'].mean():.0%}",
         ]

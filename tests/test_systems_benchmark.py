@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.fixture
 def systems(monkeypatch):
+    monkeypatch.chdir(BENCHMARKS.parent)
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module("systems")
 
@@ -48,12 +49,19 @@ def test_equal_tokens_and_equal_time_differ_where_the_pace_does(systems, tmp_pat
         write(runs[name][0], (0.2, 0.6, 0.8), step_s, 100 / step_s)
         write(paces[name], (0.2, 0.6, 0.8), step_s, 100 / step_s)
     rows = systems.table(paces, runs).splitlines()
-    assert rows[0].split(" | ")[1:3] == ["2 k tokens", "10 s"]
-    assert rows[2] == "| roll | 0.800 (0.800 to 0.800) | 0.800 (0.800 to 0.800) | 0.50 | 1.50, 3 | 25% | 50% |"
-    assert rows[3].startswith("| areal | 0.800 (0.800 to 0.800) | 0.600 (0.600 to 0.600) | 1.00 |")
+    assert rows[0].split(" | ")[2:4] == ["2 k tokens", "10 s"]
+    assert rows[2] == "| roll | 1 | 0.800 (0.800 to 0.800) | 0.800 (0.800 to 0.800) | 0.50 | 1.5, 3 | 25% | 50% |"
+    assert rows[3].startswith("| areal | 1 | 0.800 (0.800 to 0.800) | 0.600 (0.600 to 0.600) | 1.00 |")
 
 
-def test_a_system_with_a_missing_run_is_left_out(systems, tmp_path):
+def test_age_counts_the_steps_since_weights_were_published(systems, tmp_path):
+    """OAPL publishes every eight steps: the data of its versions 1.5 and 3 behind are up to 7 steps older than that."""
+    run = systems.Run(tmp_path, "oapl", 0, 16, 8)
+    write(run, (0.2, 0.6, 0.8), 0.5, 100)
+    assert run.age() == pytest.approx((1.5 * 8 + 3.5, 3 * 8 + 7))
+
+
+def test_a_system_without_a_finished_run_is_left_out(systems, tmp_path):
     run, pace = systems.Run(tmp_path, "roll", 0, 20, 10), systems.Run(tmp_path, "roll", None, 20, 20)
     write(run, (0.2, 0.6, 0.8), 0.5, 100)
     assert "no system" in systems.table({"roll": pace}, {"roll": [run]})
