@@ -175,14 +175,16 @@ def table(paces: dict[str, Run], runs: dict[str, list[Run]]) -> str:
     num_tokens = min(float(run.tokens.sum()) for several in runs.values() for run in several)
     paced = {s: paces[s].steps().iloc[WARM_UP_STEPS:] for s in runs}
     step_s = {s: float(rows["perf/step_s"].mean()) for s, rows in paced.items()}
-    seconds = min(step_s[s] * several[0].num_steps for s, several in runs.items())
-    head = ["system", "seeds", f"{num_tokens / 1000:.0f} k tokens", f"{seconds:.0f} s", "seconds a step"]
-    head += ["age of data: mean, most", "engine idle", "trainer waits"]
+    num_steps = next(iter(runs.values()))[0].num_steps
+    seconds = min(step_s.values()) * num_steps
+    head = ["system", "seeds", f"{num_steps} steps", f"{num_tokens / 1000:.0f} k tokens", f"{seconds:.0f} s"]
+    head += ["seconds a step", "age of data: mean, most", "engine idle", "trainer waits"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for system, several in runs.items():
         ages = np.array([run.age() for run in several])
         cells = [
             *(system, str(len(several))),
+            spread([run.accuracy_at(num_steps) for run in several]),
             spread([run.accuracy_at(run.steps_for(num_tokens)) for run in several]),
             spread([run.accuracy_at(seconds / step_s[system]) for run in several]),
             f"{step_s[system]:.2f}",

@@ -49,9 +49,10 @@ def test_equal_tokens_and_equal_time_differ_where_the_pace_does(systems, tmp_pat
         write(runs[name][0], (0.2, 0.6, 0.8), step_s, 100 / step_s)
         write(paces[name], (0.2, 0.6, 0.8), step_s, 100 / step_s)
     rows = systems.table(paces, runs).splitlines()
-    assert rows[0].split(" | ")[2:4] == ["2 k tokens", "10 s"]
-    assert rows[2] == "| roll | 1 | 0.800 (0.800 to 0.800) | 0.800 (0.800 to 0.800) | 0.50 | 1.5, 3 | 25% | 50% |"
-    assert rows[3].startswith("| areal | 1 | 0.800 (0.800 to 0.800) | 0.600 (0.600 to 0.600) | 1.00 |")
+    assert rows[0].split(" | ")[2:5] == ["20 steps", "2 k tokens", "10 s"]
+    all_of_it, half = "0.800 (0.800 to 0.800)", "0.600 (0.600 to 0.600)"
+    assert rows[2] == f"| roll | 1 | {all_of_it} | {all_of_it} | {all_of_it} | 0.50 | 1.5, 3 | 25% | 50% |"
+    assert rows[3].startswith(f"| areal | 1 | {all_of_it} | {all_of_it} | {half} | 1.00 |")
 
 
 def test_age_counts_the_steps_since_weights_were_published(systems, tmp_path):
