@@ -36,6 +36,7 @@ from chaos_check import Record, check_journal, check_tape, table
 
 LIMIT_S = 180.0  # longest until a fault is explained and another step is made, starts of processes included
 CONTEXT = multiprocessing.get_context("forkserver")  # processes that need not import all anew
+LATE = ["torch._dynamo", "transformers.models.llama.modeling_llama"]  # what is imported in the first step otherwise
 MARGIN = 15  # steps before the end without faults, so that there is a step after each
 
 
@@ -205,7 +206,7 @@ def main() -> None:
     parser.add_argument("--folder", default="runs/chaos", help="must not exist")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    CONTEXT.set_forkserver_preload(["chaos_run"])
+    CONTEXT.set_forkserver_preload(["chaos_run", *LATE])
     base, chance = Path(arguments.folder), random.Random(arguments.seed)
     records = {name: Record() for name in KINDS}
     deadline = time.monotonic() + 60 * arguments.minutes

@@ -88,7 +88,7 @@ def test_partial_completions_go_on_from_where_they_were(tmp_path):
             self.worst = max(self.worst, float(log_ratio.abs().max()))
 
     def data():
-        engine = EmbeddedEngine(num_slots=3)
+        engine = EmbeddedEngine(num_slots=1)  # so slow that it is at work when the first step is done
         return make_data(max_staleness=3, groups_per_step=1, engine=engine, sampling=SamplingParams(max_tokens=60))
 
     still = dict(learning_rate=1e-12)
