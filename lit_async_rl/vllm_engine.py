@@ -172,6 +172,8 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     def partial_completions(self) -> list[Completion]:
         """What running samples have so far, each token with its version, and what waits for `poll`."""
+        if self._vllm.is_dead:  # a last checkpoint must not fail with it
+            return self._book.finished
         partial = self._vllm.call(self._runner.partial_completions(), "reading partial completions")
         return [*partial, *self._book.finished]
 

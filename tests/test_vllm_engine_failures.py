@@ -57,7 +57,7 @@ def test_the_death_of_its_processes_is_an_error_for_everybody():
     began = time.monotonic()
     with pytest.raises(EngineError, match="vLLM broke and was stopped"):
         collect(engine, 8)
-    assert engine.partial_completions() == []  # a last checkpoint must not fail with it
+    assert all(c.finish_reason != "abort" for c in engine.partial_completions())  # a last checkpoint does not fail
     with pytest.raises(EngineError):
         engine.load_weights(1, module.named_parameters())
     assert time.monotonic() - began < 10
