@@ -2,7 +2,7 @@
 
 python benchmarks/leaks.py [--steps 3000] [--minutes 30] [--config configs/quickstart.yaml] [further flags of train.py]
 
-Ends at what comes first. Growth is that of resident memory from the second tenth of the run to its last.
+Ends at what comes first. Growth is that of resident memory from the second quarter of the run to its last.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Watch(pl.Callback):
 
 
 def report(readings: list[Reading]) -> str:
-    """Growth, and the range of the others after the first tenth."""
-    tenth = max(1, len(readings) // 10)
-    early, late = readings[tenth : 2 * tenth], readings[-tenth:]
+    """Growth, and the range of the others after the first quarter."""
+    quarter = max(1, len(readings) // 4)
+    early, late = readings[quarter : 2 * quarter], readings[-quarter:]
     before, after = (sum(r.resident_mb for r in some) / len(some) for some in (early, late))
-    settled = readings[tenth:]
+    settled = readings[quarter:]
     threads, files = {r.num_threads for r in settled}, {r.num_files for r in settled}
     return (
         f"{readings[-1].step} steps: {before:.1f} MB to {after:.1f} MB ({after / before - 1:+.2%}), "
