@@ -30,6 +30,7 @@ from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, Proximal
 from lit_async_rl.ranks import data_parallel
+from lit_async_rl.sharded_loading import is_on_meta
 from lit_async_rl.sharding import Sharding
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.validation import Validator
@@ -133,7 +134,17 @@ class PolicyModule(pl.LightningModule):
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
     def configure_model(self) -> None:
-        """Divides policy and reference as the strategy wants it; reads their weights if that was put off."""
+        """Divides policy and reference as the strategy wants it; reads their weights if that was put off.
+
+        Raises:
+            ValueError: `sharding.meta_device` with a baseline under FSDP1.
+        """
+        if self.objective.baseline is not None and self.device_mesh is None:
+            # its norms need the head after the forward pass, where FSDP1 has given the policy's weights back; if the
+            # strategy wraps the whole module instead, they are there until the end of `training_step`
+            if is_on_meta(self.policy):
+                raise ValueError("model.sharding.meta_device=true with model.baseline needs FSDP2 (configs/strategies)")
+            return
         self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
         if self.reference is not None:
             self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)

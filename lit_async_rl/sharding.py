@@ -60,7 +60,7 @@ class Sharding:
             if is_on_meta(policy):
                 WeightFiles(model).read(policy.causal_lm, policy.causal_lm, torch.device(mesh.device_type))
             return policy
-        if any(isinstance(module, FullyShardedDataParallel) for module in policy.modules()):
+        if is_wrapped(policy):
             return policy
         files = WeightFiles(model) if is_on_meta(policy) else None
         lm = policy.causal_lm
@@ -127,6 +127,16 @@ class FSDPStrategy(strategies.FSDPStrategy):
             **self.kwargs,
         ):
             yield
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self.root_device.type != "cpu" or is_wrapped(model):
+            return super()._setup_model(model)
+        return FullyShardedDataParallel(module=model, device_id=self.root_device, **self.kwargs)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether FSDP1 divides it or a part of it."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:

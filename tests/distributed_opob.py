@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from distributed_stabilizers import FSDPOnCPU, full_weights
+from distributed_stabilizers import full_weights
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -26,6 +26,7 @@ from lit_async_rl.module import PolicyModule
 from lit_async_rl.network import CausalPolicy
 from lit_async_rl.opob import Norms, OptimalBaseline
 from lit_async_rl.proximal import CurrentProximal
+from lit_async_rl.sharding import FSDPStrategy
 from lit_async_rl.types import RolloutBatch
 
 MODEL = asset("small_sort_policy")
@@ -102,7 +103,10 @@ def run(kind: type[PolicyModule], norms: Norms, num_parts: int, **trainer: Any) 
 def main(output: str) -> None:
     strategies: dict[str, Any] = {
         "ddp": (PolicyModule, lambda: DDPStrategy(process_group_backend="gloo")),
-        "fsdp1": (PolicyModule, lambda: FSDPOnCPU(use_orig_params=True, auto_wrap_policy={LlamaDecoderLayer})),
+        "fsdp1": (
+            PolicyModule,
+            lambda: FSDPStrategy(use_orig_params=True, auto_wrap_policy={LlamaDecoderLayer}),
+        ),
         "fsdp2": (FullySharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
     }
     results = {}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from foreign_modules import ROWS, Probe, Regression, Rows, fit
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,17 +22,11 @@ from torch.utils.data import DataLoader, Subset
 from lit_async_rl.alignment import CappedResidual
 from lit_async_rl.callbacks import CollapseAlarm, ESSLearningRate, GradientAlignmentControl, GradientClipping
 from lit_async_rl.rollback import RollBack
+from lit_async_rl.sharding import FSDPStrategy
 from lit_async_rl.signals import SignalCollector
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 WATCHED = ("gac/cosine", "gac/norm", "gac/regime", "ess/ratio", "ess/lr_scale", "grad/norm")
-
-
-class FSDPOnCPU(FSDPStrategy):
-    """FSDP1 without an accelerator, which Lightning's own class refuses."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(module=model, device_id=torch.device("cpu"), **self.kwargs)
 
 
 class FullySharded(Regression):
@@ -118,8 +112,8 @@ def main(output: str) -> None:
             continue
         strategies = {
             "ddp": lambda opt: (Regression(opt), DDPStrategy(process_group_backend="gloo")),
-            "fsdp1": lambda opt: (Regression(opt), FSDPOnCPU(use_orig_params=True)),
-            "fsdp1-flat": lambda opt: (Regression(opt), FSDPOnCPU(use_orig_params=False)),
+            "fsdp1": lambda opt: (Regression(opt), FSDPStrategy(use_orig_params=True)),
+            "fsdp1-flat": lambda opt: (Regression(opt), FSDPStrategy(use_orig_params=False)),
             "fsdp2": lambda opt: (
                 FullySharded(opt),
                 ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),

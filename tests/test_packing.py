@@ -75,7 +75,7 @@ def test_any_groups_in_any_order_with_holes_in_the_mask(shapes, row_tokens, orde
     batch = ids[rows], mask[rows], group_index[rows]
     plain, packed = CausalPolicy(lm), CausalPolicy(lm, packing=SharedPromptPacking(row_tokens))
     for value, right in zip(results(packed, *batch), results(plain, *batch), strict=True):
-        torch.testing.assert_close(value, right, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)  # statistics are float32
 
 
 def test_a_batch_of_padding_reaches_every_parameter():

@@ -138,7 +138,8 @@ class HangingEngine(EmbeddedEngine):
 
 
 def test_a_dying_engine_ends_the_run_with_its_error(capsys, tmp_path):
-    said = message(capsys, tmp_path, "--data.engine", f"{__name__}.DyingEngine", "--data.engine_restarts", "0")
+    flags = ["--data.engine", f"{__name__}.DyingEngine", "--trainer.max_steps", "99"]
+    said = message(capsys, tmp_path, *flags, "--data.engine_restarts", "0")
     assert "the engine ran out of memory" in said
 
 
