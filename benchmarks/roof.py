@@ -26,26 +26,13 @@ from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import GenerationRequest, SamplingParams
 from lit_async_rl.network import CausalPolicy
 
-# The shipped policy's shape, and those of Qwen2.5-0.5B and -1.5B, with random weights.
-MODELS = {
+# The shipped policy's shape, one of ten times its size, and those of Qwen2.5-0.5B and -1.5B, with random weights.
+_QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936}
+MODELS: dict[str, dict[str, int]] = {
     "0.5M": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, vocab_size=98),
     "5M": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, vocab_size=512),
-    "0.5B": dict(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-    ),
-    "1.5B": dict(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-    ),
+    "0.5B": _QWEN | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
+    "1.5B": _QWEN | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
 }
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -73,19 +72,16 @@ class EmbeddedEngine(RolloutEngine):
                 raise ValueError(f"data.engine.{name} must be >= {minimum}, got {value}")
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
-        self.update_timeout_s = update_timeout_s
-        self._max_model_len = max_model_len
+        self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len
         self._slots: Slots | None = None
         self._queue = RequestQueue(num_slots)
-        self._version = 0
+        self._version = self._num_tokens = 0
         self._busy_s = 0.0
-        self._num_tokens = 0
         what = f"the token that the embedded engine computes (data.engine.update_timeout_s={update_timeout_s:g})"
         self._lock = PriorityLock(update_timeout_s, what)
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
-        self._closed = False
-        self._threads_set = False
+        self._closed = self._threads_set = False
 
     @classmethod
     def from_module(cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0) -> EmbeddedEngine:
@@ -98,10 +94,9 @@ class EmbeddedEngine(RolloutEngine):
         """The same again, with half the slots after it ran out of memory."""
         engine = super().fresh(out_of_memory)
         assert isinstance(engine, EmbeddedEngine)
-        slots = max(1, self.num_slots // 2) if out_of_memory else self.num_slots
         if out_of_memory:
-            log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, self.num_slots)
-        engine.num_slots = engine._queue.num_slots = slots
+            engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // 2)
+            log.warning("out of memory: data.engine.num_slots is now %d, not %d", engine.num_slots, self.num_slots)
         return engine
 
     def setup(self, model: str) -> None:
@@ -137,15 +132,10 @@ class EmbeddedEngine(RolloutEngine):
         Raises:
             ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
         """
-        if not requests:
-            return
         for request in requests:
             check_request(request, self.max_model_len, self._active_slots.vocab_size)
         with self._lock.urgent():
-            if not self.in_flight_weight_updates:
-                seed = random.Random(f"{self.seed} {requests[0].id}").getrandbits(63)
-                self._queue.push_barrier(NewBatch(seed))
-            self._queue.push_requests(requests)
+            self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.seed)
             self._work.set()
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -175,20 +165,13 @@ class EmbeddedEngine(RolloutEngine):
             self._threads_set = True
         deadline = time.monotonic() + timeout_s
         while not self._closed:
-            with self._lock.patient():
-                finished = [] if self._closed else self._guarded_step()
+            with self._lock.patient(), self._update_room.closed_by_errors():
+                finished = [] if self._closed else self._step()
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
                 return finished
             self._work.wait(remaining)
         return []
-
-    def _guarded_step(self) -> list[Completion]:
-        try:
-            return self._step()
-        except BaseException as error:
-            self._update_room.close(error)
-            raise
 
     def _step(self) -> list[Completion]:
         """Fills free slots from the queue, or samples one token for every active row."""
@@ -215,20 +198,15 @@ class EmbeddedEngine(RolloutEngine):
             StalledError: older updates were not used within `update_timeout_s`.
             RuntimeError: `poll` has raised; its error is the cause.
         """
-        if self.in_flight_weight_updates:
-            update = Update(version, receive_weights(self._active_slots.lm, weights))
-            with self._lock.urgent():
-                self._apply(update)
-            return
-        if not self._update_room.wait(self.update_timeout_s):
+        waits = not self.in_flight_weight_updates
+        if waits and not self._update_room.wait(self.update_timeout_s):
             raise StalledError(
-                f"the embedded engine did not use an update within data.engine.update_timeout_s="
-                f"{self.update_timeout_s:g}: {len(self._queue)} items queued, "
-                f"{self._active_slots.num_active} rows active"
+                f"the embedded engine did not use an update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
+                f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
             )
         update = Update(version, receive_weights(self._active_slots.lm, weights))
         with self._lock.urgent():
-            if self._queue or self._active_slots.num_active:
+            if waits and (self._queue or self._active_slots.num_active):
                 self._update_room.add(1)
                 self._queue.push_barrier(update)
                 self._work.set()
@@ -240,8 +218,7 @@ class EmbeddedEngine(RolloutEngine):
             self._apply(barrier)
             self._update_room.add(-1)
         else:
-            self._active_slots.generator.manual_seed(barrier.seed)
-            self._active_slots.forget_prompts()
+            self._active_slots.begin_batch(barrier.seed)
 
     @torch.no_grad()
     def _apply(self, update: Update) -> None:

@@ -99,3 +99,12 @@ class Room:
         with self._changed:
             self._closed, self._error = True, self._error or error
             self._changed.notify_all()
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """An error raised inside lets everybody go, with the error."""
+        try:
+            yield
+        except BaseException as error:
+            self.close(error)
+            raise

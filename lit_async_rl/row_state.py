@@ -66,11 +66,11 @@ class RowState:
         self.tokens[index, column] = tokens
         self.logprobs[index, column] = logprobs
         self.versions[index, column] = version
-        self.count[rows] += alive
+        self.count[rows] = count = column + alive
         self.position[rows] += alive
         self.last[rows] = tokens
         stopped = (tokens[:, None] == self.stops[rows]).any(1)
-        return (stopped | (self.count[rows] >= self.max_tokens[rows])) & (alive > 0), stopped
+        return (stopped | (count >= self.max_tokens[rows])) & (alive > 0), stopped
 
     def completion(self, row: int) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
         """Tokens, log-probabilities and versions."""

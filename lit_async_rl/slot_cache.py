@@ -8,31 +8,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
-BLOCK = 16  # positions
+BLOCK = 32  # positions
 
 
 class SlotCache:
-    """One row of keys and values per slot, left-aligned. Buffers grow with the longest row that was ever reserved.
+    """One row of keys and values per slot, left-aligned.
+
+    Attention reads all M positions of every row, so M is kept at what the longest row needs, in whole blocks: reading
+    one dense stretch of memory is twice as fast as reading a part of each row. A change of M copies everything, which
+    costs about as much as reading it twice; it happens once in `BLOCK` tokens.
 
     In prefill mode (`begin_prefill`) keys and values are handed back as they come and remembered, so that one prompt's
     can be copied to the slots of all its samples; otherwise each call writes one position of every active row.
+
+    Attributes:
+        max_len: M.
     """
 
     is_compileable = False  # asked by transformers
     layers = ()  # asked by transformers
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.max_len = 0
-        self._keys: list[Tensor] = []  # per layer [S, Hk, M, D]
-        self._values: list[Tensor] = []
+        self._buffers: list[Tensor] = []  # per layer [2, S, Hk, M, D]: keys and values
         self._prefill: list[tuple[Tensor, Tensor]] | None = None
-        self._all_rows = torch.empty(0, dtype=torch.long)
-        self._rows = torch.empty(0, dtype=torch.long)
-        self._positions = torch.empty(0, dtype=torch.long)
-        self._view = 0
+        self._slots = torch.arange(num_slots, device=device)
+        self._positions = self._slots[:0]
+        self._places: dict[int, Tensor] = {}  # by Hk: [n 2 Hk], which rows of a flattened buffer are written
 
     # -- called by transformers ---------------------------------------------------------------------------------------
 
@@ -45,11 +52,22 @@ class SlotCache:
         if self._prefill is not None:
             self._prefill.append((key, value))
             return key, value
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[self._rows, :, self._positions] = key[:, :, 0]
-        values[self._rows, :, self._positions] = value[:, :, 0]
-        n = len(self._rows)
-        return keys[:n, :, : self._view], values[:n, :, : self._view]
+        sizes = key.shape[-1], value.shape[-1]
+        pair = [F.pad(new, (0, max(sizes) - new.shape[-1])) for new in (key, value)]
+        keys, values = self.write(torch.cat(pair, 1)[:, :, 0], layer_idx)
+        return keys[..., : sizes[0]], values[..., : sizes[1]]
+
+    def write(self, new: Float[Tensor, "n 2*Hk D"], layer: int) -> tuple[Tensor, Tensor]:
+        """The same for one position of every row, key heads before value heads."""
+        buffer, num_rows = self._buffers[layer], len(new)
+        num_heads, size = buffer.shape[2], buffer.shape[4]
+        if num_heads not in self._places:
+            kinds, heads = (torch.arange(num, device=new.device) for num in (2, num_heads))
+            slots = kinds[:, None] * self.num_slots + self._slots[:num_rows, None, None]  # [n, 2, 1]
+            rows = (slots * num_heads + heads) * self.max_len + self._positions[:, None, None]
+            self._places[num_heads] = rows.flatten()
+        buffer.view(-1, size).index_copy_(0, self._places[num_heads], new.reshape(-1, size))
+        return buffer[0, :num_rows], buffer[1, :num_rows]
 
     # -- called by the engine -----------------------------------------------------------------------------------------
 
@@ -58,36 +76,39 @@ class SlotCache:
         self._prefill = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
-        """Copies row `source[j]` of the prefill to slot `slots[j]`."""
+        """Copies row `source[j]` of the prefill to slot `slots[j]`; `fit` has made room."""
         assert self._prefill is not None
         fresh, self._prefill = self._prefill, None
-        if not self._keys:
-            self._keys = [self._room(key) for key, _ in fresh]
-            self._values = [self._room(value) for _, value in fresh]
-            self._all_rows = torch.arange(self.num_slots, device=fresh[0][0].device)
-        for layer, (key, value) in enumerate(fresh):
-            self._keys[layer][slots, :, : key.shape[2]] = key[source]
-            self._values[layer][slots, :, : value.shape[2]] = value[source]
+        if not self._buffers:
+            shapes = [(k.shape[1], self.max_len, max(k.shape[3], v.shape[3])) for k, v in fresh]
+            self._buffers = [
+                k.new_zeros(2, self.num_slots, *shape) for shape, (k, _) in zip(shapes, fresh, strict=True)
+            ]
+        for buffer, pair in zip(self._buffers, fresh, strict=True):
+            for part, new in zip(buffer, pair, strict=True):
+                part[slots, :, : new.shape[2], : new.shape[3]] = new[source]
 
-    def begin_decode(self, positions: Tensor, view: int) -> None:
-        """The next forward adds one token to each active row, at `positions`; attention sees the first `view`."""
-        self._positions, self._view = positions, view
-        self._rows = self._all_rows[: len(positions)]
+    def begin_decode(self, positions: Int[Tensor, " n"]) -> None:
+        """The next forward adds one token to each active row, at `positions`."""
+        self._positions, self._places = positions, {}
 
-    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies the first `length` positions of slots to other slots, all at once."""
-        for buffer in (*self._keys, *self._values):
-            buffer[targets, :, :length] = buffer[sources, :, :length]
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies slots to other slots, all at once."""
+        for buffer in self._buffers:
+            buffer[:, targets] = buffer[:, sources]
 
-    def reserve(self, max_len: int) -> None:
-        """Makes room for at least `max_len` positions: whole blocks, so that a view of blocks always fits."""
-        if max_len <= self.max_len:
-            return
-        before, self.max_len = self.max_len, -(-max_len // BLOCK) * BLOCK
-        for buffers in (self._keys, self._values):
-            for layer, old in enumerate(buffers):
-                buffers[layer] = self._room(old)
-                buffers[layer][:, :, :before] = old
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._buffers, self.max_len = [], 0
 
-    def _room(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.num_slots, like.shape[1], self.max_len, like.shape[3])
+    def fit(self, length: int) -> bool:
+        """Makes M fit for rows of `length` positions; whether that cut off what other slots still held."""
+        wanted = -(-length // BLOCK) * BLOCK
+        if 3 / 4 * self.max_len < wanted <= self.max_len:
+            return False
+        before, self.max_len = self.max_len, wanted
+        kept = min(before, wanted)
+        for layer, old in enumerate(self._buffers):
+            self._buffers[layer] = old.new_zeros(*old.shape[:3], self.max_len, old.shape[4])
+            self._buffers[layer][:, :, :, :kept] = old[:, :, :, :kept]
+        return wanted < before

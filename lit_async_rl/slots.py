@@ -20,7 +20,7 @@ from lit_async_rl.network import CausalPolicy
 from lit_async_rl.request_queue import Pending
 from lit_async_rl.row_state import RowState
 from lit_async_rl.sampling import draw, processed_logprobs
-from lit_async_rl.slot_cache import BLOCK, SlotCache
+from lit_async_rl.slot_cache import SlotCache
 from lit_async_rl.types import FinishReason
 
 
@@ -54,9 +54,10 @@ class Slots:
         self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
         self._eos_token_ids = tuple(eos_token_ids)
         self._num_slots = num_slots
-        self._cache = SlotCache(num_slots)
         self.device = next(lm.parameters()).device
+        self._cache = SlotCache(num_slots, self.device)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self._zero = torch.zeros((), dtype=lm.dtype, device=self.device)
         self._rows = RowState(num_slots, self.device)
         self._owners: list[tuple[int, int] | None] = []  # (request id, sample index) of each slot up to the last in use
         self._num_active = 0
@@ -75,8 +76,15 @@ class Slots:
         return self._num_active
 
     def forget_prompts(self) -> None:
-        """Reads prompts anew: the weights have changed, or what follows must not depend on what went before."""
+        """Reads prompts anew: the weights have changed."""
         self._prompts = [None] * self._num_slots
+
+    def begin_batch(self, seed: int) -> None:
+        """What follows will not depend on what went before."""
+        assert not self._num_active
+        self.generator.manual_seed(seed)
+        self.forget_prompts()
+        self._cache.clear()
 
     # -- one token ----------------------------------------------------------------------------------------------------
 
@@ -91,15 +99,14 @@ class Slots:
         free = [row for row, owner in enumerate(self._owners) if owner is None]
         free = (free + list(range(len(self._owners), self._num_slots)))[:num_rows]
         self._owners += [None] * (max(free) + 1 - len(self._owners))
-        self._cache.reserve(max(len(item.request.prompt_ids) + item.request.sampling.max_tokens for item in pending))
+        self._fit(max(len(item.request.prompt_ids) for item in pending))
         slot_of = {prompt: slot for slot, prompt in enumerate(self._prompts) if prompt is not None}
         known = [item for item in pending if item.request.prompt_ids in slot_of]
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
         if known:
             sources = [slot_of[item.request.prompt_ids] for item in known for _ in range(item.num_samples)]
             targets, free = self._index(free[: len(sources)]), free[len(sources) :]
-            longest = max(len(item.request.prompt_ids) for item in known)
-            self._cache.copy(self._index(sources), targets, longest)
+            self._cache.copy(self._index(sources), targets)
             self._open_rows(known, targets)
         finished = self._read(fresh, self._index(free), version) if fresh else []
         return finished + self.decode(version) if known else finished
@@ -126,18 +133,23 @@ class Slots:
         if self._num_active < 3 / 4 * len(self._owners):
             self._close_holes()
         n = len(self._owners)
+        self._fit(self._longest + 1)
         positions = self._rows.position[:n]
-        view = -(-(self._longest + 1) // BLOCK) * BLOCK
-        self._cache.begin_decode(positions, view)
-        mask = torch.arange(view, device=self.device)[None] <= positions[:, None]
+        self._cache.begin_decode(positions)
+        mask = torch.arange(self._cache.max_len, device=self.device) <= positions[:, None]
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
         self.num_tokens += self._num_active
         return self._commit(self._policy.logits(hidden[:, 0]), slice(0, n), version)
 
+    def _fit(self, length: int) -> None:
+        if self._cache.fit(max(length, self._longest + 1)):
+            self._prompts = [p if p is not None and len(p) <= self._cache.max_len else None for p in self._prompts]
+            self._rows.position.clamp_(max=self._cache.max_len - 1)  # holes, too, are written to
+
     def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         position_ids = position_ids.expand(len(input_ids), -1)
         # Added to the scores: eager attention needs it so, the others would make it so in every layer.
-        mask = torch.zeros(mask.shape, device=self.device, dtype=self.lm.dtype).masked_fill_(~mask, -torch.inf)
+        mask = torch.where(mask, self._zero, -torch.inf)
         if self._llama is not None:
             return self._llama(input_ids, position_ids, mask, self._cache)
         output = self.lm.base_model(
@@ -217,7 +229,7 @@ class Slots:
         holes = [row for row in range(self._num_active) if self._owners[row] is None]
         tails = [row for row in range(self._num_active, len(self._owners)) if self._owners[row] is not None]
         sources, targets = self._index(tails), self._index(holes)
-        self._cache.copy(sources, targets, self._longest + 1)
+        self._cache.copy(sources, targets)
         self._rows.move(sources, targets)
         for tail, hole in zip(tails, holes, strict=True):
             self._owners[hole], self._prompts[hole] = self._owners[tail], self._prompts[tail]

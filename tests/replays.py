@@ -6,8 +6,10 @@ import random
 import time
 
 import torch
+from tiny_models import save
 from transformers import DynamicCache
 
+from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import Completion, GenerationRequest, SamplingParams
 
 
@@ -51,6 +53,13 @@ def assert_exact(lm, requests, results, temperature=1.0) -> None:
         for c in completions:
             expected = full_logprobs(lm, request.prompt_ids, c.token_ids, temperature)
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def own_engine(lm, tmp_path, **kwargs) -> EmbeddedEngine:
+    engine = EmbeddedEngine(**{"device": "cpu", **kwargs})
+    engine.setup(save(lm, tmp_path))
+    engine.load_weights(0, lm.named_parameters())
+    return engine
 
 
 def collect(engine, num, timeout_s=60.0) -> list[Completion]:

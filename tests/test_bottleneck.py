@@ -80,15 +80,17 @@ class SlowTrainer(pl.Callback):
     ],
 )
 def test_real_runs_get_the_verdict_that_was_built_into_them(latency_s, changes, side, setting, capsys):
-    engine = SimulatedEngine(Constant(latency_s), num_slots=16)
-    data = make_data(engine=engine, micro_batches_per_step=2, **changes)
-    judge = BottleneckVerdict(every_n_steps=2)
-    trainer = fit(make_module(), data, max_steps=4, callbacks=[judge, *([SlowTrainer()] if side == "trainer" else [])])
-    found = judge.verdict.intervals
-    if side != "trainer" and found.trainer_s > 0.8 * max(found.engine_busy_s, found.scoring_s):
-        pytest.skip("other programs made the trainer slower than the delays that were built in")
+    for _ in range(3):  # other programs may slow down a side of one run
+        engine = SimulatedEngine(Constant(latency_s), num_slots=16)
+        data = make_data(engine=engine, micro_batches_per_step=2, **changes)
+        judge = BottleneckVerdict(every_n_steps=2)
+        slow = [SlowTrainer()] if side == "trainer" else []
+        trainer = fit(make_module(), data, max_steps=4, callbacks=[judge, *slow])
+        printed = capsys.readouterr().out
+        if judge.verdict.side == side:
+            break
     assert judge.verdict.side == side, judge.verdict
-    lines = [line for line in capsys.readouterr().out.splitlines() if "the trainer waits" in line]
+    lines = [line for line in printed.splitlines() if "the trainer waits" in line]
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4", "whole run"]
     assert setting in lines[-1] or judge.verdict.setting is None
     assert trainer.callback_metrics["perf/trainer_share"] <= 1.001
