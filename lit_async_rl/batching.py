@@ -6,15 +6,20 @@ and the largest one, which decides peak memory, is as small as runs allow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from lit_async_rl.advantages import AdvantageEstimator
 from lit_async_rl.aggregation import Aggregation
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
+
+Value = TypeVar("Value", bool, int, float)
 
 
 @dataclass(frozen=True)
@@ -97,34 +102,31 @@ def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row
 
 def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> RolloutBatch:
     """One micro-batch; without rows a single one of padding, because every rank must run every forward."""
-    shape = (max(1, len(rows)), max((row.length for row in rows), default=2))
-    input_ids = torch.full(shape, pad_token_id)
-    attention_mask, loss_mask = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    versions = torch.zeros(shape, dtype=torch.long)
-    behavior_logprobs, advantages, token_weights = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
-    for n, row in enumerate(rows):
-        begin, end = len(row.prompt_ids), row.length
-        rollout = row.rollout
-        input_ids[n, :end] = torch.tensor(row.prompt_ids + rollout.completion_ids)
-        attention_mask[n, :end] = True
-        loss_mask[n, begin:end] = True if rollout.loss_mask is None else torch.tensor(rollout.loss_mask)
-        behavior_logprobs[n, begin:end] = torch.tensor(rollout.behavior_logprobs)
-        versions[n, begin:end] = torch.tensor(rollout.versions)
-        advantages[n, begin:end] = torch.tensor(row.advantages)
-        token_weights[n, begin:end] = row.token_weight
+    width = max((row.length for row in rows), default=2)
+    columns = torch.arange(width)
+    begins = torch.tensor([[len(row.prompt_ids)] for row in rows] or [[0]])
+    ends = torch.tensor([[row.length] for row in rows] or [[0]])
+    attention_mask = columns < ends
+    completion = attention_mask & (columns >= begins)
+    rollouts = [row.rollout for row in rows]
+    masks = ((True,) * len(r.completion_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
+    loss_mask = _fill(completion, masks, False)
+    weights = torch.tensor([[row.token_weight] for row in rows] or [[0.0]])
     return RolloutBatch(
-        input_ids=input_ids,
+        input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.completion_ids for row in rows), pad_token_id),
         attention_mask=attention_mask,
         loss_mask=loss_mask,
-        behavior_logprobs=_masked(behavior_logprobs, loss_mask),
-        versions=versions,
-        advantages=_masked(advantages, loss_mask),
-        token_weights=_masked(token_weights, loss_mask),
+        behavior_logprobs=_fill(completion, (r.behavior_logprobs for r in rollouts), 0.0).masked_fill_(~loss_mask, 0.0),
+        versions=_fill(completion, (r.versions for r in rollouts), 0),
+        advantages=_fill(completion, (row.advantages for row in rows), 0.0).masked_fill_(~loss_mask, 0.0),
+        token_weights=torch.where(loss_mask, weights, 0.0),
         rewards=torch.tensor([row.rollout.reward for row in rows] or [0.0]),
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
         temperature=temperature,
     )
 
 
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    return values.masked_fill(~mask, 0.0)
+def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Value) -> Tensor:
+    """One value for each place of `mask`, row after row, and `rest` elsewhere; one tensor for all, not one for each."""
+    values = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.tensor(rest).dtype)
+    return torch.full(mask.shape, rest).masked_scatter_(mask, values)

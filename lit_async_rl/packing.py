@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -136,34 +137,37 @@ def pack(
         if lengths[row]:
             members.setdefault(index, []).append(row)
     assert members, "nothing is needed"
-    groups = [_segments(input_ids, rows, lengths) for rows in members.values()]
+    ids = (
+        input_ids.tolist()
+    )  # lists: there are many short segments, and each tensor operation costs as much as a long one
+    groups = [_segments(ids, rows, lengths) for rows in members.values()]
     sizes = [sum(segment.end - segment.begin for segment in group) for group in groups]
     bins = _first_fit(sizes, row_tokens)
-    shape = (len(bins), max(sum(sizes[n] for n in numbers) for numbers in bins))
-    source, position, group_of = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
-    branch = torch.full(shape, _PADDING)
-    target = torch.zeros(needed.shape, dtype=torch.long)
-    for row, numbers in enumerate(bins):
-        begin = 0
+    length = max(sum(sizes[n] for n in numbers) for numbers in bins)
+    fields: list[list[list[int]]] = [[], [], [], []]
+    target = [[0] * width for _ in ids]
+    for number, numbers in enumerate(bins):
+        source, position, group_of, branch = columns = [], [], [], []  # type: tuple[list[int], ...]
         for n in numbers:
             for segment in groups[n]:
-                positions = torch.arange(segment.begin, segment.end)
-                place = slice(begin, begin + len(positions))
-                source[row, place] = segment.rows[0] * width + positions
-                position[row, place] = positions
-                group_of[row, place], branch[row, place] = n, segment.branch
-                target[list(segment.rows), segment.begin : segment.end] = (
-                    row * shape[1] + begin + torch.arange(len(positions))
-                )
-                begin = place.stop
-    return PackedRows(source=source, position=position, group=group_of, branch=branch, target=target)
+                part = range(segment.begin, segment.end)
+                place, first = number * length + len(source), segment.rows[0] * width
+                for row in segment.rows:
+                    target[row][segment.begin : segment.end] = range(place, place + len(part))
+                source += range(first + segment.begin, first + segment.end)
+                position += part
+                group_of += [n] * len(part)
+                branch += [segment.branch] * len(part)
+        for field, values, padding in zip(fields, columns, (0, 0, 0, _PADDING), strict=True):
+            field.append(values + [padding] * (length - len(values)))
+    tensors = dict(zip(("source", "position", "group", "branch"), map(torch.tensor, fields), strict=True))
+    return PackedRows(**tensors, target=torch.tensor(target))
 
 
-def _segments(input_ids: Tensor, rows: list[int], lengths: Sequence[int]) -> list[_Segment]:
+def _segments(ids: Sequence[list[int]], rows: list[int], lengths: Sequence[int]) -> list[_Segment]:
     """The prefix that all rows share, then what is left of each."""
-    reach = min(lengths[row] for row in rows)
-    same = (input_ids[rows, :reach] == input_ids[rows[0], :reach]).all(0)
-    shared = int(same.long().cumprod(0).sum())
+    columns = zip(*(ids[row][: lengths[row]] for row in rows), strict=False)  # as many as the shortest has
+    shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
     tails = [_Segment((row,), shared, lengths[row], branch) for branch, row in enumerate(rows, start=1)]
     return [_Segment(tuple(rows), 0, shared, 0), *tails]
 

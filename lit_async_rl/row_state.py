@@ -13,6 +13,7 @@ from lit_async_rl.engine import SamplingParams
 from lit_async_rl.sampling import RowParams
 
 NO_TOKEN = -1
+Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 
 
 class RowState:
@@ -72,12 +73,16 @@ class RowState:
         stopped = (tokens[:, None] == self.stops[rows]).any(1)
         return (stopped | (count >= self.max_tokens[rows])) & (alive > 0), stopped
 
-    def completion(self, row: int) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-        """Tokens, log-probabilities and versions."""
-        count = int(self.count[row])
-        columns = (self.tokens[row, :count], self.logprobs[row, :count], self.versions[row, :count])
-        tokens, logprobs, versions = (tuple(values.tolist()) for values in columns)
-        return tokens, logprobs, versions
+    def completions(self, rows: Sequence[int]) -> list[Tokens]:
+        """Tokens, log-probabilities and versions of each of `rows`: all at once, because each transfer costs time."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.count.device)
+        counts = self.count[index].tolist()
+        width = max(counts, default=0)
+        columns = [values[index, :width].tolist() for values in (self.tokens, self.logprobs, self.versions)]
+        return [
+            (tuple(tokens[:n]), tuple(logprobs[:n]), tuple(versions[:n]))
+            for n, tokens, logprobs, versions in zip(counts, *columns, strict=True)
+        ]
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
         """Copies rows to other slots, which the sources leave."""

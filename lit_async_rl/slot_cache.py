@@ -86,7 +86,7 @@ class SlotCache:
             ]
         for buffer, pair in zip(self._buffers, fresh, strict=True):
             for part, new in zip(buffer, pair, strict=True):
-                part[slots, :, : new.shape[2], : new.shape[3]] = new[source]
+                part[slots, :, : new.shape[2], : new.shape[3]] = new.index_select(0, source)
 
     def begin_decode(self, positions: Int[Tensor, " n"]) -> None:
         """The next forward adds one token to each active row, at `positions`."""

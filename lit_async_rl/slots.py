@@ -170,10 +170,7 @@ class Slots:
         if not done.any():
             return []
         closing = self._rows.all_rows[rows][done].tolist()
-        finished = [
-            self._completion(row, "stop" if stop else "length")
-            for row, stop in zip(closing, stopped[done].tolist(), strict=True)
-        ]
+        finished = self._completions(closing, ["stop" if stop else "length" for stop in stopped[done].tolist()])
         self._close_rows(closing)
         return finished
 
@@ -198,20 +195,25 @@ class Slots:
 
     def partial_completions(self) -> list[Completion]:
         """What every active row has so far."""
-        return [self._completion(row, "abort") for row, owner in enumerate(self._owners) if owner is not None]
+        rows = [row for row, owner in enumerate(self._owners) if owner is not None]
+        return self._completions(rows, ["abort"] * len(rows))
 
-    def _completion(self, row: int, reason: FinishReason) -> Completion:
-        owner = self._owners[row]
-        assert owner is not None
-        tokens, logprobs, versions = self._rows.completion(row)
-        return Completion(
-            request_id=owner[0],
-            sample_index=owner[1],
-            token_ids=tokens,
-            logprobs=logprobs,
-            versions=versions,
-            finish_reason=reason,
-        )
+    def _completions(self, rows: Sequence[int], reasons: Sequence[FinishReason]) -> list[Completion]:
+        found = []
+        for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._rows.completions(rows), strict=True):
+            owner = self._owners[row]
+            assert owner is not None
+            found.append(
+                Completion(
+                    request_id=owner[0],
+                    sample_index=owner[1],
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    versions=versions,
+                    finish_reason=reason,
+                )
+            )
+        return found
 
     def _close_rows(self, rows: Sequence[int]) -> None:
         for row in rows:
