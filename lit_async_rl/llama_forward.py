@@ -143,7 +143,7 @@ def _attend(
     query: Float[Tensor, "n Hk G D"],
     keys: Float[Tensor, "n Hk M D"],
     values: Float[Tensor, "n Hk M D"],
-    mask: Float[Tensor, "n*Hk 1 M"],
+    mask: Float[Tensor, "rows 1 M"],
 ) -> Float[Tensor, "n Hk G D"]:
     """Attention of one new token. On the CPU two batched products beat the fused kernel, which is made for many."""
     if not _is_plain(query):

@@ -57,7 +57,7 @@ class SlotCache:
         keys, values = self.write(torch.cat(pair, 1)[:, :, 0], layer_idx)
         return keys[..., : sizes[0]], values[..., : sizes[1]]
 
-    def write(self, new: Float[Tensor, "n 2*Hk D"], layer: int) -> tuple[Tensor, Tensor]:
+    def write(self, new: Float[Tensor, "n both D"], layer: int) -> tuple[Tensor, Tensor]:
         """The same for one position of every row, key heads before value heads."""
         buffer, num_rows = self._buffers[layer], len(new)
         num_heads, size = buffer.shape[2], buffer.shape[4]
