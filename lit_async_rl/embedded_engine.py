@@ -201,7 +201,7 @@ class EmbeddedEngine(RolloutEngine):
         waits = not self.in_flight_weight_updates
         if waits and not self._update_room.wait(self.update_timeout_s):
             raise StalledError(
-                f"the embedded engine did not use an update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
+                f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
                 f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
             )
         update = Update(version, receive_weights(self._active_slots.lm, weights))
