@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,8 +53,13 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._items)
 
-    def push_requests(self, requests: Sequence[GenerationRequest]) -> None:
-        """All samples of these requests, behind all others of at least their priority."""
+    def push_requests(self, requests: Sequence[GenerationRequest], seed: int | None = None) -> None:
+        """All samples of these requests, behind all others of at least their priority.
+
+        With a seed they are a batch, which waits for all before it and has random numbers of its own.
+        """
+        if requests and seed is not None:
+            self.push_barrier(NewBatch(random.Random(f"{seed} {requests[0].id}").getrandbits(63)))
         for request in requests:
             place = len(self._items)
             while place and self._yields(self._items[place - 1], request):
