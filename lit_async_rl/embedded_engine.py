@@ -95,8 +95,8 @@ class EmbeddedEngine(RolloutEngine):
         engine = super().fresh(out_of_memory)
         assert isinstance(engine, EmbeddedEngine)
         if out_of_memory:
-            engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // 2)
-            log.warning("out of memory: data.engine.num_slots is now %d, not %d", engine.num_slots, self.num_slots)
+            half = engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // 2)
+            log.warning("out of memory: data.engine.num_slots is now %d instead of %d", half, self.num_slots)
         return engine
 
     def setup(self, model: str) -> None:
