@@ -137,9 +137,8 @@ def pack(
         if lengths[row]:
             members.setdefault(index, []).append(row)
     assert members, "nothing is needed"
-    ids = (
-        input_ids.tolist()
-    )  # lists: there are many short segments, and each tensor operation costs as much as a long one
+    # lists: there are many short segments, and each tensor operation costs as much as a long one
+    ids = input_ids.tolist()
     groups = [_segments(ids, rows, lengths) for rows in members.values()]
     sizes = [sum(segment.end - segment.begin for segment in group) for group in groups]
     bins = _first_fit(sizes, row_tokens)
@@ -147,7 +146,8 @@ def pack(
     fields: list[list[list[int]]] = [[], [], [], []]
     target = [[0] * width for _ in ids]
     for number, numbers in enumerate(bins):
-        source, position, group_of, branch = columns = [], [], [], []  # type: tuple[list[int], ...]
+        columns: tuple[list[int], ...] = [], [], [], []
+        source, position, group_of, branch = columns
         for n in numbers:
             for segment in groups[n]:
                 part = range(segment.begin, segment.end)
