@@ -108,7 +108,8 @@ class Admission:
     def _hold(self, index: int, deadline: int) -> None:
         self._deadlines[index] = deadline
         self._due[deadline] += 1
-        self._order.append(index)
+        if self.in_order:
+            self._order.append(index)
 
     def finish(self, index: int) -> None:
         """An admitted group has all that training needs."""

@@ -32,6 +32,7 @@ from lit_async_rl.types import RolloutBatch
 MODEL = asset("small_sort_policy")
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, GROUPS, SIZE, LENGTH = 2, 2, 4, 12
+BLOCKS = {LlamaDecoderLayer}
 
 
 @torch.no_grad()
@@ -105,7 +106,7 @@ def main(output: str) -> None:
         "ddp": (PolicyModule, lambda: DDPStrategy(process_group_backend="gloo")),
         "fsdp1": (
             PolicyModule,
-            lambda: FSDPStrategy(use_orig_params=True, auto_wrap_policy={LlamaDecoderLayer}),
+            lambda: FSDPStrategy(use_orig_params=True, state_dict_type="sharded", auto_wrap_policy=BLOCKS),
         ),
         "fsdp2": (FullySharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
     }
