@@ -70,7 +70,15 @@ class Curriculum(ABC):
 
 
 @dataclass(frozen=True)
-class Learnability(Curriculum):
+class _Floored(Curriculum):
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_floor(self.floor)
+
+
+@dataclass(frozen=True)
+class Learnability(_Floored):
     """max(floor, 4 p (1 - p)): the variance of a success, which is what a group's advantages are made of.
 
     The score of "sampling for learnability", arXiv:2408.15099; there the best ones are chosen from a large buffer, here
@@ -83,18 +91,13 @@ class Learnability(Curriculum):
         ValueError: the floor is not in (0, 1].
     """
 
-    floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_floor(self.floor)
-
     def chance(self, pass_rate: float) -> float:
         """1 at a pass rate of one half."""
         return max(self.floor, 4 * pass_rate * (1 - pass_rate))
 
 
 @dataclass(frozen=True)
-class HardestFirst(Curriculum):
+class HardestFirst(_Floored):
     """max(floor, 1 - p): prompts in proportion to how often they fail. Kimi k1.5, arXiv:2501.12599.
 
     Args:
@@ -103,11 +106,6 @@ class HardestFirst(Curriculum):
     Raises:
         ValueError: the floor is not in (0, 1].
     """
-
-    floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_floor(self.floor)
 
     def chance(self, pass_rate: float) -> float:
         """Falls from 1 to the floor."""
