@@ -50,8 +50,13 @@ COLUMNS = {
     "training_cpu_ms": "train cpu ms",
 }
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "equal": {"groups": 32, "max_tokens": 12, "steps": 3, "ours": ["--model.packing", "SharedPromptPacking"]},
-    "mixed": {"groups": 16, "max_tokens": 128, "steps": 2, "ours": ["--data.micro_batches_per_step", "6"]},
+    "equal": {"groups": 32, "max_tokens": 12, "steps": 3, "ours": []},
+    "mixed": {
+        "groups": 16,
+        "max_tokens": 128,
+        "steps": 2,
+        "ours": ["--model.packing", "null", "--data.micro_batches_per_step", "6"],
+    },
 }
 
 

@@ -69,7 +69,7 @@ def check_baseline(
     if baseline is not None and packing is not None and baseline.norms is Norms.GHOST:
         raise ValueError(
             "model.packing with model.baseline.norms=GHOST: the norms need layers whose rows are trajectories, "
-            "and packed rows hold a whole group. Use PER_TRAJECTORY, or no packing."
+            "and packed rows hold a whole group. Use PER_TRAJECTORY, or model.packing: null."
         )
     if baseline is not None and not isinstance(loss, Reinforce):
         raise ValueError(
