@@ -68,7 +68,7 @@ class Run:
         """Of `scripts/train.py`."""
         configs = [flag for path in [QUICKSTART, *SYSTEMS[self.system]] for flag in ("--config", path)]
         place = {"save_dir": str(self.folder), "name": "", "version": "", "flush_logs_every_n_steps": 10}
-        logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": place}
+        logger = {"class_path": "lit_async_rl.csv_log.CSVLog", "init_args": place}
         flags = {
             "trainer.logger": json.dumps(logger),
             "trainer.max_steps": self.num_steps,

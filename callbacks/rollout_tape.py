@@ -19,15 +19,19 @@ class RolloutTape(pl.Callback):
         folder: of the tape; None is `tape` in the log folder. A resumed run that goes on with its tape needs its name.
         every_n_steps: steps in one file. Checkpoints are never ahead of the tape: saving one writes what there is, and
             takes along what a full disk would not take.
+        full_disk_timeout_s: how long the end of training waits for room on a full disk.
 
     Raises:
         ValueError: a number is not positive, or there is no folder to write to.
+        OSError: the disk is full at the end, and stays so.
     """
 
-    def __init__(self, folder: str | None = None, every_n_steps: int = 1) -> None:
+    def __init__(self, folder: str | None = None, every_n_steps: int = 1, full_disk_timeout_s: float = 60.0) -> None:
         if every_n_steps < 1:
             raise ValueError(f"RolloutTape.every_n_steps must be >= 1, got {every_n_steps}")
-        self.folder, self.every_n_steps = folder, every_n_steps
+        if full_disk_timeout_s < 0:
+            raise ValueError(f"RolloutTape.full_disk_timeout_s must be >= 0, got {full_disk_timeout_s}")
+        self.folder, self.every_n_steps, self.full_disk_timeout_s = folder, every_n_steps, full_disk_timeout_s
         self._writer: TapeWriter | None = None
         self._step = 0
         self._waiting: list[dict[str, Any]] = []  # by the run that this one resumes
@@ -74,7 +78,8 @@ class RolloutTape(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the rest."""
-        self._flush()
+        if self._writer is not None:
+            self._writer.close(self.full_disk_timeout_s)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Writes the rest."""

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_async_rl.checkpoint_io import append, tolerate_full_disk
 from lit_async_rl.data import RolloutDataModule
 
 COLUMNS = ["step", "group", "prompt", "completion", "reward", "oldest_version", "newest_version"]
@@ -63,8 +64,9 @@ class SampleLogger(pl.Callback):
         if self._folder is not None:
             path = Path(self._folder) / "samples.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(dict(zip(COLUMNS, row, strict=True))) + "\n" for row in rows)
+            lines = [json.dumps(dict(zip(COLUMNS, row, strict=True))) + "\n" for row in rows]
+            with tolerate_full_disk(str(path)):
+                append(path, "".join(lines))
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_table("samples", columns=COLUMNS, data=[list(row) for row in rows], step=trainer.global_step)

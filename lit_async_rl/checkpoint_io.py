@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,34 @@ def is_disk_full(error: BaseException) -> bool:
             return True
         behind = behind.__context__
     return False
+
+
+@contextmanager
+def tolerate_full_disk(what: str) -> Iterator[None]:
+    """Goes on without what could not be written, and says so in one line, if a full disk is the reason."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        log.warning("%s was not written: the disk is full", what)
+
+
+def append(path: Path, text: str) -> None:
+    """Adds text to the end of a file: all of it, or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = text.encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def check_writable(folder: Path, what: str) -> None:

@@ -45,6 +45,7 @@ from lit_async_rl.callbacks import (
     WeightSync,
 )
 from lit_async_rl.checkpoint_io import AtomicCheckpointIO, check_writable
+from lit_async_rl.csv_log import CSVLog
 from lit_async_rl.data import RolloutDataModule
 from lit_async_rl.errors import (
     EngineError,
@@ -126,7 +127,7 @@ class AsyncRLCLI(LightningCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
-            trainer.loggers = [*trainer.loggers, CSVLogger(trainer.log_dir or "runs", name="csv")]
+            trainer.loggers = [*trainer.loggers, CSVLog(trainer.log_dir or "runs", name="csv")]
         return trainer
 
 

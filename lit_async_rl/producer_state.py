@@ -21,6 +21,7 @@ from lit_async_rl.producer import Producer
 from lit_async_rl.scoring import reward_name
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
+FORMAT = 1  # of what `save_producer` returns; another number is another meaning
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +49,7 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
             producer.begin_step()
         given_back = {index: deadline for index, (_, deadline) in producer.book.in_step.items()}
         return {
+            "format": FORMAT,
             "settings": _settings(producer),
             "admission": producer.admission.state_dict(len(given_back)),
             "groups": pack_groups(producer.book.save(producer.admission.deadlines | given_back, partials)),
@@ -80,8 +82,11 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     """Goes on where `save_producer` was called; before `producer.start`, with an engine that has weights.
 
     Raises:
-        ValueError: settings changed that may not.
+        ValueError: settings changed that may not, or the checkpoint is from a version of this library that saved
+            something else.
     """
+    if (found := state.get("format")) != FORMAT:
+        raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
     saved = unpack_groups(state["groups"])
     are_usable = _check_settings(state["settings"], _settings(producer))
     deadlines = {group.index: group.deadline for group in saved}

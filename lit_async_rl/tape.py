@@ -7,6 +7,7 @@ compared before a file is read. `docs/checkpoints.md` describes the columns.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -65,6 +66,7 @@ class TapeWriter:
     """Appends steps to a tape.
 
     When the disk is full nothing is lost: one line says so, the rows stay in memory and are written with the next step.
+    At the end `close` waits for room.
 
     Args:
         folder: made if it is not there.
@@ -105,6 +107,22 @@ class TapeWriter:
         """Adds a step; it is on the disk after `flush`."""
         known = dict(step=step, policy_version=version, written_at=time.time())
         self._rows += [known | _row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+
+    def close(self, timeout_s: float) -> None:
+        """Writes the rest, and tries again and again while the disk is full.
+
+        Raises:
+            OSError: it is still full after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.flush()
+        while self._rows:
+            if time.monotonic() > deadline:
+                steps = f"steps {self._rows[0]['step']} to {self._rows[-1]['step']} are not on the tape"
+                problem = f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: {steps}"
+                raise OSError(errno.ENOSPC, problem, str(self.folder))
+            time.sleep(min(1.0, timeout_s))
+            self.flush()
 
     def flush(self) -> None:
         """Writes what was appended, as one file."""

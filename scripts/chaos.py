@@ -51,12 +51,12 @@ class Kind:
 
 
 KINDS = {
-    "kill -9": Kind(r"resumed: \d+ finished groups are kept", True, 5, -9),
+    "kill -9": Kind(r"resumed: \d+ finished groups are kept", True, 7, -9),
     "SIGTERM": Kind(r"SIGTERM: saved", True),
     "SIGSTOP": Kind("this process stood still", True),
-    "engine hang": Kind(r"the engine was restarted .*StalledError"),
-    "engine crash": Kind(r"the engine was restarted .*injected crash"),
-    "engine out of memory": Kind(r"out of memory: data.engine.num_slots is now"),
+    "engine hang": Kind(r"the engine was restarted .*StalledError", weight=3),
+    "engine crash": Kind(r"the engine was restarted .*injected crash", weight=3),
+    "engine out of memory": Kind(r"out of memory: data.engine.num_slots is now", weight=3),
     "engine slow": Kind("slow: the trainer waited", True),
     "engine gone": Kind("the engine fails still after data.engine_restarts", returncode=1),
     "reward hang": Kind("failed, there is another: .* did not return within reward_timeout_s", True),

@@ -2,12 +2,12 @@
 
 import logging
 import random
-import resource
 import time
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from disk import full_disk
 from flow import barrier_engine, fit, make_data, make_module, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,13 +188,8 @@ def test_restored_groups_keep_the_bound_whatever_was_changed(groups, bound, new_
 def test_a_full_disk_and_a_crash_while_saving_leave_the_old_checkpoint(tmp_path, caplog):
     io, path = AtomicCheckpointIO(), tmp_path / "one.ckpt"
     io.save_checkpoint({"n": torch.zeros(10)}, path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
-        with caplog.at_level(logging.WARNING):
-            io.save_checkpoint({"n": torch.ones(100_000)}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(50_000), caplog.at_level(logging.WARNING):
+        io.save_checkpoint({"n": torch.ones(100_000)}, path)
     assert "disk is full" in caplog.text
     io.remove_checkpoint(path)
     assert torch.load(path, weights_only=True)["n"].sum() == 0, "nothing was overwritten, nothing removed"

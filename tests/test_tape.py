@@ -1,13 +1,15 @@
 """The tape: a replay is the run again, other choices see the same data, damage is noticed, nothing is lost."""
 
 import logging
-import resource
 import runpy
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from disk import full_disk
 from flow import fit, make_data, make_module, parameters
 from test_resume import Watch, saving
 
@@ -86,14 +88,9 @@ def test_steps_that_an_interruption_undid_are_set_aside(recorded, tmp_path):
 def test_a_full_disk_loses_no_step(recorded, tmp_path, caplog):
     folder, *_ = recorded
     writer, steps = TapeWriter(tmp_path), list(Tape(folder).steps())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     writer.append(steps[0].step, steps[0].version, steps[0].groups)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with caplog.at_level(logging.WARNING):
-            writer.flush()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(), caplog.at_level(logging.WARNING):
+        writer.flush()
     assert "the disk is full" in caplog.text
     writer.append(steps[1].step, steps[1].version, steps[1].groups)
     writer.flush()
@@ -118,17 +115,13 @@ def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path, capsys, 
 
 def test_rows_that_a_full_disk_did_not_take_come_back_with_the_checkpoint(recorded, tmp_path):
     steps = [step.groups[:1] for step in Tape(recorded[0]).steps()]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     first = TapeWriter(tmp_path)
     first.append(0, 0, steps[0])
     first.flush()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
+    with full_disk(10):
         for step in (1, 2):
             first.append(step, step, steps[step])
             first.flush()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     in_checkpoint = first.waiting
     assert {row["step"] for row in in_checkpoint} == {1, 2}
     first.append(3, 3, steps[3])
@@ -137,3 +130,18 @@ def test_rows_that_a_full_disk_did_not_take_come_back_with_the_checkpoint(record
     assert [step.step for step in Tape(tmp_path).steps()] == [0, 1, 2]
     TapeWriter(tmp_path, 2).flush()
     assert [(step.step, len(step.groups)) for step in Tape(tmp_path).steps()] == [(0, 1), (1, 1)]
+
+
+def test_the_end_of_training_waits_for_room_and_ends_in_an_error_without(recorded, tmp_path):
+    steps = list(Tape(recorded[0]).steps())
+    writer = TapeWriter(tmp_path)
+    writer.append(steps[0].step, steps[0].version, steps[0].groups)
+    with full_disk(), pytest.raises(OSError, match=r"full_disk_timeout_s=0: steps 0 to 0 are not on the tape"):
+        writer.close(0.0)
+    with full_disk():
+        closing = threading.Thread(target=writer.close, args=(30.0,))
+        closing.start()
+        time.sleep(0.5)
+        assert closing.is_alive()
+    closing.join(10)
+    assert list(Tape(tmp_path).steps()) == steps[:1]

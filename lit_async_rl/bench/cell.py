@@ -54,7 +54,7 @@ def run_cell(cell: Cell, out: Path) -> None:
     sys.stdout = sys.stderr = log
     began = time.monotonic()
     result: dict[str, Any] = {"command": ["scripts/train.py", *cell.arguments()], "error": None}
-    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
+    logger = {"class_path": "lit_async_rl.csv_log.CSVLog"}
     logger["init_args"] = {"save_dir": str(folder), "name": "", "version": "", "flush_logs_every_n_steps": 50}  # type: ignore[assignment]
     try:
         cli = AsyncRLCLI([*cell.arguments(), "--trainer.logger", json.dumps(logger)])
