@@ -38,7 +38,14 @@ from lit_async_rl.tasks import SortDigits
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parent.parent
 TURN_TIMEOUT_S = 300.0
-NAMES = {"trl": "TRL GRPOTrainer", "0": "synchronous", "1": "max_staleness 1", "4": "max_staleness 4"}
+NAMES = {
+    "trl": "TRL GRPOTrainer",
+    "trl2": "TRL, 2 x threads",
+    "0": "synchronous",
+    "1": "max_staleness 1",
+    "4": "max_staleness 4",
+}
+TRL = ("trl", "trl2")  # trainer and engine of asynchronous runs have a thread each: so has `trl2` two
 COLUMNS = {
     "tokens_per_s": "tok/s",
     "ratio": "ratio",
@@ -46,6 +53,7 @@ COLUMNS = {
     "ratio_critical_cpu": "ratio",
     "step_ms": "step ms",
     "waiting_ms": "waiting ms",
+    "publish_ms": "publish ms",
     "generation_cpu_ms": "gen cpu ms",
     "training_cpu_ms": "train cpu ms",
 }
@@ -104,18 +112,19 @@ def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: 
     """One worker, which runs until its first stop."""
     rounds = {"warmup": 3, "steps": workload["steps"], "num_segments": args.rounds, "output": f"{folder}/{name}.json"}
     max_steps = rounds["warmup"] + rounds["steps"] * rounds["num_segments"]
-    if name == "trl":
+    num_threads = args.num_threads * (2 if name == "trl2" else 1)
+    if name in TRL:
         command = [args.trl_python, str(WORKERS / "trl_run.py")]
         prompts = SortDigits(8, size=args.num_prompts)
         settings: dict[str, Any] = {
             "model": model,
-            "folder": f"{folder}/trl",
+            "folder": f"{folder}/{name}_output",
             "prompts": [prompts[n].text for n in range(args.num_prompts)],
             "groups_per_step": workload["groups"],
             "group_size": args.group_size,
             "max_tokens": workload["max_tokens"],
             "learning_rate": args.learning_rate,
-            "num_threads": args.num_threads,
+            "num_threads": num_threads,
             "max_steps": max_steps,
         }
     else:
@@ -124,8 +133,8 @@ def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: 
         arguments += ["--data.max_staleness", name, "--trainer.max_steps", str(max_steps)]
         settings = {"arguments": arguments}
     command += ["--settings", json.dumps({**settings, "segments": rounds})]
-    paths = [str(WORKERS), str(ROOT)] if name != "trl" else [str(WORKERS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.num_threads), "PYTHONPATH": ":".join(paths)}
+    paths = [str(WORKERS), str(ROOT)] if name not in TRL else [str(WORKERS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": ":".join(paths)}
     with (folder / f"{name}.log").open("w") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
@@ -175,10 +184,10 @@ def summarize(name: str, segments: list[dict[str, float]], base: list[dict[str, 
         return statistics.median(values)
 
     walls = [s["tokens"] / s["wall_s"] for s in segments]
-    criticals = [s["tokens"] / critical(s, overlaps=name not in ("trl", "0")) for s in segments]
+    criticals = [s["tokens"] / critical(s, overlaps=name not in (*TRL, "0")) for s in segments]
     base_walls = [s["tokens"] / s["wall_s"] for s in base]
     base_criticals = [s["tokens"] / critical(s, overlaps=False) for s in base]
-    if name == "trl":
+    if name in TRL:
         generation_cpu = [s["generation_cpu_s"] / s["steps"] for s in segments]
         training_cpu = [(s["main_cpu_s"] - s["generation_cpu_s"]) / s["steps"] for s in segments]
         waiting = [s["generation_s"] / s["steps"] for s in segments]
@@ -193,6 +202,7 @@ def summarize(name: str, segments: list[dict[str, float]], base: list[dict[str, 
         "ratio_critical_cpu": median([x / y for x, y in zip(criticals, base_criticals, strict=True)]),
         "step_ms": 1e3 * median([s["wall_s"] / s["steps"] for s in segments]),
         "waiting_ms": 1e3 * median(waiting),
+        "publish_ms": 1e3 * median([s.get("sync_s", 0.0) / s["steps"] for s in segments]),
         "generation_cpu_ms": 1e3 * median(generation_cpu),
         "training_cpu_ms": 1e3 * median(training_cpu),
     }
