@@ -203,7 +203,8 @@ class PolicyModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up, unless others were given."""
-        parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
+        parameters = list(self.policy.parameters())
         make_optimizer: Callable[..., Optimizer] = self.make_optimizer or (
             lambda params: torch.optim.AdamW(params, lr=self.learning_rate, weight_decay=self.weight_decay)
         )

@@ -57,6 +57,11 @@ class CausalPolicy(nn.Module):
         assert isinstance(lm, PreTrainedModel)
         return lm
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it is wrapped by PEFT."""
+        return self.lm is not self.causal_lm
+
     def forward(
         self,
         input_ids: Int[Tensor, "B T"],

@@ -82,7 +82,7 @@ class Sharding:
             mesh: with dimensions `data_parallel` and `tensor_parallel`.
 
         Raises:
-            ValueError: the model has no plan for tensor parallelism, or one with an unknown style.
+            ValueError: the model has no plan for tensor parallelism, or one with an unknown style, or has adapters.
         """
         if any(isinstance(p, DTensor) for p in policy.parameters()):
             return
@@ -140,6 +140,11 @@ def is_wrapped(module: nn.Module) -> bool:
 
 
 def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:
+    if policy.has_adapters:
+        raise ValueError(
+            f"trainer.strategy.tensor_parallel_size={mesh.size()} does not go with model.lora, whose layers have no "
+            "plan; use 1"
+        )
     body = policy.causal_lm.base_model
     styles: dict[str, str] = policy.causal_lm.config.get_text_config().base_model_tp_plan or {}
     if not styles:

@@ -31,8 +31,13 @@ def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Itera
     Args:
         policy: the `CausalPolicy`.
         root: the wrapped module when FSDP1 shards it (`trainer.strategy.model`).
+
+    Raises:
+        ValueError: a policy with adapters under FSDP1.
     """
     if root is not None and any(isinstance(module, FullyShardedDataParallel) for module in root.modules()):
+        if policy.has_adapters:
+            raise ValueError("model.lora does not go with FSDP1; use FSDP2 (configs/strategies/fsdp2.yaml) or DDP")
         yield from _stream_fsdp1(root)
         return
     causal_lm = policy.causal_lm
@@ -41,14 +46,19 @@ def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Itera
     }
     for name, parameter in causal_lm.named_parameters():
         name = _clean(name)
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        full = _gather(parameter.detach())
         owner, _, leaf = name.partition(".base_layer.")
         if owner in lora:
             if leaf == "weight":
-                full = full + sum(lora[owner].get_delta_weight(adapter) for adapter in lora[owner].active_adapters)
+                layer = lora[owner]
+                full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
             yield f"{owner}.{leaf}", full
         elif ".lora_" not in name:
             yield name, full
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:

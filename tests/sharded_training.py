@@ -3,7 +3,7 @@
 python sharded_training.py STRATEGY:STALENESSxMICRO_BATCHES,... OUTPUT.json
 python sharded_training.py STRATEGY:endless [RANK THAT FAILS]
 python sharded_training.py STRATEGY:mixed OUTPUT.json
-python sharded_training.py crossing OUTPUT.json FOLDER STRATEGY[:CHECKPOINT] ...
+python sharded_training.py crossing OUTPUT.json FOLDER STRATEGY[+lora][:CHECKPOINT] ...
 """
 
 import json
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lit_async_rl.callbacks import GradientClipping
+from lit_async_rl.lora import LoRA
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.sharding import FSDPStrategy, Sharding
 
@@ -80,7 +81,7 @@ def run(
         engine=barrier_engine(),
     )
     module = make_module(**(dict(loss=Reinforce(), learning_rate=1e-4) | extra))
-    saving = [ModelCheckpoint(keep, strategy + "-{step}", every_n_train_steps=5, save_top_k=-1)] if keep else []
+    saving = [ModelCheckpoint(keep, "{step}", every_n_train_steps=5, save_top_k=-1)] if keep else []
     others = dict(strategy=make_strategy(strategy), devices=WORLD, enable_checkpointing=bool(keep))
     fit(module, data, STEPS, [record, clip, *saving], begin, **others)
     weights = torch.cat([w.flatten() for _, w in sorted((n, w.clone()) for n, w in module.stream_weights())])
@@ -92,11 +93,14 @@ def cross(folder: str, legs: tuple[str, ...]) -> dict[str, Any]:
     """Each leg is a run of its own, from a checkpoint of another strategy or from the beginning."""
     results = {}
     for leg in legs:
-        strategy, _, begin = leg.partition(":")
-        later = dict(sharding=Sharding(meta_device=True)) if strategy.startswith("fsdp") else {}
+        name, _, begin = leg.partition(":")
+        strategy, _, lora = name.partition("+")
+        later: dict[str, Any] = dict(lora=LoRA(rank=4)) if lora else {}
+        if strategy.startswith("fsdp") and not lora:
+            later = dict(sharding=Sharding(meta_device=True))
         later |= dict(kl_coefficient=0.01)  # keeps a reference, which one device leaves out of its checkpoints
         source = str(Path(folder) / begin) if begin else None
-        results[leg] = run(strategy, 2, 1, source, None if begin else folder, **later)
+        results[leg] = run(strategy, 2, 1, source, None if begin else f"{folder}/{name}", **later)
     return results
 
 

@@ -94,32 +94,49 @@ def test_mixed_precision_leaves_behavior_logprobs_in_float32(strategy, tmp_path)
         assert 0 < step["spread"] < 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_been_interrupted(tmp_path):
-    """Ten steps on one device, against five under one strategy and five under another."""
-    out, folder = tmp_path / "out.json", str(tmp_path / "kept")
+def cross(folder: Path, num_processes: int, *legs: str) -> dict[str, dict]:
+    """What came out of each leg; checkpoints are in `kept`."""
+    out = folder / "out.json"
+    launch(SCRIPT, ["crossing", str(out), str(folder / "kept"), *legs], num_processes, timeout_s=600)
+    return json.loads(out.read_text())
 
-    def cross(num_processes, *legs):
-        launch(SCRIPT, ["crossing", str(out), folder, *legs], num_processes, timeout_s=600)
-        return json.loads(out.read_text())
 
-    whole = cross(1, "single")["single"]
-    sharded = ["ddp", "fsdp2", "fsdp1", "tp"]
-    there = cross(2, *sharded, *(f"{name}:single-step=5.ckpt" for name in sharded), "tp:fsdp2-step=5.ckpt")
-    consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", f"{folder}/fsdp1-step=5.ckpt"]
-    subprocess.run([sys.executable, *consolidate], check=True, timeout=120)
-    names = [f"{name}-step=5.ckpt" for name in ("ddp", "fsdp2", "tp")] + ["fsdp1-step=5.ckpt.consolidated"]
-    back = cross(1, *(f"single:{name}" for name in names))
+def check_same(whole: dict, legs: dict[str, dict]) -> None:
     assert len(whole["losses"]) == 10
     assert any(abs(loss) > 1e-3 for loss in whole["losses"][5:])
-    for leg, result in (there | back).items():
+    for leg, result in legs.items():
         steps = 5 if ":" in leg else 10
         assert len(result["losses"]) == steps, leg
         assert result["losses"] == pytest.approx(whole["losses"][-steps:], abs=1e-5), leg
         assert result["rewards"] == whole["rewards"][-steps:], leg
         assert result["weights"] == pytest.approx(whole["weights"], abs=1e-5), leg
         assert result["version"] == whole["version"], leg
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_been_interrupted(tmp_path):
+    """Ten steps on one device, against five under one strategy and five under another."""
+    folder = str(tmp_path / "kept")
+    whole = cross(tmp_path, 1, "single")["single"]
+    sharded = ["ddp", "fsdp2", "fsdp1", "tp"]
+    there = cross(tmp_path, 2, *sharded, *(f"{name}:single/step=5.ckpt" for name in sharded), "tp:fsdp2/step=5.ckpt")
+    consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", f"{folder}/fsdp1/step=5.ckpt"]
+    subprocess.run([sys.executable, *consolidate], check=True, timeout=120)
+    names = [f"{name}/step=5.ckpt" for name in ("ddp", "fsdp2", "tp")] + ["fsdp1/step=5.ckpt.consolidated"]
+    back = cross(tmp_path, 1, *(f"single:{name}" for name in names))
+    check_same(whole, there | back)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adapters_go_on_under_another_strategy(tmp_path):
+    whole = cross(tmp_path, 1, "single+lora")["single+lora"]
+    there = cross(tmp_path, 2, "fsdp2+lora", "fsdp2+lora:single+lora/step=5.ckpt", "ddp+lora:single+lora/step=5.ckpt")
+    check_same(whole, there | cross(tmp_path, 1, "single+lora:fsdp2+lora/step=5.ckpt"))
+    for strategy in ("fsdp1", "tp"):
+        with pytest.raises(AssertionError, match=r"ValueError: .*model\.lora"):
+            cross(tmp_path, 2, f"{strategy}+lora")
 
 
 def end_one_rank(strategy: str, rank: int, how: str) -> tuple[list[int], list[str], float]:
