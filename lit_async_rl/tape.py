@@ -1,8 +1,8 @@
 """The rollout tape: every group that was trained on, in Arrow files that are whole or not there at all.
 
-A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row for each rollout, columns in `SCHEMA`),
-each written beside its name and renamed. The checksum in the name, 16 hexadecimal digits of the content's SHA-256, is
-compared before a file is read. `docs/checkpoints.md` describes the columns.
+A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row for each rollout, see
+`lit_async_rl.tape_rows`), each written beside its name and renamed. The checksum in the name, 16 hexadecimal digits of
+the content's SHA-256, is compared before a file is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -23,33 +22,10 @@ from typing import Any
 import pyarrow as pa
 
 from lit_async_rl.checkpoint_io import check_writable, is_disk_full, sync_folder
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
+from lit_async_rl.tape_rows import SCHEMA, from_rows, to_row
+from lit_async_rl.types import RolloutGroup
 
 log = logging.getLogger(__name__)
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),  # optimizer step that was trained on it, from 0
-        ("policy_version", pa.int64()),  # of the policy in that step
-        ("group", pa.int64()),
-        ("sample", pa.int32()),
-        ("admitted_version", pa.int64()),
-        ("prompt", pa.string()),
-        ("answer", pa.string()),
-        ("metadata", pa.string()),  # JSON
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("behavior_logprobs", pa.list_(pa.float32())),
-        ("versions", pa.list_(pa.int64())),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("finish_reason", pa.string()),
-        ("text", pa.string()),
-        ("reward", pa.float64()),
-        ("generation_s", pa.float64()),
-        ("queue_s", pa.float64()),
-        ("turns", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64())]))),
-        ("written_at", pa.float64()),  # seconds since 1970
-    ]
-)
 NAME = re.compile(r"steps-(\d+)-(\d+)-([0-9a-f]{16})\.arrow")
 
 
@@ -106,7 +82,7 @@ class TapeWriter:
     def append(self, step: int, version: int, groups: Sequence[RolloutGroup]) -> None:
         """Adds a step; it is on the disk after `flush`."""
         known = dict(step=step, policy_version=version, written_at=time.time())
-        self._rows += [known | _row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+        self._rows += [known | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
 
     def close(self, timeout_s: float) -> None:
         """Writes the rest, and tries again and again while the disk is full.
@@ -193,7 +169,7 @@ class Tape:
                 if step < first_step:
                     continue
                 grouped = [list(rows) for _, rows in itertools.groupby(of_step, lambda row: row["group"])]
-                yield TapeStep(step, grouped[0][0]["policy_version"], tuple(_group(rows) for rows in grouped))
+                yield TapeStep(step, grouped[0][0]["policy_version"], tuple(from_rows(rows) for rows in grouped))
 
 
 @dataclass(frozen=True)
@@ -227,55 +203,3 @@ def _read(file: _File, columns: Sequence[str] | None) -> pa.Table:
 def _empty(columns: Sequence[str] | None) -> pa.Table:
     table = SCHEMA.empty_table()
     return table if columns is None else table.select(list(columns))
-
-
-def _row(group: RolloutGroup, sample: int) -> dict[str, Any]:
-    rollout = group.rollouts[sample]
-    return {
-        "group": group.index,
-        "sample": sample,
-        "admitted_version": group.admitted_version,
-        "prompt": group.prompt.text,
-        "answer": group.prompt.answer,
-        "metadata": json.dumps(dict(group.prompt.metadata), default=str),
-        "prompt_ids": group.prompt_ids,
-        "completion_ids": rollout.completion_ids,
-        "behavior_logprobs": rollout.behavior_logprobs,
-        "versions": rollout.versions,
-        "loss_mask": rollout.loss_mask,
-        "finish_reason": rollout.finish_reason,
-        "text": rollout.text,
-        "reward": rollout.reward,
-        "generation_s": group.generation_s,
-        "queue_s": group.queue_s,
-        "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
-    }
-
-
-def _group(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
-    head = rows[0]
-    return RolloutGroup(
-        index=head["group"],
-        prompt=Prompt(text=head["prompt"], answer=head["answer"], metadata=json.loads(head["metadata"])),
-        prompt_ids=tuple(head["prompt_ids"]),
-        rollouts=tuple(
-            Rollout(
-                completion_ids=tuple(row["completion_ids"]),
-                behavior_logprobs=tuple(row["behavior_logprobs"]),
-                versions=tuple(row["versions"]),
-                finish_reason=row["finish_reason"],
-                text=row["text"],
-                reward=row["reward"],
-                loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
-                turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
-            )
-            for row in rows
-        ),
-        admitted_version=head["admitted_version"],
-        generation_s=head["generation_s"],
-        queue_s=head["queue_s"],
-    )
-
-
-def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:
-    return None if rows is None else tuple(Turn(**row) for row in rows)

@@ -1,0 +1,93 @@
+"""What a row of a tape holds: one rollout, with its group and the step that was trained on it.
+
+`docs/checkpoints.md` describes the columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),  # optimizer step that was trained on it, from 0
+        ("policy_version", pa.int64()),  # of the policy in that step
+        ("group", pa.int64()),
+        ("sample", pa.int32()),
+        ("admitted_version", pa.int64()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("metadata", pa.string()),  # JSON
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int64())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("finish_reason", pa.string()),
+        ("text", pa.string()),
+        ("reward", pa.float64()),
+        ("generation_s", pa.float64()),
+        ("queue_s", pa.float64()),
+        ("turns", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64())]))),
+        ("written_at", pa.float64()),  # seconds since 1970
+    ]
+)
+
+
+def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
+    """Columns of one rollout, but for those of its step: `step`, `policy_version` and `written_at`."""
+    rollout = group.rollouts[sample]
+    return {
+        "group": group.index,
+        "sample": sample,
+        "admitted_version": group.admitted_version,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "metadata": json.dumps(dict(group.prompt.metadata), default=str),
+        "prompt_ids": group.prompt_ids,
+        "completion_ids": rollout.completion_ids,
+        "behavior_logprobs": rollout.behavior_logprobs,
+        "versions": rollout.versions,
+        "loss_mask": rollout.loss_mask,
+        "finish_reason": rollout.finish_reason,
+        "text": rollout.text,
+        "reward": rollout.reward,
+        "generation_s": group.generation_s,
+        "queue_s": group.queue_s,
+        "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
+    }
+
+
+def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
+    """The group that these rows, one for each of its rollouts, were made from."""
+    head = rows[0]
+    return RolloutGroup(
+        index=head["group"],
+        prompt=Prompt(text=head["prompt"], answer=head["answer"], metadata=json.loads(head["metadata"])),
+        prompt_ids=tuple(head["prompt_ids"]),
+        rollouts=tuple(
+            Rollout(
+                completion_ids=tuple(row["completion_ids"]),
+                behavior_logprobs=tuple(row["behavior_logprobs"]),
+                versions=tuple(row["versions"]),
+                finish_reason=row["finish_reason"],
+                text=row["text"],
+                reward=row["reward"],
+                loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
+                turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
+            )
+            for row in rows
+        ),
+        admitted_version=head["admitted_version"],
+        generation_s=head["generation_s"],
+        queue_s=head["queue_s"],
+    )
+
+
+def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:
+    return None if rows is None else tuple(Turn(**row) for row in rows)
