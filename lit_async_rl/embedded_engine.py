@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine, run_requests
 from lit_async_rl.errors import StalledError
 from lit_async_rl.hf_models import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
-from lit_async_rl.locks import PriorityLock, Room
+from lit_async_rl.locks import FairLock, Room
 from lit_async_rl.request_queue import NewBatch, RequestQueue, Update, check_request
 from lit_async_rl.slots import Slots
 
@@ -78,7 +78,7 @@ class EmbeddedEngine(RolloutEngine):
         self._version = self._num_tokens = 0
         self._busy_s = 0.0
         what = f"the token that the embedded engine computes (data.engine.update_timeout_s={update_timeout_s:g})"
-        self._lock = PriorityLock(update_timeout_s, what)
+        self._lock = FairLock(update_timeout_s, what)
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
         self._closed = self._threads_set = False
@@ -134,20 +134,20 @@ class EmbeddedEngine(RolloutEngine):
         """
         for request in requests:
             check_request(request, self.max_model_len, self._active_slots.vocab_size)
-        with self._lock.urgent():
+        with self._lock.hold():
             self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.seed)
             self._work.set()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Ends these requests and drops what they have."""
         gone = set(request_ids)
-        with self._lock.urgent():
+        with self._lock.hold():
             self._queue.drop(gone)
             self._active_slots.drop(gone)
 
     def partial_completions(self) -> list[Completion]:
         """What the active rows have so far."""
-        with self._lock.urgent():
+        with self._lock.hold():
             return self._active_slots.partial_completions()
 
     def random_state(self) -> Tensor:
@@ -165,7 +165,7 @@ class EmbeddedEngine(RolloutEngine):
             self._threads_set = True
         deadline = time.monotonic() + timeout_s
         while not self._closed:
-            with self._lock.patient(), self._update_room.closed_by_errors():
+            with self._lock.hold(), self._update_room.closed_by_errors():
                 finished = [] if self._closed else self._step()
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
@@ -205,7 +205,7 @@ class EmbeddedEngine(RolloutEngine):
                 f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
             )
         update = Update(version, receive_weights(self._active_slots.lm, weights))
-        with self._lock.urgent():
+        with self._lock.hold():
             if waits and (self._queue or self._active_slots.num_active):
                 self._update_room.add(1)
                 self._queue.push_barrier(update)
@@ -244,6 +244,6 @@ class EmbeddedEngine(RolloutEngine):
         self._work.set()
         self._update_room.close()
         # a thread that hangs in a token keeps what it works with; there is nothing that could end it
-        with contextlib.suppress(StalledError), self._lock.urgent(CLOSE_S):
+        with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
             self._slots = None
             self._queue = RequestQueue(self.num_slots)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from lit_async_rl.errors import StalledError
 
 
-class PriorityLock:
-    """A loop takes it `patient`ly again and again, others `urgent`ly in between: whoever waits urgently comes next.
+class FairLock:
+    """A lock that a busy loop takes again and again, and others in between: whoever waits comes next.
 
     A plain lock would not do: the loop that has just released it takes it again before a waiting thread wakes up.
 
@@ -22,18 +22,18 @@ class PriorityLock:
 
     def __init__(self, timeout_s: float = 600.0, what: str = "a lock") -> None:
         self.timeout_s, self.what = timeout_s, what
-        self._lock, self._next, self._patient = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._next = threading.Lock(), threading.Lock()
 
     @contextmanager
-    def urgent(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Holds the lock; waits for at most one turn of the loop.
+    def hold(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Holds the lock; waits for at most one turn of a loop.
 
         Raises:
             StalledError: that turn did not end within `timeout_s`, or that of the constructor.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        self._acquire(self._next, deadline, limit_s)
+        self._acquire(self._next, deadline, limit_s)  # whose owner waits, while the loop can only queue behind it
         try:
             self._acquire(self._lock, deadline, limit_s)
         finally:
@@ -42,20 +42,6 @@ class PriorityLock:
             yield
         finally:
             self._lock.release()
-
-    @contextmanager
-    def patient(self) -> Iterator[None]:
-        """Holds the lock for one turn of a loop.
-
-        Raises:
-            StalledError: others kept it for too long.
-        """
-        self._acquire(self._patient, time.monotonic() + self.timeout_s, self.timeout_s)
-        try:
-            with self.urgent():  # of several loops only one competes with those in a hurry
-                yield
-        finally:
-            self._patient.release()
 
     def _acquire(self, lock: threading.Lock, deadline: float, limit_s: float) -> None:
         if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
