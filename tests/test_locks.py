@@ -1,5 +1,6 @@
 """Nobody is kept waiting by a busy loop, by something full for ever, or by something that broke."""
 
+import itertools
 import threading
 import time
 
@@ -31,7 +32,7 @@ def test_who_waits_comes_before_the_loop_that_has_just_released_it():
             order.append("other")
     stop.set()
     thread.join(10)
-    followers = [then for now, then in zip(order, order[1:], strict=False) if now == "released to"]
+    followers = [then for now, then in itertools.pairwise(order) if now == "released to"]
     assert len(followers) >= 15
     assert followers.count("other") >= len(followers) - 2, "a machine can be too busy for a thread to begin to wait"
     assert order.count("loop") > len(followers), "nor is the loop kept out"

@@ -39,13 +39,28 @@ def test_nigt_is_the_papers_recursion(eta):
 
         for group_of_parameters in optimizer.param_groups:
             group_of_parameters["lr"] = alpha  # as a scheduler does
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)  # gradients stay where they are
         optimizer.step(lambda: quadratic(torch.cat([a, b])).backward())
     optimizer.swap()
     torch.testing.assert_close(torch.cat([a, b]).detach(), theta, atol=1e-12, rtol=1e-12)
     optimizer.swap()
     point = theta + (1 - eta) / eta * (theta - before)
     torch.testing.assert_close(torch.cat([a, b]).detach(), point, atol=1e-12, rtol=1e-12)
+
+
+def test_each_group_of_parameters_has_its_own_settings():
+    rates, etas, point = torch.tensor([0.5, 0.1]), torch.tensor([0.5, 0.2]), torch.zeros(2)
+    pair = [nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))]
+    optimizer = NIGT([dict(params=pair[0], lr=0.5, eta=0.5), dict(params=pair[1], lr=0.1, eta=0.2)])
+    momentum, theta = None, point
+    for gradient in torch.tensor([[3.0, 4.0], [-1.0, 2.0], [0.0, 1.0]]):
+        momentum = gradient if momentum is None else (1 - etas) * momentum + etas * gradient
+        before, theta = theta, theta - rates * momentum / momentum.norm()
+        for p, g in zip(pair, gradient, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        expected = theta + (1 - etas) / etas * (theta - before)
+        torch.testing.assert_close(torch.stack(pair).detach(), expected)
 
 
 def test_nigt_resumes_and_stays_where_there_is_no_gradient():

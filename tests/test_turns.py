@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -109,6 +110,12 @@ def test_each_turns_tokens_have_its_advantage_in_the_batch():
         temperature=1.0,
     )
     assert batch.advantages.tolist() == [[0.0, 0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 0.0, -0.5, -0.5]]
+
+
+def test_a_rollout_without_turns_is_one_turn_with_its_reward():
+    turns = group([[(0, 3.0)], [(0, 1.0)]])
+    plain = replace(turns, rollouts=tuple(replace(one, turns=None) for one in turns.rollouts))
+    assert TurnReturns().per_token([plain]) == TurnReturns().per_token([turns]) == [[[1.0, 1.0], [-1.0, -1.0]]]
 
 
 def test_a_conversation_keeps_rewards_and_states_of_its_turns():
