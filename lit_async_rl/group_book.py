@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_async_rl.engine import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.group_state import SavedGroup
+from lit_async_rl.sample_requests import SampleRequests
 from lit_async_rl.text import TextCodec
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
@@ -37,15 +38,6 @@ class OpenGroup:
     generation_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What a sample of a request stands for, where that is not sample n of group `id`; with the tokens it has."""
-
-    index: int
-    sample: int
-    prefix: Completion | None = None
-
-
 class GroupBook:
     """Who is being sampled, who is finished, and who was handed out in this step.
 
@@ -60,13 +52,12 @@ class GroupBook:
         self, codec: TextCodec, group_size: int, sampling: SamplingParams, replicate_prompts: bool = False
     ) -> None:
         self.codec, self.group_size, self.sampling = codec, group_size, sampling
-        self.replicate_prompts = replicate_prompts
+        self.requests = SampleRequests(group_size, sampling, replicate_prompts)
         self.unfinished: dict[int, OpenGroup] = {}
         self.finished: dict[int, RolloutGroup] = {}
         self.finished_at: dict[int, float] = {}
         self.in_step: dict[int, tuple[RolloutGroup, int]] = {}  # handed out, but not yet trained on; with its deadline
         self.positions: dict[int, int] = {}  # of the prompts of all of these, in the stream
-        self._parts: dict[int, list[_Part]] = {}
 
     def open(self, index: int, position: int, prompt: Prompt, version: int) -> list[GenerationRequest]:
         """A new group, and the requests for it."""
@@ -77,8 +68,7 @@ class GroupBook:
 
     def collect(self, completion: Completion) -> tuple[OpenGroup, int] | None:
         """Files a completion; returns its group and which sample it is. None if the group is gone."""
-        if completion.request_id in self._parts:
-            completion = _join(self._parts[completion.request_id][completion.sample_index], completion)
+        completion = self.requests.whole(completion)
         group = self.unfinished.get(completion.request_id)
         if group is None:
             return None
@@ -121,8 +111,7 @@ class GroupBook:
 
     def _remove(self, group: OpenGroup) -> None:
         del self.unfinished[group.index]
-        for request_id in group.requests:
-            self._parts.pop(request_id, None)
+        self.requests.forget(group.requests)
 
     def hand_out(self, index: int, deadline: int) -> RolloutGroup:
         """A finished group, to be trained on."""
@@ -182,10 +171,9 @@ class GroupBook:
         """What running samples of each unfinished group have, whole with what they had before a resume."""
         begun: dict[int, dict[int, Completion]] = {index: {} for index in self.unfinished}
         for partial in partials:
-            parts = self._parts.get(partial.request_id)
-            joined = _join(parts[partial.sample_index], partial) if parts else partial
-            if joined.request_id in begun:
-                begun[joined.request_id][joined.sample_index] = joined
+            whole = self.requests.whole(partial)
+            if whole.request_id in begun:
+                begun[whole.request_id][whole.sample_index] = whole
         return begun
 
     def restore(self, saved: SavedGroup, prompt: Prompt) -> OpenGroup:
@@ -205,51 +193,11 @@ class GroupBook:
         return group
 
     def missing(self, group: OpenGroup, partials: Iterable[Completion] = ()) -> list[GenerationRequest]:
-        """Requests for the samples a group lacks; those in `partials` go on from what they have.
-
-        One request whose id is the group's index asks for all that have nothing yet. Others, of one sample each, have
-        negative ids.
-        """
-        prefixes = {c.sample_index: c for c in partials if c.token_ids and c.finish_reason == "abort"}
+        """Requests for the samples a group lacks; those in `partials` go on from what they have."""
         lacking = [n for n in range(self.group_size) if n not in group.completions]
-        fresh = [n for n in lacking if n not in prefixes and not self.replicate_prompts]
-        requests = []
-        self._parts.pop(group.index, None)
-        if fresh:
-            if len(fresh) < self.group_size:
-                self._parts[group.index] = [_Part(group.index, n) for n in fresh]
-            requests.append(self._request(group.index, group, group.prompt_ids, len(fresh), self.sampling))
-        for n in lacking:
-            if n in fresh:
-                continue
-            part = _Part(group.index, n, prefixes.get(n))
-            known = () if part.prefix is None else part.prefix.token_ids
-            rest = dataclasses.replace(self.sampling, max_tokens=self.sampling.max_tokens - len(known))
-            request_id = -1 - (group.index * self.group_size + n)
-            requests.append(self._request(request_id, group, group.prompt_ids + known, 1, rest))
-            self._parts[request_id] = [part]
+        requests = self.requests.make(group.index, group.prompt, group.prompt_ids, lacking, partials)
         group.requests = tuple(request.id for request in requests)
         return requests
-
-    def _request(
-        self, request_id: int, group: OpenGroup, ids: tuple[int, ...], num_samples: int, sampling: SamplingParams
-    ) -> GenerationRequest:
-        return GenerationRequest(
-            id=request_id, prompt_ids=ids, num_samples=num_samples, sampling=sampling, prompt=group.prompt
-        )
-
-
-def _join(part: _Part, rest: Completion) -> Completion:
-    """A completion under its group's id and its own number, with the tokens it had before."""
-    named = dataclasses.replace(rest, request_id=part.index, sample_index=part.sample)
-    if part.prefix is None:
-        return named
-    return dataclasses.replace(
-        named,
-        token_ids=part.prefix.token_ids + rest.token_ids,
-        logprobs=part.prefix.logprobs + rest.logprobs,
-        versions=part.prefix.versions + rest.versions,
-    )
 
 
 def _rollout(completion: Completion, text: str) -> Rollout:
