@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lit_async_rl.engine import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.errors import EnvironmentFailure, ProducerError, StalledError
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 
@@ -59,9 +59,33 @@ class EngineListener:
         return not self._thread.is_alive()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs, be it without a working engine."""
-        return self._thread.is_alive()
+    def is_working(self) -> bool:
+        """Whether thread and engine work: neither stopped nor broken."""
+        return self.error is None and self.engine_error is None and self._thread.is_alive()
+
+    def check_thread(self) -> None:
+        """Raises what broke the thread.
+
+        Raises:
+            ProducerError: something did, other than the engine.
+        """
+        if self.error is not None:
+            raise ProducerError(f"rollout generation failed: {self.error}") from self.error
+
+    def check_engine(self) -> None:
+        """Raises what the engine died of.
+
+        Raises:
+            StalledError: it hangs.
+            ProducerError: it broke, or the thread does not run.
+        """
+        error = self.engine_error
+        if isinstance(error, StalledError):
+            raise error
+        if error is not None:
+            raise ProducerError(f"rollout generation failed: {error}") from error
+        if not self._thread.is_alive():
+            raise ProducerError("the producer thread is not running: it was stopped, or never started")
 
     @property
     def busy_s(self) -> float:

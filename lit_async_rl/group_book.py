@@ -86,9 +86,13 @@ class GroupBook:
         group.completions[completion.sample_index] = completion
         group.texts[completion.sample_index] = self.codec.decode(completion.token_ids)
 
+    def is_open(self, group: OpenGroup) -> bool:
+        """Whether a group is still being sampled or scored, and was not given up meanwhile."""
+        return self.unfinished.get(group.index) is group
+
     def reward(self, group: OpenGroup, sample: int, reward: float) -> bool:
         """Files a reward; whether the group is finished now."""
-        if self.unfinished.get(group.index) is not group:  # given up meanwhile
+        if not self.is_open(group):
             return False
         group.completions[sample] = dataclasses.replace(group.completions[sample], reward=reward)
         if len(group.completions) < self.group_size or any(c.reward is None for c in group.completions.values()):

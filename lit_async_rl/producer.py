@@ -2,7 +2,7 @@
 
 | who | waits for | woken by |
 |---|---|---|
-| trainer, in `take` | a finished group that may be trained on | `_finish`, an error, `stop` |
+| trainer, in `take` (see `GroupWait`) | a finished group that may be trained on | `_file_reward`, an error, `stop` |
 | producer thread, in `engine.poll` | a finished completion | the engine |
 | reward worker, in `Scorer` | a completion to score | `_collect` |
 
@@ -13,28 +13,24 @@ kept and raised by `take` with its cause; an engine that hangs or breaks can be 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
 
 from lit_async_rl.admission import Admission
 from lit_async_rl.engine import Completion, RolloutEngine, SamplingParams
-from lit_async_rl.engine_listener import POLL_S, EngineListener
-from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.engine_listener import EngineListener
 from lit_async_rl.evaluation import EvaluationRun
 from lit_async_rl.group_book import GroupBook, OpenGroup
+from lit_async_rl.group_wait import GroupWait
 from lit_async_rl.intake import Intake
 from lit_async_rl.prompts import PromptStream
 from lit_async_rl.scoring import Scorer
 from lit_async_rl.stats import ProducerStats
 from lit_async_rl.text import TextCodec
 from lit_async_rl.types import RolloutGroup
-
-log = logging.getLogger(__name__)
 
 
 class Producer:
@@ -52,6 +48,7 @@ class Producer:
 
     Attributes:
         listener: has the engine, and what it died of.
+        wait: how the trainer's thread waits for what the others do.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class Producer:
         intake: Intake | None = None,
     ) -> None:
         self.stream, self.scorer, self.admission = stream, scorer, admission
-        self.timeout_s = timeout_s
         self.intake = intake or Intake()
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, replicate_prompts)
@@ -78,6 +74,7 @@ class Producer:
         self._num_finished = self._num_scored = self._num_lost = 0
         self.changed = threading.Condition(threading.RLock())
         self.listener = EngineListener(engine, self.changed, self._collect, scorer.check)
+        self.wait = GroupWait(self.listener, self.book, scorer.clock, timeout_s, lambda: self._num_scored)
         self._began = time.monotonic()
         self._wait_s = 0.0
 
@@ -115,7 +112,7 @@ class Producer:
         began = time.monotonic()
         try:
             with self.changed:
-                index = self.wait_for(self.admission.choose, should_stop)
+                index = self.wait.until(self.admission.choose, should_stop)
                 if index is None:
                     return None
                 group = self.book.hand_out(index, self.admission.take(index))
@@ -124,55 +121,6 @@ class Producer:
                 return group
         finally:
             self._wait_s += time.monotonic() - began
-
-    def wait_for(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """What `ready` returns as soon as that is a number; None to stop. Call it with `changed` held."""
-        clock = self.scorer.clock
-        last_change, progress, is_said = clock.now(), self._progress(), False
-        while True:
-            if self.listener.error is not None:
-                raise ProducerError(f"rollout generation failed: {self.listener.error}") from self.listener.error
-            if (found := ready()) is not None:
-                return found
-            if should_stop():
-                return None
-            self._check_engine()
-            now = clock.now()
-            if progress != (progress := self._progress()):
-                last_change, is_said = now, False
-            waited_s = now - last_change
-            if waited_s > self.timeout_s:
-                self._stall()
-            if waited_s > self.timeout_s / 2 and not is_said:
-                log.warning("slow: %s", self._wait_message(waited_s))
-                is_said = True
-            self.changed.wait(POLL_S)
-
-    def _check_engine(self) -> None:
-        error = self.listener.engine_error
-        if isinstance(error, StalledError):
-            raise error
-        if error is not None:
-            raise ProducerError(f"rollout generation failed: {error}") from error
-        if not self.listener.is_alive:
-            raise ProducerError("the producer thread is not running: it was stopped, or never started")
-
-    def _stall(self) -> NoReturn:
-        """It is the engine that hangs where completions are lacking."""
-        advice = "Look at the engine first; raise data.rollout_timeout_s if a completion can really take this long"
-        error = StalledError(f"{self._wait_message(self.timeout_s)}. {advice}")
-        if self.book.lacking:
-            self.listener.break_engine(error, self.engine)
-        raise error
-
-    def _wait_message(self, waited_s: float) -> str:
-        lacking = len(self.book.lacking)
-        return (
-            f"the trainer waited {waited_s:.1f} s of rollout_timeout_s={self.timeout_s:g} for a rollout group and "
-            f"nothing happened: {lacking} groups being sampled, {len(self.book.unfinished) - lacking} being scored, "
-            f"{len(self.book.finished)} finished but not allowed yet, {self.listener.num_tokens} tokens generated so "
-            f"far by {type(self.engine).__name__}"
-        )
 
     def replace_engine(self, engine: RolloutEngine) -> int:
         """Goes on with another engine, which has weights; returns how many groups begin again there.
@@ -190,11 +138,6 @@ class Producer:
         """The engine that samples now."""
         return self.listener.engine
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the background side works: neither stopped nor broken."""
-        return self.listener.error is None and self.listener.engine_error is None and self.listener.is_alive
-
     def begin_step(self) -> None:
         """The groups handed out so far have been trained on."""
         with self.changed:
@@ -202,9 +145,6 @@ class Producer:
                 position = self.book.positions[index]
                 self.intake.trained(group, self.stream.number_at(position), position)
             self.book.begin_step()
-
-    def _progress(self) -> tuple[int, int]:
-        return self.listener.num_tokens, self._num_scored
 
     def stats(self) -> ProducerStats:
         """Totals since the start."""
@@ -230,7 +170,7 @@ class Producer:
         self.scorer.close()
         return is_ended
 
-    # -- producer's thread (and the reward workers, in `_finish`) ------------------------------------------------------
+    # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) ---------------------------------
 
     def _admit(self) -> None:
         """Submits as many prompts as there are slots, in one call."""
@@ -273,16 +213,13 @@ class Producer:
             group.texts[sample],
             done=partial(self._file_reward, group, sample),
             give_up=partial(self._give_up, group),
-            is_wanted=partial(self._is_open, group),
+            is_wanted=partial(self.book.is_open, group),
         )
-
-    def _is_open(self, group: OpenGroup) -> bool:
-        return self.book.unfinished.get(group.index) is group
 
     def _give_up(self, group: OpenGroup) -> None:
         """A group that cannot be scored: another prompt takes its slot."""
         with self.changed:
-            if not self._is_open(group):
+            if not self.book.is_open(group):
                 return
             self.listener.abort(self.book.give_up(group.index))
             self.admission.drop(group.index)

@@ -63,14 +63,14 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
 def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     """Partial completions and random state, after the wait; nothing of an engine that cannot say."""
     listener = producer.listener
-    if producer.is_running and producer.admission.in_order:
+    if listener.is_working and producer.admission.in_order:
         try:
             with producer.changed:
-                producer.wait_for(lambda: None if producer.book.unfinished else 0)
+                producer.wait.until(lambda: None if producer.book.unfinished else 0)
         except (StalledError, ProducerError):
             if listener.engine_error is None:
                 raise
-    if producer.is_running:
+    if listener.is_working:
         try:
             return producer.engine.partial_completions(), producer.engine.random_state()
         except StalledError as error:
