@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_async_rl.admission import Admission
 from lit_async_rl.checkpoint_io import AtomicCheckpointIO, check_same_model
 from lit_async_rl.embedded_engine import EmbeddedEngine
-from lit_async_rl.engine import Completion, SamplingParams
-from lit_async_rl.group_state import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.engine import SamplingParams
+from lit_async_rl.group_state import unpack_groups
 
 
 class Watch(pl.Callback):
@@ -78,6 +78,20 @@ def test_after_a_resume_every_prompt_is_trained_on_once_and_within_the_bound(tmp
     assert max(staleness for _, _, staleness in second.trained) <= 2
 
 
+class Interrupted(EmbeddedEngine):
+    """Samples one group, and part of a completion of the next."""
+
+    num_finished = 0
+
+    def poll(self, timeout_s):
+        if self.num_finished >= 4 and any(len(c.token_ids) > 3 for c in self.partial_completions()):
+            time.sleep(0.01)
+            return []
+        finished = super().poll(0.0)
+        self.num_finished += len(finished)
+        return finished
+
+
 def test_partial_completions_go_on_from_where_they_were(tmp_path):
     class Log(pl.Callback):
         def __init__(self):
@@ -87,17 +101,17 @@ def test_partial_completions_go_on_from_where_they_were(tmp_path):
             log_ratio = pl_module.stabilizer_signals["log_ratio"][batch.loss_mask]
             self.worst = max(self.worst, float(log_ratio.abs().max()))
 
-    def data():
-        engine = EmbeddedEngine(num_slots=1)  # so slow that it is at work when the first step is done
-        return make_data(max_staleness=3, groups_per_step=1, engine=engine, sampling=SamplingParams(max_tokens=60))
+    def data(engine):
+        sampling = SamplingParams(max_tokens=60)
+        return make_data(max_staleness=3, groups_per_step=1, engine=engine(num_slots=1), sampling=sampling)
 
     still = dict(learning_rate=1e-12)
-    fit(make_module(**still), data(), 1, [saving(tmp_path)], enable_checkpointing=True)
+    fit(make_module(**still), data(Interrupted), 1, [saving(tmp_path)], enable_checkpointing=True)
     saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)["RolloutDataModule"]
     groups = {group.index: group for group in unpack_groups(saved["groups"])}
     partial = [c for group in groups.values() for c in group.completions if c.finish_reason == "abort"]
     assert partial, "something was being sampled"
-    log, resumed, seen = Log(), data(), {}
+    log, resumed, seen = Log(), data(EmbeddedEngine), {}
 
     class Keep(pl.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -111,43 +125,6 @@ def test_partial_completions_go_on_from_where_they_were(tmp_path):
         assert rollout.behavior_logprobs[:length] == completion.logprobs
         assert len(rollout.completion_ids) <= 60
     assert log.worst < 1e-4, "log-probabilities are those of the policy, also where two parts meet"
-
-
-completions = st.builds(
-    lambda n, reason, reward, masked: Completion(
-        request_id=0,
-        sample_index=n,
-        token_ids=tuple(range(n)),
-        logprobs=tuple(-0.1 * k for k in range(n)),
-        versions=(n,) * n,
-        finish_reason=reason,
-        loss_mask=(True, False, True, False, True)[:n] if masked else None,
-        reward=reward,
-    ),
-    st.integers(0, 5),
-    st.sampled_from(["stop", "length", "abort"]),
-    st.none() | st.floats(-1, 1),
-    st.booleans(),
-)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.lists(completions, max_size=3), max_size=4))
-def test_packed_groups_come_back_as_they_were(rows):
-    groups = [
-        SavedGroup(
-            index=0,
-            position=3 * n,
-            prompt_ids=tuple(range(n)),
-            admitted_version=n,
-            deadline=n + 1,
-            generation_s=0.5 * n,
-            is_finished=bool(n % 2),
-            completions=tuple(row),
-        )
-        for n, row in enumerate(rows)
-    ]
-    assert unpack_groups(pack_groups(groups)) == groups
 
 
 @settings(max_examples=30)

@@ -1,0 +1,82 @@
+"""Every loss is built by its name from YAML, and refuses settings that make no sense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from jsonargparse import ArgumentParser
+
+import lit_async_rl.losses as losses_package
+from lit_async_rl.losses import (
+    ASPO,
+    BAPO,
+    CISPO,
+    DPPO,
+    GSPO,
+    IPO,
+    M2PO,
+    OAPL,
+    OPMD,
+    OPSM,
+    SAPO,
+    TOPR,
+    VESPO,
+    BAPOReleased,
+    DPPOBinaryKL,
+    GSPOToken,
+    KimiRegression,
+    M2POAdaptiveClip,
+    MiniRL,
+    PolicyLoss,
+    PPOClip,
+    TrajectoryBalance,
+    TrajectoryBalancePrime,
+)
+
+EXPORTED = [getattr(losses_package, name) for name in sorted(losses_package.__all__)]
+LOSSES = [c for c in EXPORTED if isinstance(c, type) and issubclass(c, PolicyLoss) and c is not PolicyLoss]
+
+
+@pytest.mark.parametrize("loss_class", LOSSES)
+def test_every_loss_is_named_and_built_by_yaml(loss_class: type[PolicyLoss]) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--loss", type=PolicyLoss)
+    config = parser.parse_object({"loss": {"class_path": f"lit_async_rl.losses.{loss_class.__name__}"}})
+    assert parser.instantiate_classes(config).loss == loss_class()
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda: PPOClip(clip_low=-0.1), "clip_low"),
+        (lambda: PPOClip(clip_high=math.nan), "clip_high"),
+        (lambda: PPOClip(dual_clip=1.0), "dual_clip"),
+        (lambda: MiniRL(clip_high=-1.0), "clip_high"),
+        (lambda: ASPO(cap=0.5), "cap"),
+        (lambda: OPSM(delta=-1.0), "delta"),
+        (lambda: CISPO(clip_high=-1.0), "clip_high"),
+        (lambda: SAPO(tau_negative=0.0), "tau"),
+        (lambda: GSPO(clip_low=-1.0), "clip_low"),
+        (lambda: GSPOToken(clip_low=-1.0), "clip_low"),
+        (lambda: TOPR(negative_low=2.0), "TOPR"),
+        (lambda: VESPO(c1_negative=-1.0), "c1_negative"),
+        (lambda: OPMD(tau=-2.0), "tau"),
+        (lambda: KimiRegression(tau=-1.0), "tau"),
+        (lambda: TrajectoryBalance(beta=0.0), "TrajectoryBalance.beta"),
+        (lambda: TrajectoryBalancePrime(beta=-1.0), "TrajectoryBalancePrime.beta"),
+        (lambda: OAPL(beta=0.0), "OAPL.beta"),
+        (lambda: DPPO(max_increase=-1.0), "max_increase"),
+        (lambda: IPO(threshold=-1.0), "threshold"),
+        (lambda: DPPOBinaryKL(cap=0.0), "cap"),
+        (lambda: M2PO(budget=-1.0), "budget"),
+        (lambda: M2POAdaptiveClip(budget=0.0), "budget"),
+        (lambda: BAPO(low_step=0.0), "BAPO.low"),
+        (lambda: BAPO(high_start=5.0), "BAPO.high"),
+        (lambda: BAPOReleased(dual_clip=1.0), "dual_clip"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(make: Callable[[], PolicyLoss], setting: str) -> None:
+    with pytest.raises(ValueError, match=setting):
+        make()
