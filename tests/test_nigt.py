@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from groups import group
 from hypothesis import given
 from hypothesis import strategies as st
-from test_intake import group
 from torch import nn
 
 from lit_async_rl.advantages import GroupMean
