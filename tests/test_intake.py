@@ -23,8 +23,10 @@ def test_every_fate_is_added_up_with_the_difficulty_that_was_known_before():
     intake.trained(kept, 8, 21)  # as after a resume: judged by the run before
     assert (intake.pass_rates.of(7), intake.pass_rates.of(8)) == (0.75, 0.5)
     assert intake.judge(replace(kept, index=2), 9) is not None
-    for length in (6.0, 8.0, 0.0):
+    for length in (6.0, 8.0):
         intake.lose(2, 7, 22, length, 0.5)
+    assert not intake._num_lost, "given up"
+    intake.lose(2, 7, 22, 0.0, 0.5)
     intake.trained(kept, 9, 22)
     seconds = kept.generation_s
     assert intake.fates == {
