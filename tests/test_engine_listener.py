@@ -7,6 +7,7 @@ import pytest
 
 from lit_async_rl.engine import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engine_listener import EngineListener
+from lit_async_rl.errors import ProducerError
 from lit_async_rl.simulated_engine import Constant, SimulatedEngine
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,8 +84,7 @@ def test_nothing_comes_any_more_from_an_engine_that_was_replaced(result):
     time.sleep(0.1)
     assert [completion.request_id for completion in found] == [2]
     assert old.polls == 1, "its thread has ended"
-    assert listener.engine_error is None
-    assert listener.is_alive
+    assert listener.is_working
     assert listener.stop(5.0)
 
 
@@ -121,8 +121,9 @@ def test_an_engine_that_breaks_is_asked_for_nothing_more(call):
     time.sleep(0.05)
     assert engine.calls == [call]
     assert listener.engine_error is engine.error
-    assert listener.error is None, "the thread goes on, for another engine"
-    assert listener.is_alive
+    listener.check_thread()
+    with pytest.raises(ProducerError, match="first"):
+        listener.check_engine()
     assert listener.stop(5.0)
 
 
