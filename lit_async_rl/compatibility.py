@@ -1,4 +1,4 @@
-"""Refuses combinations of loss, anchor, correction, advantage and averaging that make no sense, by name.
+"""Refuses combinations of loss, anchor, correction, advantage and averaging, and of data, that make no sense, by name.
 
 Those are independent choices, and most combinations are methods of their own. Refused is what would silently do
 something else than its names say: a part that cannot act, or a ratio that is counted twice or not at all.
@@ -15,6 +15,7 @@ from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.opob import Norms, OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, CurrentProximal, Proximal
+from lit_async_rl.replay_buffer import ReplayBuffer
 
 
 def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
@@ -127,6 +128,20 @@ def check_data_compatibility(
 
 def _name(choice: object) -> str:
     return type(choice).__name__
+
+
+def check_sources(schedule: str, tape: str | None, replay: ReplayBuffer | None, stream_groups: bool) -> None:
+    """Checks that the settings which say where a step's groups come from agree.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if (schedule == "replay") != (tape is not None):
+        raise ValueError(f"data.tape={tape}, but data.schedule={schedule}: a tape is what `replay` trains on")
+    if replay is not None and tape is not None:
+        raise ValueError(f"data.replay with data.tape={tape}: a tape holds whole steps. Leave one of them out.")
+    if replay is not None and stream_groups:
+        raise ValueError("data.stream_groups with data.replay: a step is mixed when all its new groups are there")
 
 
 def check_engine(engine: RolloutEngine, reward: object, schedule: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lit_async_rl.advantages import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.aggregation import Aggregation, TokenMean
 from lit_async_rl.batching import collate_step
-from lit_async_rl.compatibility import check_engine, check_intake, check_step_compatibility
+from lit_async_rl.compatibility import check_engine, check_intake, check_sources, check_step_compatibility
 from lit_async_rl.embedded_engine import EmbeddedEngine
 from lit_async_rl.engine import RolloutEngine, SamplingParams
 from lit_async_rl.errors import EngineDown
@@ -32,6 +32,7 @@ from lit_async_rl.ring import RingBuffer, make_admission
 from lit_async_rl.rollout_source import RolloutSource
 from lit_async_rl.scatter import RELOAD, Exchanged, OneProcess, StepScatter, connect
 from lit_async_rl.scoring import Reward, Scorer
+from lit_async_rl.settings import check_not_negative, check_positive
 from lit_async_rl.stats import ProducerStats
 from lit_async_rl.step_batches import StepBatches
 from lit_async_rl.streaming import check_streamable
@@ -43,6 +44,7 @@ POSITIVE = (
     *("groups_per_step", "group_size", "micro_batches_per_step", "weight_sync_steps", "num_val_samples"),
     *("val_batch_size", "reward_workers", "reward_timeout_s", "rollout_timeout_s", "rank_timeout_s"),
 )
+Weights = Iterator[tuple[str, Tensor]]
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -134,8 +136,7 @@ class RolloutDataModule(pl.LightningDataModule):
         engine_restarts: int = 3,
     ) -> None:
         super().__init__()
-        if (schedule == "replay") != (tape is not None):
-            raise ValueError(f"data.tape={tape}, but data.schedule={schedule}: a tape is what `replay` trains on")
+        check_sources(schedule, tape, replay, stream_groups)
         if schedule == "replay":
             engine = NoEngine(scores=reward is None)
         self.tape = None if tape is None else Tape(tape)
@@ -154,15 +155,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.reward_workers, self.reward_timeout_s = reward_workers, reward_timeout_s
         self.reward_tries = reward_tries
         self.rollout_timeout_s, self.rank_timeout_s = rollout_timeout_s, rank_timeout_s
-        for name in POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"data.{name} must be positive, got {getattr(self, name)}")
-        if engine_restarts < 0:
-            raise ValueError(f"data.engine_restarts must be >= 0, got {engine_restarts}")
-        if replay is not None and tape is not None:
-            raise ValueError(f"data.replay with data.tape={tape}: a tape holds whole steps. Leave one of them out.")
-        if stream_groups and replay is not None:
-            raise ValueError("data.stream_groups with data.replay: a step is mixed when all its new groups are there")
+        check_positive("data", **{name: vars(self)[name] for name in POSITIVE})
+        check_not_negative("data", engine_restarts=engine_restarts)
         if stream_groups:
             check_streamable(self.advantage, self.aggregation, groups_per_step, micro_batches_per_step)
         self.replay, self.replicate_prompts = replay, replicate_prompts
@@ -183,18 +177,22 @@ class RolloutDataModule(pl.LightningDataModule):
             temperature=sampling.temperature,
             keep_groups_whole=keep_groups_whole,
         )
-        numbers = groups_per_step, micro_batches_per_step
-        self._batches = StepBatches(self._source, collate, self.aggregation, *numbers, stream_groups)
+        sizes = groups_per_step, micro_batches_per_step
+        self._batches = StepBatches(self._source, collate, self.aggregation, *sizes, stream_groups)
         self._ranks: StepScatter | OneProcess = OneProcess()
-        self._stream_weights: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+        self._stream_weights: Callable[[], Weights] | None = None
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
-    def publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def publish(self, version: int, weights: Weights) -> None:
         """Gives the engine new weights; sets it up first, when they are the first ones. All ranks read the weights."""
+        self._give(weights, partial(self._source.publish, version))
+
+    def _give(self, weights: Weights, take: Callable[[Weights], None]) -> None:
+        """Has the leading rank take weights; all ranks read them."""
         try:
             if self._ranks.leads:
-                self._source.publish(version, weights)
+                take(weights)
         finally:
             deque(weights, maxlen=0)  # to the end even in an error: gathering them is a collective
 
@@ -202,7 +200,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Whether `value` is true on any rank. A collective."""
         return self._ranks.any(value)
 
-    def start(self, version: int, stream_weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+    def start(self, version: int, stream_weights: Callable[[], Weights]) -> None:
         """Starts the background thread; the engine has the weights of `version`.
 
         Args:
@@ -288,12 +286,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """
         while (batches := self._ranks.exchange(self._make_batches)) == RELOAD:
             assert self._stream_weights is not None
-            weights = self._stream_weights()
-            try:
-                if self._ranks.leads:
-                    self._source.restart_engine(weights)
-            finally:
-                deque(weights, maxlen=0)  # see `publish`
+            self._give(self._stream_weights(), self._source.restart_engine)
         return batches
 
     def _make_batches(self) -> Exchanged:

@@ -30,11 +30,12 @@ from lit_async_rl.opob import OptimalBaseline
 from lit_async_rl.packing import SharedPromptPacking
 from lit_async_rl.proximal import BehaviorProximal, Proximal
 from lit_async_rl.ranks import data_parallel
+from lit_async_rl.settings import check_not_negative, check_positive
 from lit_async_rl.sharded_loading import is_on_meta
 from lit_async_rl.sharding import Sharding
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.validation import Validator
-from lit_async_rl.weights import is_sharded, stream_weights
+from lit_async_rl.weights import is_sharded, stream_weights, without_reference
 
 
 class PolicyModule(pl.LightningModule):
@@ -96,12 +97,8 @@ class PolicyModule(pl.LightningModule):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
-        if learning_rate <= 0:
-            raise ValueError(f"model.learning_rate must be positive, got {learning_rate}")
-        others = dict(weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient)
-        for name, value in others.items():
-            if value < 0:
-                raise ValueError(f"model.{name} must be >= 0, got {value}")
+        check_positive("model", learning_rate=learning_rate)
+        check_not_negative("model", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline, packing)
@@ -123,8 +120,7 @@ class PolicyModule(pl.LightningModule):
         self.model, self.sharding = model, sharding
         self.version = 0
         self.stabilizer_signals: dict[str, Any] = {}
-        self._updated = False
-        self._gradient_scale = 1.0
+        self._updated, self._gradient_scale = False, 1.0
         self.validator = Validator()
 
     @property
@@ -243,15 +239,11 @@ class PolicyModule(pl.LightningModule):
         checkpoint["random_state"] = torch.get_rng_state()
         count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
         if not is_sharded(self):
-            checkpoint["state_dict"] = _without_reference(checkpoint["state_dict"])
+            checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores version and random state."""
         self.version, self._updated = checkpoint["version"], checkpoint["updated"]
         torch.set_rng_state(checkpoint["random_state"].cpu())
         if "state_dict" in checkpoint and not is_sharded(self):
-            check_same_model(_without_reference(checkpoint["state_dict"]), _without_reference(self.state_dict()))
-
-
-def _without_reference(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights.items() if not name.startswith("reference.")}
+            check_same_model(without_reference(checkpoint["state_dict"]), without_reference(self.state_dict()))

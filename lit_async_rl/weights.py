@@ -24,6 +24,11 @@ def is_sharded(root: nn.Module) -> bool:
     return is_fsdp1 or any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
+def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `PolicyModule.state_dict()` holds but for the frozen reference, which is never saved."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith("reference.")}
+
+
 @torch.no_grad()
 def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter, tied ones once, LoRA merged into its base.
