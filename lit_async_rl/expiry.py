@@ -32,6 +32,7 @@ class ExpiringAdmission(Admission):
     def __init__(self, groups_per_round: int, max_staleness: int, ahead: float) -> None:
         super().__init__(groups_per_round, max_staleness)
         self.ahead = ahead
+        self._swept = 0  # round in which groups were dropped last
 
     @property
     def num_admissible(self) -> int:
@@ -46,6 +47,9 @@ class ExpiringAdmission(Admission):
 
     def lose(self) -> list[int]:
         """Drops the groups whose last round is over."""
+        if self._swept == self.round:
+            return []  # called for every group, and looks at all of them: once a round is enough
+        self._swept = self.round
         lost = [index for index, deadline in self._deadlines.items() if deadline < self.round]
         for index in lost:
             self.drop(index)

@@ -107,3 +107,27 @@ def test_waiting_loses_nothing():
     _, producer = simulated(Intake(), 1, lambda p, c: 1.0, 10)
     assert set(producer.stats().fates) == {"trained"}
     assert producer.stats().fates["trained"].num_groups == 40
+
+
+def test_all_groups_are_looked_at_once_a_round_and_not_for_every_group():
+    class Counted(dict):
+        looks = 0
+
+        def items(self):
+            Counted.looks += 1
+            return super().items()
+
+    admission = ExpiringAdmission(4, 1, 8.0)
+    admission._deadlines = Counted()
+    for _ in range(3):
+        for _ in range(admission.num_admissible):
+            admission.finish(admission.admit())
+            admission.lose()
+        for _ in range(admission.num_left_in_round):
+            admission.take(admission.choose())
+            admission.lose()
+        before = Counted.looks
+        admission.advance()
+        for _ in range(5):
+            admission.lose()
+        assert Counted.looks <= before + 1
