@@ -156,7 +156,7 @@ class EvaluationRun:
         if completion.request_id < FIRST_ID:
             return False
         with self._changed:
-            if self._is_abandoned or completion.request_id not in self._in_engine:
+            if completion.request_id not in self._in_engine:
                 return True
             item = self._open[completion.request_id]
             item.versions += completion.versions

@@ -1,20 +1,19 @@
 """Evaluation beside training: it changes nothing, says which policy it measured, and neither side starves."""
 
+import csv
 import logging
-import threading
 import time
 
 import pytest
 import torch
+from failing_engines import failing, said
 from flow import barrier_engine, fit, make_data, make_module, parameters
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl.callbacks import Evaluation
 from lit_async_rl.embedded_engine import EmbeddedEngine
-from lit_async_rl.engine import GenerationRequest, SamplingParams
-from lit_async_rl.engine_listener import EngineListener
-from lit_async_rl.evaluation import FIRST_ID, EvaluationPlan, EvaluationRun, make_questions
-from lit_async_rl.request_queue import RequestQueue
-from lit_async_rl.scoring import Scorer
+from lit_async_rl.engine import SamplingParams
+from lit_async_rl.evaluation import FIRST_ID
 from lit_async_rl.simulated_engine import Constant, SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 
@@ -53,7 +52,19 @@ class CountingSimulated(Counting, SimulatedEngine):
 
 
 class Slow(SimulatedEngine):
-    """Never hands out an evaluation."""
+    """Never hands out an evaluation; notes which requests of one came, and which were aborted."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.came, self.aborted = [], []
+
+    def submit(self, requests):
+        self.came += [r for r in requests if r.id >= FIRST_ID]
+        super().submit(requests)
+
+    def abort(self, request_ids):
+        self.aborted += request_ids
+        super().abort(request_ids)
 
     def poll(self, timeout_s):
         return [c for c in super().poll(timeout_s) if c.request_id < FIRST_ID]
@@ -126,41 +137,51 @@ def test_it_never_blocks_longer_than_it_says():
 
 
 def test_one_that_does_not_end_is_given_up_and_another_begins(caplog):
-    evaluation = Evaluation(held_out(), every_n_steps=1, timeout_s=0.05, end_wait_s=0.0)
+    evaluation = Evaluation(
+        held_out(), every_n_steps=1, timeout_s=0.05, end_wait_s=0.0, sampling=SamplingParams(max_tokens=3)
+    )
+    engine = Slow(Constant(0.02), num_slots=64)
     with caplog.at_level(logging.WARNING):
-        fit(make_module(), make_data(engine=Slow(Constant(0.02), num_slots=64)), 8, [evaluation])
+        fit(make_module(), make_data(engine=engine), 8, [evaluation])
     given_up = [r.getMessage() for r in caplog.records if "given up: Evaluation.timeout_s" in r.getMessage()]
     assert len(given_up) >= 2
+    ids = [one.id for one in engine.came]
+    assert len(set(ids)) == len(ids), "a late completion of the first is none of the second"
+    assert set(ids) <= set(engine.aborted)
+    assert {one.sampling.max_tokens for one in engine.came} == {3}
 
 
-def test_pass_at_k_is_that_of_all_subsets():
-    """Against the mean over all choices of k of n samples, of known rewards."""
-    from itertools import combinations
+def test_each_may_block_as_long_as_it_says():
+    waited = []
 
-    from lit_async_rl.text import TextCodec
+    class Timed(Evaluation):
+        def on_before_optimizer_step(self, *args):
+            began = time.monotonic()
+            super().on_before_optimizer_step(*args)
+            waited.append(time.monotonic() - began)
 
-    rewards = {}
+    evaluation = Timed(held_out(), every_n_steps=1, max_block_s=0.1, timeout_s=0.05, end_wait_s=0.0)
+    fit(make_module(), make_data(engine=Slow(Constant(0.002), num_slots=64)), 4, [evaluation])
+    assert min(waited) >= 0.09
 
-    def reward(prompt, completion):
-        rewards.setdefault(prompt.text, []).append(float(len(rewards.get(prompt.text, ())) < len(rewards) % 4))
-        return rewards[prompt.text][-1]
 
-    engine = SimulatedEngine(Constant(0.0))
-    data = make_data()
-    questions = make_questions(held_out(6), TextCodec(data.model))
-    plan = EvaluationPlan(questions=questions, num_samples=4, sampling=SamplingParams(), version=0, max_concurrent=8)
-    listener = EngineListener(engine, threading.Condition(threading.RLock()), lambda c: None, lambda: None)
-    run = EvaluationRun(listener, Scorer(reward), data.codec, plan)
-    run.submit()
-    deadline = time.monotonic() + 20
-    while not run.is_done and time.monotonic() < deadline:
-        assert all(run.collect(c) for c in engine.poll(0.05))
-    result = run.result(1.0, [1, 2, 3, 4])
-    assert len(rewards) == 12
-    for k in (1, 2, 3, 4):
-        chances = [[max(some) for some in combinations(values, k)] for values in rewards.values()]
-        expected = sum(sum(c) / len(c) for c in chances) / len(chances)
-        assert result.metrics[f"pass@{k}"] == pytest.approx(expected)
+def test_the_interval_is_counted_from_the_beginning_of_the_last_one(tmp_path):
+    evaluation = Evaluation(held_out(2), every_n_steps=3, max_block_s=30.0)
+    evaluation.load_state_dict({"next_step": -10})  # long overdue
+    fit(make_module(), make_data(), 5, [evaluation], logger=CSVLogger(tmp_path, version=0), log_every_n_steps=1000)
+    assert [result.version for result in evaluation.results] == [0, 3]
+    rows = csv.DictReader((tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines())
+    logged = {int(row["step"]): float(row["eval/pass@1"]) for row in rows if row["eval/pass@1"]}
+    assert logged == {1 + r.version: pytest.approx(r.metrics["pass@1"]) for r in evaluation.results}
+
+
+def test_one_that_was_lost_with_its_engine_begins_again(caplog):
+    evaluation = Evaluation(held_out(), every_n_steps=100, max_concurrent=2, sampling=SamplingParams(max_tokens=9))
+    engine = failing("_step", "crash", 1)
+    fit(make_module(), make_data(engine=engine, groups_per_step=1, group_size=2, max_staleness=0), 9, [evaluation])
+    assert said(caplog, "lost with its engine: it begins again")
+    [result] = evaluation.results
+    assert result.oldest_version >= result.version > 0
 
 
 def test_a_resumed_run_begins_an_interrupted_evaluation_again():
@@ -172,40 +193,6 @@ def test_a_resumed_run_begins_an_interrupted_evaluation_again():
     again = Evaluation(held_out(), every_n_steps=10)
     again.load_state_dict(saved)
     assert again._next_step == 20
-
-
-def request(number, priority=0):
-    return GenerationRequest(id=number, prompt_ids=(3, 4), num_samples=1, sampling=SamplingParams(), priority=priority)
-
-
-def test_waiting_requests_of_higher_priority_begin_first_but_none_passes_a_barrier():
-    from lit_async_rl.request_queue import NewBatch
-
-    queue = RequestQueue(num_slots=2)
-    queue.push_requests([request(0), request(1)])
-    queue.push_barrier(NewBatch(0))
-    queue.push_requests([request(2), request(3), request(10, 1), request(4), request(11, 1)])
-    taken = [item.request.id for item in queue.take_requests(0)]
-    assert queue.take_barrier(0) is not None
-    while items := queue.take_requests(0):
-        taken += [item.request.id for item in items]
-    assert taken == [0, 1, 10, 11, 2, 3, 4]
-
-
-def test_a_long_queue_of_rollouts_does_not_keep_an_evaluation_waiting():
-    data = make_data()
-    engine = EmbeddedEngine(num_slots=8)
-    engine.setup(data.model)
-    ids, sampling = data.codec.encode(data.prompts[0]), SamplingParams(max_tokens=10)
-    engine.submit([GenerationRequest(id=n, prompt_ids=ids, num_samples=4, sampling=sampling) for n in range(50)])
-    engine.poll(0.0)
-    urgent = GenerationRequest(id=FIRST_ID, prompt_ids=ids, num_samples=2, sampling=sampling, priority=1)
-    engine.submit([urgent])
-    seen = []
-    while sum(number == FIRST_ID for number in seen) < 2:
-        seen += [c.request_id for c in engine.poll(10.0)]
-    engine.close()
-    assert len(seen) < 40, "of 200 samples that were there before"
 
 
 @pytest.mark.parametrize(
@@ -225,21 +212,6 @@ def test_settings_that_make_no_sense_are_refused(settings, named):
         Evaluation(**(dict(datasets=held_out()) | settings))
 
 
-def test_one_whose_engine_is_replaced_is_lost_and_does_not_wait():
-    data = make_data()
-    first, second = Slow(Constant(0.0)), SimulatedEngine(Constant(0.0))
-    listener = EngineListener(first, threading.Condition(threading.RLock()), lambda c: None, lambda: None)
-    questions = make_questions(held_out(2), data.codec)
-    plan = EvaluationPlan(questions=questions, num_samples=1, sampling=GREEDY, version=3, max_concurrent=1)
-    run = EvaluationRun(listener, Scorer(data.reward), data.codec, plan)
-    run.submit()
-    assert not run.wait(0.05)
-    assert not run.is_lost
-    listener.replace(second, [])
-    began = time.monotonic()
-    assert not run.wait(30.0)
-    assert run.is_lost
-    assert time.monotonic() - began < 10
-    run.abandon()
-    second.close()
-    assert listener.stop(5.0)
+def test_copies_of_one_greedy_completion_are_refused():
+    with pytest.raises(ValueError, match=r"num_samples=2 at temperature 0 are copies"):
+        fit(make_module(), make_data(), 1, [Evaluation(held_out(), num_samples=2, sampling=GREEDY)])

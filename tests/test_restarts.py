@@ -51,9 +51,10 @@ def test_an_engine_that_fails_is_restarted_and_nothing_is_lost(where, how, in_fl
     assert data.stats().num_tokens > 100
 
 
-def test_completions_that_have_come_are_kept_when_the_engine_is_restarted():
+@pytest.mark.parametrize("num_before", [3, 7])
+def test_completions_that_have_come_are_kept_when_the_engine_is_restarted(num_before):
     class Half(SimulatedEngine):
-        """Hands completions out one by one; the first one breaks in the middle of a group."""
+        """Hands completions out one by one; the first one breaks in the middle of the first or second group."""
 
         given, breaks = [], [True]
 
@@ -62,7 +63,8 @@ def test_completions_that_have_come_are_kept_when_the_engine_is_restarted():
             self.waiting = []
 
         def poll(self, timeout_s):
-            if self.breaks and len(self.given) == 3:
+            if self.breaks and len(self.given) == num_before:
+                time.sleep(0.2)  # a finished group is taken
                 self.breaks.clear()
                 raise RuntimeError("broke")
             self.waiting = self.waiting or super().poll(timeout_s)
@@ -73,13 +75,17 @@ def test_completions_that_have_come_are_kept_when_the_engine_is_restarted():
     data, seen = make_data(engine=Half(Constant(0.01), num_slots=1), max_staleness=0, reward=lambda *_: 1.0), {}
 
     class Keep(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            assert sorted(data._source._producer.book.in_step) == [0, 1, 2, 3], "what a checkpoint would hold"
+
         def on_train_batch_end(self, trainer, *_):
             seen.update({group.index: group for group in trainer.datamodule.last_step_groups})
 
     fit(make_module(), data, 1, [Keep()])
     assert not Half.breaks
-    assert len(seen[0].rollouts) == 4
-    assert sum(c.request_id == 0 for c in Half.given) == 4, "only what was lacking is sampled again"
+    assert sorted(seen) == [0, 1, 2, 3], "those taken already train in the same step"
+    assert all(len(group.rollouts) == 4 for group in seen.values())
+    assert sum(c.request_id < 4 for c in Half.given) == 16, "only what was lacking is sampled again"
 
 
 def test_out_of_memory_halves_the_slots(caplog):
