@@ -86,7 +86,7 @@ def test_an_abandoned_one_asks_for_nothing_more_and_counts_nothing():
 
 def test_one_that_is_lost_leaves_the_new_engine_alone():
     old, new = Noting(), Noting()
-    run, listener = begin(old, lambda *_: 1.0, 4)
+    run, listener = begin(old, lambda *_: 1.0, 4, max_concurrent=2)
     run.submit()
     listener.replace(new, [])
     run.collect(completion(0))

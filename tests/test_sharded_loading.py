@@ -10,7 +10,7 @@ from tiny_models import ALL, save, tiny_llama
 
 from lit_async_rl.hf_models import eos_token_ids, load_policy
 from lit_async_rl.module import PolicyModule
-from lit_async_rl.sharded_loading import WeightFiles
+from lit_async_rl.sharded_loading import WeightFiles, is_on_meta, parameters_on_meta
 from lit_async_rl.sharding import Sharding
 
 SCRIPT = Path(__file__).parent / "sharded_loading.py"
@@ -30,6 +30,35 @@ def test_later_reading_gives_what_transformers_loads(family, tmp_path):
     assert eos_token_ids(later) == eos_token_ids(plain)
     ids = torch.arange(2, 14)[None]
     assert torch.equal(later(ids).logits, plain(ids).logits)
+
+
+def test_only_what_is_made_inside_has_no_memory_and_nothing_else_changes(tmp_path):
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    with pytest.raises(KeyError), parameters_on_meta():
+        raise KeyError
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    with parameters_on_meta():
+        mixed = torch.nn.Module()
+        mixed.register_parameter("inside", frozen)
+        mixed.register_parameter("none", None)
+    assert mixed.inside.is_meta
+    assert not mixed.inside.requires_grad
+    mixed.register_parameter("outside", frozen)
+    assert not mixed.outside.is_meta
+    assert is_on_meta(mixed), "one is enough"
+    assert not is_on_meta(torch.nn.Linear(2, 2))
+    folder = save(tiny_llama(), tmp_path)
+    later = load_policy(folder, device="meta")
+    files, block = WeightFiles(folder), later.model.layers[0]
+    files.read(later, block, torch.device("cpu"))
+    assert not is_on_meta(block)
+    assert is_on_meta(later.model.layers[1]), "read only when it is its turn"
+    with torch.no_grad():
+        block.input_layernorm.weight.fill_(7.0)
+    files.read(later, later, torch.device("cpu"))
+    assert not is_on_meta(later)
+    assert (block.input_layernorm.weight == 7.0).all(), "what has values keeps them"
+    assert torch.__future__.get_swap_module_params_on_conversion() == swaps
 
 
 def test_a_lower_precision_is_that_of_the_plain_load(tmp_path):
