@@ -23,8 +23,8 @@ PARTS: dict[str, list[str]] = {
     "roof": [],  # training step, decoding and copy of weights against the machine's limit
     "overlap": [],  # with a simulated engine, against the analytic optimum
     "packing": ["--repeats", "3"],  # what shared prompts save
-    "logprob_memory": [],
-    "stabilizer_overhead": [],
+    "logprob_memory": ["--tokens", "256", "1024"],
+    "stabilizer_overhead": ["--models", "quickstart"],
 }
 PART_TIMEOUT_S = 1200.0
 

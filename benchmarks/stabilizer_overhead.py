@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,8 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--models", nargs="+", choices=["quickstart", "110M"], default=["quickstart", "110M"])
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     shares: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(
@@ -133,15 +138,17 @@ def main() -> None:
             num_attention_heads=12,
             tie_word_embeddings=True,
         ).save_pretrained(folder)
+        sizes = {
+            "quickstart": (QUICKSTART, False, dict(rollouts=256, prompt=10, completion=10, steps=args.steps * 3)),
+            "110M": (folder, True, dict(rollouts=8, prompt=64, completion=64, steps=args.steps)),
+        }
         for name, make in STABILIZERS.items():
-            small = measure(
-                QUICKSTART, make, args.accelerator, False, rollouts=256, prompt=10, completion=10, steps=args.steps * 3
-            )
-            large = measure(
-                folder, make, args.accelerator, True, rollouts=8, prompt=64, completion=64, steps=args.steps
-            )
-            shares[name] = {"quickstart": small, "110M": large}
-            print(f"{name:28} quick start {small:7.2%}   110M {large:7.2%}", flush=True)
+            shares[name] = {}
+            for size in args.models:
+                model, random_init, shape = sizes[size]
+                shares[name][size] = measure(model, make, args.accelerator, random_init, **shape)
+            each = "   ".join(f"{size} {share:7.2%}" for size, share in shares[name].items())
+            print(f"{name:28} {each}", flush=True)
     if args.output is not None:
         args.output.write_text(json.dumps(shares, indent=2) + "\n")
 
