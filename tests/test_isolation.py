@@ -1,6 +1,8 @@
 """What never returns is ended, and nothing else waits for it."""
 
+import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -112,10 +114,44 @@ os._exit(0)
     )
     pids = [int(line) for line in done.stdout.split()]
     assert len(pids) == 2
+    wait_for_the_end_of(*pids)
+
+
+def wait_for_the_end_of(*pids):
     deadline = time.monotonic() + 30
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "a child is still there"
         time.sleep(0.1)
+
+
+def test_a_child_is_gone_with_its_function_and_ctrl_c_is_not_for_it():
+    function = IsolatedFunction(WORKER, 5.0)
+    pid = function("pid", 0)
+    assert os.getsid(pid) == pid, "the terminal sends Ctrl-C to the parent's session only"
+    del function
+    gc.collect()
+    wait_for_the_end_of(pid)
+
+
+def test_a_child_that_was_killed_between_two_calls_is_an_error_once():
+    function = IsolatedFunction(WORKER, 5.0)
+    pid = function("pid", 0)
+    os.kill(pid, signal.SIGKILL)
+    wait_for_the_end_of(pid)
+    with pytest.raises(TimeoutError, match="SIGKILL"):
+        function("echo", 1)
+    assert function("echo", 1) == 1
+
+
+def test_the_limit_holds_where_the_parent_ignores_alarms():
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        function = IsolatedFunction(WORKER, 0.5)
+        function("echo", 1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        function("hang", 0)
 
 
 def is_running(pid):
