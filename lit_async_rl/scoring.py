@@ -21,6 +21,7 @@ from lit_async_rl.clocks import AwakeClock
 from lit_async_rl.errors import RewardError
 from lit_async_rl.types import Prompt
 
+CLOSE_S = 5.0
 log = logging.getLogger(__name__)
 Reward = Callable[[Prompt, str], float]
 
@@ -94,12 +95,17 @@ class Scorer:
         self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
         self._numbers = itertools.count()
+        self._workers: dict[int, threading.Thread] = {}  # without those that hang
+        self._is_closed = False
         for _ in range(num_workers):
             self._add_worker()
 
     def _add_worker(self) -> None:
         number = next(self._numbers)
-        threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True).start()
+        worker = self._workers[number] = threading.Thread(
+            target=self._work, args=(number,), name=f"reward-{number}", daemon=True
+        )
+        worker.start()
 
     def submit(
         self,
@@ -117,6 +123,8 @@ class Scorer:
 
     def _work(self, number: int) -> None:
         while (job := self._jobs.get()) is not None:
+            if self._is_closed:
+                return
             if not job.is_wanted():
                 continue
             assert self.reward is not None
@@ -131,6 +139,8 @@ class Scorer:
                 self._error = error
                 return
             if self._running.pop(number, None) is None:  # cut off meanwhile: another worker is in our place
+                return
+            if self._is_closed:
                 return
             self._busy_s += time.monotonic() - began
             try:
@@ -179,6 +189,7 @@ class Scorer:
                 log.warning("reward %s is slow: %.1f s of reward_timeout_s=%g, %r", name, took, self.timeout_s, prompt)
             if now - began <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
+            del self._workers[number]
             self._add_worker()
             self._fail(
                 job,
@@ -189,7 +200,16 @@ class Scorer:
             )
 
     def close(self) -> None:
-        """Lets idle workers end; does not wait for one that hangs."""
+        """Ends the workers; what waits is not scored any more.
+
+        Waits for them, but not for ever: a thread that comes back from C++ when the interpreter ends aborts it,
+        and one in a reward that hangs cannot be ended.
+        """
+        self._is_closed = True
         self.clock.close()
         for _ in range(self.num_workers):
             self._jobs.put(None)
+        deadline = time.monotonic() + CLOSE_S
+        for worker in list(self._workers.values()):
+            if worker is not threading.current_thread():
+                worker.join(max(0.0, deadline - time.monotonic()))
