@@ -202,8 +202,8 @@ class Scorer:
     def close(self) -> None:
         """Ends the workers; what waits is not scored any more.
 
-        Waits for them, but not for ever: a thread that comes back from C++ when the interpreter ends aborts it,
-        and one in a reward that hangs cannot be ended.
+        Waits for them, but not for ever: a thread that comes back from C++ when the interpreter ends aborts the
+        process, and one in a reward that hangs cannot be ended.
         """
         self._is_closed = True
         self.clock.close()
