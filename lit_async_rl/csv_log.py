@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
-from lit_async_rl.checkpoint_io import append, tolerate_full_disk
+from lit_async_rl.checkpoint_io import append, replacing, tolerate_full_disk
 
 
 class CSVLog(CSVLogger):
@@ -36,6 +36,8 @@ class _Writer(ExperimentWriter):
         if "://" in self.log_dir:
             super().save()
             return
+        if not self.metrics:
+            return
         path = Path(self.metrics_file_path)
         with tolerate_full_disk(str(path)):
             keys = sorted({*self.metrics_keys}.union(*self.metrics))
@@ -52,14 +54,10 @@ class _Writer(ExperimentWriter):
         if path.exists():
             with path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
-        part = path.with_suffix(".part")
-        try:
-            with part.open("w", newline="") as file:
-                writer = csv.DictWriter(file, keys)
-                writer.writeheader()
-                writer.writerows(rows)
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, keys)
+        writer.writeheader()
+        writer.writerows(rows)
+        with replacing(path) as file:
+            file.write(text.getvalue().encode())
         self.metrics_keys = keys

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_async_rl.network import CausalPolicy
 from lit_async_rl.sharded_loading import WeightFiles, is_on_meta
+from lit_async_rl.weights import is_wrapped
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
@@ -132,11 +133,6 @@ class FSDPStrategy(strategies.FSDPStrategy):
         if self.root_device.type != "cpu" or is_wrapped(model):
             return super()._setup_model(model)
         return FullyShardedDataParallel(module=model, device_id=self.root_device, **self.kwargs)
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether FSDP1 divides it or a part of it."""
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:

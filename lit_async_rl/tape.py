@@ -11,7 +11,6 @@ import errno
 import hashlib
 import itertools
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lit_async_rl.checkpoint_io import check_writable, is_disk_full, sync_folder
+from lit_async_rl.checkpoint_io import check_writable, is_disk_full, replacing
 from lit_async_rl.tape_rows import SCHEMA, from_rows, to_row
 from lit_async_rl.types import RolloutGroup
 
@@ -109,16 +108,10 @@ class TapeWriter:
             writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
         data = sink.getvalue().to_pybytes()
         first, last = self._rows[0]["step"], self._rows[-1]["step"]
-        part = self.folder / f".{os.getpid()}.part"
         try:
-            with part.open("wb") as file:
+            with replacing(self.folder / f"steps-{first:09d}-{last:09d}-{_checksum(data)}.arrow") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.folder / f"steps-{first:09d}-{last:09d}-{_checksum(data)}.arrow")
-            sync_folder(self.folder)
         except OSError as error:
-            part.unlink(missing_ok=True)
             if not is_disk_full(error):
                 raise
             log.warning("tape %s: the disk is full; steps %d to %d wait in memory", self.folder, first, last)

@@ -18,10 +18,14 @@ from lit_async_rl.network import CausalPolicy
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether FSDP1 divides it or a part of it."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
 def is_sharded(root: nn.Module) -> bool:
     """Whether ranks hold pieces of its parameters (FSDP1, FSDP2, tensor parallelism)."""
-    is_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in root.modules())
-    return is_fsdp1 or any(isinstance(parameter, DTensor) for parameter in root.parameters())
+    return is_wrapped(root) or any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
 def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -40,7 +44,7 @@ def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Itera
     Raises:
         ValueError: a policy with adapters under FSDP1.
     """
-    if root is not None and any(isinstance(module, FullyShardedDataParallel) for module in root.modules()):
+    if root is not None and is_wrapped(root):
         if policy.has_adapters:
             raise ValueError("model.lora does not go with FSDP1; use FSDP2 (configs/strategies/fsdp2.yaml) or DDP")
         yield from _stream_fsdp1(root)

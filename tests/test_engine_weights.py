@@ -201,12 +201,18 @@ def test_weights_of_another_dtype_are_cast(tmp_path):
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=0.15, rtol=0)
 
 
-def test_updates_that_nobody_uses_do_not_pile_up(tmp_path):
-    lm = tiny_qwen3()
-    engine = own_engine(lm, tmp_path, in_flight_weight_updates=False, update_timeout_s=0.2)
+def engine_without_room(lm, tmp_path, **settings):
+    """A completion runs, and as many updates wait for it as may."""
+    engine = own_engine(lm, tmp_path, in_flight_weight_updates=False, **settings)
     engine.submit(requests_of([4]))
     engine.load_weights(1, lm.named_parameters())
     engine.load_weights(2, lm.named_parameters())
+    return engine
+
+
+def test_updates_that_nobody_uses_do_not_pile_up(tmp_path):
+    lm = tiny_qwen3()
+    engine = engine_without_room(lm, tmp_path, update_timeout_s=0.2)
     with pytest.raises(StalledError, match=r"update_timeout_s=0\.2"):
         engine.load_weights(3, lm.named_parameters())
     collect(engine, 3)
@@ -216,10 +222,7 @@ def test_updates_that_nobody_uses_do_not_pile_up(tmp_path):
 
 def test_an_update_waits_for_room_and_goes_on_when_there_is(tmp_path):
     lm = tiny_qwen3()
-    engine = own_engine(lm, tmp_path, in_flight_weight_updates=False)
-    engine.submit(requests_of([4]))
-    engine.load_weights(1, lm.named_parameters())
-    engine.load_weights(2, lm.named_parameters())
+    engine = engine_without_room(lm, tmp_path)
     thread = threading.Thread(target=engine.load_weights, args=(3, lm.named_parameters()))
     thread.start()
     time.sleep(0.1)
@@ -232,10 +235,7 @@ def test_an_update_waits_for_room_and_goes_on_when_there_is(tmp_path):
 
 def test_an_engine_that_broke_lets_nobody_wait(tmp_path):
     lm = tiny_gpt2()
-    engine = own_engine(lm, tmp_path, in_flight_weight_updates=False)
-    engine.submit(requests_of([4]))
-    engine.load_weights(1, lm.named_parameters())
-    engine.load_weights(2, lm.named_parameters())
+    engine = engine_without_room(lm, tmp_path)
 
     def out_of_memory(*args):
         raise MemoryError("no memory left")
