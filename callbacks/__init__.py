@@ -10,30 +10,30 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_async_rl.callbacks.adaptive_staleness import AdaptiveStaleness
-    from lit_async_rl.callbacks.anneal_beta import AnnealBeta
-    from lit_async_rl.callbacks.bottleneck_verdict import BottleneckVerdict
-    from lit_async_rl.callbacks.collapse_alarm import CollapseAlarm
-    from lit_async_rl.callbacks.ess_learning_rate import ESSLearningRate
-    from lit_async_rl.callbacks.evaluation import Evaluation
-    from lit_async_rl.callbacks.gradient_alignment_control import GradientAlignmentControl
-    from lit_async_rl.callbacks.gradient_clipping import GradientClipping
-    from lit_async_rl.callbacks.gradient_monitor import GradientMonitor
-    from lit_async_rl.callbacks.importance_monitor import ImportanceMonitor
-    from lit_async_rl.callbacks.length_bias_monitor import LengthBiasMonitor
-    from lit_async_rl.callbacks.progress import Progress
-    from lit_async_rl.callbacks.reference_reset import ReferenceReset
-    from lit_async_rl.callbacks.replay_monitor import ReplayMonitor
-    from lit_async_rl.callbacks.rollout_monitor import RolloutMonitor
-    from lit_async_rl.callbacks.rollout_tape import RolloutTape
-    from lit_async_rl.callbacks.run_summary import RunSummary
-    from lit_async_rl.callbacks.sample_logger import SampleLogger
-    from lit_async_rl.callbacks.save_on_failure import SaveOnFailure
-    from lit_async_rl.callbacks.save_on_sigterm import SaveOnSigterm
-    from lit_async_rl.callbacks.skip_non_finite import SkipNonFinite
-    from lit_async_rl.callbacks.staleness_monitor import StalenessMonitor
-    from lit_async_rl.callbacks.throughput_monitor import ThroughputMonitor
-    from lit_async_rl.callbacks.weight_sync import WeightSync
+    from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
+    from lit_async_rl.callbacks.monitors.gradient_monitor import GradientMonitor
+    from lit_async_rl.callbacks.monitors.importance_monitor import ImportanceMonitor
+    from lit_async_rl.callbacks.monitors.length_bias_monitor import LengthBiasMonitor
+    from lit_async_rl.callbacks.monitors.replay_monitor import ReplayMonitor
+    from lit_async_rl.callbacks.monitors.rollout_monitor import RolloutMonitor
+    from lit_async_rl.callbacks.monitors.staleness_monitor import StalenessMonitor
+    from lit_async_rl.callbacks.monitors.throughput_monitor import ThroughputMonitor
+    from lit_async_rl.callbacks.run.evaluation import Evaluation
+    from lit_async_rl.callbacks.run.progress import Progress
+    from lit_async_rl.callbacks.run.rollout_tape import RolloutTape
+    from lit_async_rl.callbacks.run.run_summary import RunSummary
+    from lit_async_rl.callbacks.run.sample_logger import SampleLogger
+    from lit_async_rl.callbacks.run.save_on_failure import SaveOnFailure
+    from lit_async_rl.callbacks.run.save_on_sigterm import SaveOnSigterm
+    from lit_async_rl.callbacks.run.weight_sync import WeightSync
+    from lit_async_rl.callbacks.stabilizers.adaptive_staleness import AdaptiveStaleness
+    from lit_async_rl.callbacks.stabilizers.anneal_beta import AnnealBeta
+    from lit_async_rl.callbacks.stabilizers.collapse_alarm import CollapseAlarm
+    from lit_async_rl.callbacks.stabilizers.ess_learning_rate import ESSLearningRate
+    from lit_async_rl.callbacks.stabilizers.gradient_alignment_control import GradientAlignmentControl
+    from lit_async_rl.callbacks.stabilizers.gradient_clipping import GradientClipping
+    from lit_async_rl.callbacks.stabilizers.reference_reset import ReferenceReset
+    from lit_async_rl.callbacks.stabilizers.skip_non_finite import SkipNonFinite
 
 __all__ = [
     "AdaptiveStaleness",

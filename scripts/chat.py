@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lit_async_rl.cli import quiet
-from lit_async_rl.embedded_engine import EmbeddedEngine
-from lit_async_rl.engine import GenerationRequest, SamplingParams
-from lit_async_rl.hf_models import load_policy
-from lit_async_rl.text import TextCodec
+from lit_async_rl.cli.app import quiet
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
 
 

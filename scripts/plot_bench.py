@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from lit_async_rl.bench.report import write_report
-from lit_async_rl.bench.table import read_table
+from benchmarks.staleness.report import write_report
+from benchmarks.staleness.table import read_table
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from lit_async_rl.bench.grid import Grid
-from lit_async_rl.bench.report import write_report
-from lit_async_rl.bench.statistics import best_scales, per_cell
-from lit_async_rl.bench.suite import BEST, Suite, load_suite
-from lit_async_rl.bench.table import read_cells, write_table
+from benchmarks.staleness.grid import Grid
+from benchmarks.staleness.report import write_report
+from benchmarks.staleness.statistics import best_scales, per_cell
+from benchmarks.staleness.suite import BEST, Suite, load_suite
+from benchmarks.staleness.table import read_cells, write_table
 
 
 def train(suite: Suite, out: Path, num_processes: int) -> None:

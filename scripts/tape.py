@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lit_async_rl.tape import Tape, TapeStep, TapeWriter
+from lit_async_rl.replay.tape import Tape, TapeStep, TapeWriter
 from lit_async_rl.types import RolloutGroup
 
 

@@ -22,10 +22,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lit_async_rl.embedded_engine import EmbeddedEngine
-from lit_async_rl.engine import GenerationRequest, SamplingParams
-from lit_async_rl.prompts import PromptSource
-from lit_async_rl.rewards import exact_match
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.tasks import Addition, SortDigits
 from lit_async_rl.tasks.calculator import observation
 from lit_async_rl.types import Prompt

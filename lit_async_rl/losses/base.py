@@ -19,7 +19,7 @@ class LossInputs:
 
     Attributes:
         logprobs: of the policy being trained, with gradient.
-        anchor_logprobs: of the policy that ratios are taken against (see `lit_async_rl.proximal`), without gradient.
+        anchor_logprobs: of the policy that ratios are taken against (see `lit_async_rl.corrections.proximal`), without gradient.
         behavior_logprobs: of the policy that sampled.
         staleness: versions between sampling and now.
         token_weights: what each token counts in the average over the step.
@@ -86,7 +86,7 @@ class LossOutput:
 
 
 class PolicyLoss(ABC):
-    """A per-token loss; averaging is a separate choice (`lit_async_rl.aggregation`).
+    """A per-token loss; averaging is a separate choice (`lit_async_rl.losses.aggregation`).
 
     Subclasses write `token_loss` and never meet padding or numbers that are not finite.
 

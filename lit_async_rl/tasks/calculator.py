@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 
-from lit_async_rl.environments import Environment, Episode, Observation
-from lit_async_rl.rewards import exact_match
+from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.types import Prompt
 
 CALL = re.compile(r"\[(\d{1,18})\+(\d{1,18})\]")

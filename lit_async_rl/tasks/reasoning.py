@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lit_async_rl.isolation import IsolatedFunction
-from lit_async_rl.prompts import check_template
+from lit_async_rl.prompts.sources import check_template
 from lit_async_rl.tasks.splits import MAX_DRAWS, Split, SplitPrompts
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.isolation import IsolatedFunction
 
 
 class ReasoningGym(SplitPrompts):
@@ -81,7 +81,7 @@ class ReasoningGymReward:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ModuleNotFoundError('ReasoningGymReward needs: pip install "lit-async-rl[tasks]"')
         self.answer_tag = answer_tag
-        self._grade = IsolatedFunction("lit_async_rl.graders:reasoning_grader", timeout_s)
+        self._grade = IsolatedFunction("lit_async_rl.rewards.graders:reasoning_grader", timeout_s)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Score of the answer.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Literal
 
-from lit_async_rl.prompts import PromptSource
+from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
 
 Split = Literal["train", "held_out"]

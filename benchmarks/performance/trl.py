@@ -1,0 +1,240 @@
+"""Trained tokens per second of this trainer and of TRL's GRPOTrainer: same model, prompts, lengths, optimizer, threads.
+
+TRL needs an environment of its own:
+
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
+    OMP_NUM_THREADS=1 python benchmarks/performance/trl.py --trl_python /tmp/trl/bin/python --output trl.json
+
+All processes live at the same time and take turns of a few steps each (`workers/segments.py`), so that what else the
+machine does hits all alike; ratios are medians over rounds. Two workloads: `equal`, the quick start (all completions
+are 9 tokens long), and `mixed`, an untrained model of the same shape whose completions end at random (geometric, 33
+tokens in the mean, at most 128).
+
+Where other programs use the cores, wall time says little about two threads that need two of them. The table therefore
+also counts trained tokens by CPU seconds of the critical path: of all threads where phases follow each other, of the
+busier of the two threads where they overlap. An idle machine's wall time comes close to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+
+from lit_async_rl.assets import asset
+from lit_async_rl.tasks import SortDigits
+
+WORKERS = Path(__file__).parent / "workers"
+ROOT = Path(__file__).parents[2]
+TURN_TIMEOUT_S = 300.0
+NAMES = {
+    "trl": "TRL GRPOTrainer",
+    "trl2": "TRL, 2 x threads",
+    "0": "synchronous",
+    "1": "max_staleness 1",
+    "4": "max_staleness 4",
+}
+TRL = ("trl", "trl2")  # trainer and engine of asynchronous runs have a thread each: so has `trl2` two
+COLUMNS = {
+    "tokens_per_s": "tok/s",
+    "ratio": "ratio",
+    "tokens_per_critical_cpu_s": "tok/cpu-s",
+    "ratio_critical_cpu": "ratio",
+    "step_ms": "step ms",
+    "waiting_ms": "waiting ms",
+    "publish_ms": "publish ms",
+    "generation_cpu_ms": "gen cpu ms",
+    "training_cpu_ms": "train cpu ms",
+}
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "equal": {"groups": 32, "max_tokens": 12, "steps": 3, "ours": []},
+    "mixed": {
+        "groups": 16,
+        "max_tokens": 128,
+        "steps": 2,
+        "ours": ["--model.packing", "null", "--data.micro_batches_per_step", "6"],
+    },
+}
+
+
+def make_model(workload: str, folder: Path) -> str:
+    """The shipped policy, or an untrained one of its shape that ends each token with probability 3 / 98."""
+    shipped = asset("sort_policy")
+    if workload == "equal":
+        return shipped
+    config = AutoConfig.from_pretrained(shipped)
+    config.eos_token_id = [1, 2, 3]
+    torch.manual_seed(0)
+    lm = LlamaForCausalLM(config)
+    lm.generation_config.eos_token_id, lm.generation_config.pad_token_id = [1, 2, 3], 0
+    lm.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shipped).save_pretrained(folder)
+    return str(folder)
+
+
+def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str, folder: Path) -> list[str]:
+    """The quick start's configuration without validation and checkpoints; all monitors stay on."""
+    flags = {
+        "--config": str(ROOT / "configs/quickstart.yaml"),
+        "--num_threads": args.num_threads,
+        "--model.model": model,
+        "--model.learning_rate": args.learning_rate,
+        "--model.scheduler": "null",
+        "--data.val_prompts": "null",
+        "--data.prompts.init_args.size": args.num_prompts,
+        "--data.reward": "our_run.odd_length",
+        "--data.groups_per_step": workload["groups"],
+        "--data.group_size": args.group_size,
+        "--data.sampling.max_tokens": workload["max_tokens"],
+        "--data.engine": "EmbeddedEngine",
+        "--data.engine.num_slots": workload["groups"] * args.group_size,
+        "--data.engine.num_threads": args.num_threads,
+        "--trainer.logger.init_args.save_dir": str(folder),
+        "--trainer.callbacks": "[]",
+        "--trainer.enable_progress_bar": "false",
+        "--trainer.enable_checkpointing": "false",
+    }
+    return [str(part) for flag in flags.items() for part in flag] + workload["ours"]
+
+
+def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: str, folder: Path) -> subprocess.Popen:
+    """One worker, which runs until its first stop."""
+    rounds = {"warmup": 3, "steps": workload["steps"], "num_segments": args.rounds, "output": f"{folder}/{name}.json"}
+    max_steps = rounds["warmup"] + rounds["steps"] * rounds["num_segments"]
+    num_threads = args.num_threads * (2 if name == "trl2" else 1)
+    if name in TRL:
+        command = [args.trl_python, str(WORKERS / "trl_run.py")]
+        prompts = SortDigits(8, size=args.num_prompts)
+        settings: dict[str, Any] = {
+            "model": model,
+            "folder": f"{folder}/{name}_output",
+            "prompts": [prompts[n].text for n in range(args.num_prompts)],
+            "groups_per_step": workload["groups"],
+            "group_size": args.group_size,
+            "max_tokens": workload["max_tokens"],
+            "learning_rate": args.learning_rate,
+            "num_threads": num_threads,
+            "max_steps": max_steps,
+        }
+    else:
+        command = [sys.executable, str(WORKERS / "our_run.py")]
+        arguments = our_arguments(args, workload, model, folder / name)
+        arguments += ["--data.max_staleness", name, "--trainer.max_steps", str(max_steps)]
+        settings = {"arguments": arguments}
+    command += ["--settings", json.dumps({**settings, "segments": rounds})]
+    paths = [str(WORKERS), str(ROOT)] if name not in TRL else [str(WORKERS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": ":".join(paths)}
+    with (folder / f"{name}.log").open("w") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def wait_for_stop(worker: subprocess.Popen, log: Path) -> None:
+    """Until it has stopped itself, or has ended well."""
+    deadline = time.monotonic() + TURN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(worker.pid, os.WNOHANG | os.WUNTRACED)
+        if pid and os.WIFSTOPPED(status):
+            return
+        if pid:
+            worker.returncode = os.waitstatus_to_exitcode(status)
+            if worker.returncode:
+                raise RuntimeError(f"worker failed with {worker.returncode}:\n{log.read_text()[-3000:]}")
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"a turn took longer than {TURN_TIMEOUT_S:g} s:\n{log.read_text()[-3000:]}")
+
+
+def take_turns(args: argparse.Namespace, workload: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
+    """Segments of every system."""
+    workers: dict[str, subprocess.Popen] = {}
+    try:
+        for name in args.systems:
+            workers[name] = start(args, name, workload, model, folder)
+            wait_for_stop(workers[name], folder / f"{name}.log")
+        for n in range(args.rounds):
+            for name in args.systems[n % len(args.systems) :] + args.systems[: n % len(args.systems)]:
+                workers[name].send_signal(signal.SIGCONT)
+                wait_for_stop(workers[name], folder / f"{name}.log")
+    finally:
+        for worker in workers.values():
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in args.systems}
+
+
+def summarize(name: str, segments: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over rounds; ratios to TRL within a round."""
+
+    def critical(s: dict[str, float], overlaps: bool) -> float:
+        return max(s["main_cpu_s"], s["other_cpu_s"]) if overlaps else s["main_cpu_s"] + s["other_cpu_s"]
+
+    def median(values: list[float]) -> float:
+        return statistics.median(values)
+
+    walls = [s["tokens"] / s["wall_s"] for s in segments]
+    criticals = [s["tokens"] / critical(s, overlaps=name not in (*TRL, "0")) for s in segments]
+    base_walls = [s["tokens"] / s["wall_s"] for s in base]
+    base_criticals = [s["tokens"] / critical(s, overlaps=False) for s in base]
+    if name in TRL:
+        generation_cpu = [s["generation_cpu_s"] / s["steps"] for s in segments]
+        training_cpu = [(s["main_cpu_s"] - s["generation_cpu_s"]) / s["steps"] for s in segments]
+        waiting = [s["generation_s"] / s["steps"] for s in segments]
+    else:
+        generation_cpu = [s["other_cpu_s"] / s["steps"] for s in segments]
+        training_cpu = [s["main_cpu_s"] / s["steps"] for s in segments]
+        waiting = [s["wait_s"] / s["steps"] for s in segments]
+    return {
+        "tokens_per_s": median(walls),
+        "ratio": median([x / y for x, y in zip(walls, base_walls, strict=True)]),
+        "tokens_per_critical_cpu_s": median(criticals),
+        "ratio_critical_cpu": median([x / y for x, y in zip(criticals, base_criticals, strict=True)]),
+        "step_ms": 1e3 * median([s["wall_s"] / s["steps"] for s in segments]),
+        "waiting_ms": 1e3 * median(waiting),
+        "publish_ms": 1e3 * median([s.get("sync_s", 0.0) / s["steps"] for s in segments]),
+        "generation_cpu_ms": 1e3 * median(generation_cpu),
+        "training_cpu_ms": 1e3 * median(training_cpu),
+    }
+
+
+def main() -> None:
+    """Prints tables and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl_python", default="/tmp/trl/bin/python", help="Python of TRL's environment")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--systems", nargs="+", choices=list(NAMES), default=list(NAMES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--group_size", type=int, default=8)
+    parser.add_argument("--num_prompts", type=int, default=4096)
+    parser.add_argument("--learning_rate", type=float, default=1e-6, help="small: lengths stay what they are")
+    parser.add_argument("--num_threads", type=int, default=1, help="torch threads of TRL, of trainer and of engine")
+    parser.add_argument("--output", type=Path, default=Path("trl.json"))
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    for name in args.workloads:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            segments = take_turns(args, WORKLOADS[name], make_model(name, folder / "model"), folder)
+        base = segments["trl"] if "trl" in segments else next(iter(segments.values()))
+        results[name] = {system: summarize(system, found, base) for system, found in segments.items()}
+        print(f"\n{name:16}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
+        for system, row in results[name].items():
+            print(f"{NAMES[system]:16}" + "".join(f"{row[key]:12.{2 * ('ratio' in key)}f}" for key in COLUMNS))
+        results[name]["segments"] = segments
+    settings = {key: str(value) for key, value in vars(args).items()}
+    args.output.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

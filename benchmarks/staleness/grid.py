@@ -1,0 +1,91 @@
+"""Trains all cells of a suite, a few at a time, each in its own process; never one that has finished before."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from benchmarks.staleness.cell import RESULT, run_cell, write_result
+from benchmarks.staleness.suite import Cell
+
+POLL_S = 0.1
+
+
+class Grid:
+    """Runs cells. A killed grid goes on where it stopped: what counts is which folders hold a result.
+
+    Args:
+        out: the benchmark's folder.
+        num_processes: cells trained at the same time; one core each.
+        cell_timeout_s: a cell that takes longer is ended, and counts as failed.
+    """
+
+    def __init__(self, out: Path, num_processes: int, cell_timeout_s: float) -> None:
+        if num_processes < 1:
+            raise ValueError(f"num_processes must be >= 1, got {num_processes}")
+        self.out, self.num_processes, self.cell_timeout_s = out, num_processes, cell_timeout_s
+        # a forked child need not import torch, Lightning and transformers again: seconds saved for each cell
+        self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+        self._running: dict[Cell, tuple[BaseProcess, float]] = {}
+
+    def run(self, cells: Iterable[Cell]) -> None:
+        """Returns when all have finished; ends its processes when interrupted."""
+        waiting = [cell for cell in dict.fromkeys(cells) if not (self.out / cell.folder / RESULT).is_file()]
+        total = len(waiting)
+        began = time.monotonic()
+        try:
+            while waiting or self._running:
+                while waiting and len(self._running) < self.num_processes:
+                    self._start(waiting.pop(0))
+                for cell in self._reap():
+                    done = total - len(waiting) - len(self._running)
+                    left_s = (time.monotonic() - began) / done * (total - done)
+                    print(f"{done}/{total}  {cell.folder}  (about {left_s / 60:.0f} min left)", flush=True)
+                time.sleep(POLL_S)
+        finally:
+            for process, _ in self._running.values():
+                process.kill()
+                process.join()
+
+    def _start(self, cell: Cell) -> None:
+        process = self._context.Process(target=_run, args=(cell, self.out, os.getpid()))  # type: ignore[attr-defined]
+        process.start()
+        self._running[cell] = (process, time.monotonic())
+
+    def _reap(self) -> list[Cell]:
+        """Cells that have ended; one without a result gets one that says why."""
+        ended = []
+        for cell, (process, began) in list(self._running.items()):
+            overdue = time.monotonic() - began > self.cell_timeout_s
+            if process.is_alive() and not overdue:
+                continue
+            if overdue:
+                process.kill()
+            process.join()
+            folder = self.out / cell.folder
+            if not (folder / RESULT).is_file():
+                reason = f"took more than {self.cell_timeout_s:g} s" if overdue else f"died: exit {process.exitcode}"
+                folder.mkdir(parents=True, exist_ok=True)
+                write_result(folder, {"error": reason, "wall_s": time.monotonic() - began, "command": cell.arguments()})
+            del self._running[cell]
+            ended.append(cell)
+        return ended
+
+
+def _run(cell: Cell, out: Path, parent: int) -> None:
+    """A cell's process; it ends when its grid was killed, or the next grid would train the same cell beside it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the grid decides
+    run_cell(cell, out)

@@ -1,0 +1,159 @@
+"""The report: tables, pictures, and a ranking in words, from nothing but the table."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.staleness import figures
+from benchmarks.staleness.statistics import COLLAPSE, naive_method, per_cell, summarize, synchronous, warning_time
+from benchmarks.staleness.suite import FIRST_SEARCH_SEED
+
+PICTURES = "pictures"
+SHOWN = 6  # methods in a picture of learning curves: the naive one, the best ones
+STYLE = """body { font: 15px/1.5 sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; font-size: 13px } td, th { padding: 2px 10px; text-align: right }
+td:first-child, th:first-child { text-align: left } tr:nth-child(even) { background: #f4f4f4 }
+img { max-width: 100% } code { background: #f4f4f4; padding: 1px 4px }"""
+
+
+def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
+    """Writes `report.html`, `report.md` and pictures into `out`; returns the ranking in words.
+
+    Args:
+        table: as `read_cells` or `read_table` give it.
+        out: folder.
+        command: what made the table; printed in the report.
+    """
+    (out / PICTURES).mkdir(parents=True, exist_ok=True)
+    runs = per_cell(table)
+    summary = summarize(runs)
+    failed = int(runs["error"].notna().sum())
+    lines = ["# Staleness benchmark", f"{len(runs)} runs, {failed} of them broke. Made by `{command}`."]
+    if len(searched := table[table["seed"] >= FIRST_SEARCH_SEED]):
+        scales = ", ".join(f"{scale:g}" for scale in sorted(searched["learning_rate_scale"].unique()))
+        seeds = searched["seed"].nunique()
+        lines.append(f"Search budget, the same for every method: {seeds} seed(s) x learning rate times {scales}.")
+    said = []
+    for regime in summary["regime"].unique():
+        lines += [f"## {regime}", *_regime(table, runs, summary, regime, out)]
+        said += [f"{regime}:", *words(runs, summary, regime)]
+    lines += ["## What each stabilizer does", *_effects(table, out)]
+    (out / "report.md").write_text("\n\n".join(lines) + "\n")
+    (out / "report.html").write_text(_html(lines, out))
+    return "\n".join([*said, f"report: {out / 'report.html'}"])
+
+
+def words(runs: pd.DataFrame, summary: pd.DataFrame, regime: str) -> list[str]:
+    """What the numbers of a regime say, sentence by sentence."""
+    rows = summary[(summary["regime"] == regime) & (summary["learning_rate_scale"] == 1.0)]
+    naive = naive_method(runs, regime)
+    reference = rows[(rows["method"] == naive) & (rows["lag"] == 0)].iloc[0]
+    start = synchronous(runs, regime)["start"].mean()
+    said = [f"Synchronous training goes from {start:.3f} to {_pm(reference, 'final', 3)} ({reference['seeds']} seeds)."]
+    for lag in sorted(set(rows["lag"]) - {0}):
+        at = rows[rows["lag"] == lag].sort_values("gain_share", ascending=False)
+        alone = at[at["method"] == naive]
+        if len(alone):
+            one = alone.iloc[0]
+            fate = "collapses" if one["gain_share"] < COLLAPSE else "does not collapse"
+            said.append(
+                f"Lag {lag}: {naive} {fate}, it keeps {_pm(one, 'gain_share')} of the gain; its consecutive gradients "
+                f"have cosine {_pm(one, 'cosine')} (synchronous: {_pm(reference, 'cosine')}), its effective sample "
+                f"size is {_pm(one, 'ess_ratio')} of the rollouts."
+            )
+        kept = [f"{r['method']} {_pm(r, 'gain_share')}" for _, r in at[at["method"] != naive].iterrows()]
+        if kept:
+            said.append(f"Lag {lag}, share of the gain kept: {', '.join(kept)}.")
+    fallen, first, ahead = warning_time(runs[(runs["regime"] == regime) & (runs["lag"] > 0)])
+    if fallen:
+        said.append(
+            f"In {first} of the {fallen} stale runs that lost half of their accuracy the effective sample size had "
+            f"fallen below one half before (median: {ahead:.0f} steps before)."
+        )
+    return said
+
+
+def _pm(row: pd.Series, name: str, digits: int = 2) -> str:
+    half = row[f"{name}_half"]
+    return f"{row[name]:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+
+
+def _regime(table: pd.DataFrame, runs: pd.DataFrame, summary: pd.DataFrame, regime: str, out: Path) -> list[str]:
+    """Markdown of one regime."""
+    rows = summary[summary["regime"] == regime]
+    own = table[
+        (table["regime"] == regime) & (table["learning_rate_scale"] == 1.0) & (table["seed"] < FIRST_SEARCH_SEED)
+    ]
+    naive = naive_method(runs, regime)
+    plain = rows[rows["learning_rate_scale"] == 1.0]
+    lag = int(plain[plain["lag"] > 0].groupby("lag")["method"].nunique().sort_values(kind="stable").index[-1])
+    best = plain[(plain["lag"] == lag) & (plain["method"] != naive)].nlargest(SHOWN - 1, "gain_share")["method"]
+    shown = [naive, *best]
+    several = plain.groupby("method")["lag"].nunique()
+    pictures = {
+        "accuracy": figures.accuracy_by_lag(own, shown),
+        "signals": figures.signals_by_lag(own, naive),
+        "ranking": figures.ranking(rows, lag),
+        "cost": figures.equal_cost(own, shown, lag),
+    }
+    if (several > 1).any():
+        pictures["lags"] = figures.final_against_lag(plain)
+    pictures |= {f"signals_{m}": figures.signals_by_lag(own, m) for m in best[:1] if several[m] > 1}
+    for name, figure in pictures.items():
+        figures.save(figure, str(out / PICTURES / f"{regime}_{name}.png"))
+    images = [f"![{regime}: {name}]({PICTURES}/{regime}_{name}.png)" for name in pictures]
+    return [*(f"* {line}" for line in words(runs, summary, regime)), *images, _table(rows)]
+
+
+def _effects(table: pd.DataFrame, out: Path) -> list[str]:
+    """Pictures of single stabilizers, as far as the table has them."""
+    lines = []
+    own = table[(table["learning_rate_scale"] == 1.0) & (table["seed"] < FIRST_SEARCH_SEED)]
+    for method, (regime, without, signals) in figures.EFFECTS.items():
+        rows = own[own["regime"] == regime]
+        both = set(rows[rows["method"] == method]["lag"]) & set(rows[rows["method"] == without]["lag"]) - {0}
+        if both:
+            lag = sorted(both)[len(both) // 2]
+            name = f"effect_{method.replace('+', '_')}"
+            figures.save(figures.effect(rows, without, method, lag, signals), str(out / PICTURES / f"{name}.png"))
+            lines += [f"{method} against {without}, {regime}, lag {lag}:", f"![{method}]({PICTURES}/{name}.png)"]
+    return lines
+
+
+def _table(rows: pd.DataFrame) -> str:
+    """Markdown table, a row for each (method, lag, learning rate)."""
+    head = "method | lag | lr × | seeds | final accuracy | gain kept | collapsed | cosine | ESS ratio | KL | staleness"
+    lines = [f"| {head} |", "|" + "---|" * 11]
+    for _, r in rows.sort_values(["lag", "gain_share"], ascending=[True, False]).iterrows():
+        cells = [
+            *(r["method"], r["lag"], f"{r['learning_rate_scale']:g}", r["seeds"]),
+            *(_pm(r, "final", 3), _pm(r, "gain_share"), f"{r['collapsed']}/{r['seeds']}"),
+            *(_pm(r, "cosine"), _pm(r, "ess_ratio"), f"{r['kl']:.3f}", f"{r['staleness']:.1f}"),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _html(lines: list[str], out: Path) -> str:
+    """The same as one file that needs nothing else."""
+    body = []
+    for line in lines:
+        if line.startswith("!["):
+            path = line.partition("(")[2].rstrip(")")
+            data = base64.b64encode((out / path).read_bytes()).decode()
+            body.append(f'<p><img src="data:image/png;base64,{data}"></p>')
+        elif line.startswith("|"):
+            rows = [row.strip("| ").split(" | ") for row in line.splitlines() if not row.startswith("|---")]
+            cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+            body.append("<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>")
+        elif line.startswith("#"):
+            level = len(line) - len(line.lstrip("#"))
+            body.append(f"<h{level}>{html.escape(line.lstrip('# '))}</h{level}>")
+        else:
+            body.append(f"<p>{html.escape(line)}</p>")
+    return f"<!doctype html><meta charset=utf-8><title>Staleness benchmark</title><style>{STYLE}</style>{''.join(body)}"

@@ -1,0 +1,130 @@
+"""From rows per step to numbers per run, and from runs to means with 95 % intervals over seeds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+from benchmarks.staleness.suite import FIRST_SEARCH_SEED
+from benchmarks.staleness.table import CELL
+
+LAST_EVALUATIONS = 2  # the final accuracy is their mean: one has a sampling error of 3 points
+NAIVE = ("uncorrected", "ppo_clip")  # what stands for "no cure" in a regime: the first of these that it has
+COLLAPSE = 0.5  # share of the synchronous gain below which a run has collapsed
+LOW_ESS = 0.5
+
+
+def interval(values: pd.Series) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval (Student's t); nan for a single value."""
+    values = values.dropna()
+    if len(values) < 2:
+        return float(values.mean()), math.nan
+    return float(values.mean()), float(
+        student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    )
+
+
+def per_cell(table: pd.DataFrame) -> pd.DataFrame:
+    """One row for each run.
+
+    `final` is the mean of the last evaluations (0 for a run that broke), `start` the accuracy before training; the
+    signals are medians over the steps that had stale data; `low_ess_step` is when the effective sample size (mean of 5
+    steps) first fell below half, `fall_step` the first evaluation below half of the best one so far.
+    """
+    return pd.DataFrame([_cell(dict(zip(CELL, key, strict=True)), rows) for key, rows in table.groupby(CELL)])
+
+
+def _cell(settings: dict[str, object], rows: pd.DataFrame) -> dict[str, object]:
+    accuracy = rows.dropna(subset=["accuracy"]).set_index("step")["accuracy"]
+    failed = isinstance(rows["error"].iloc[0], str)
+    steps = rows.set_index("step")
+    stale = steps[steps["staleness_mean"] >= steps["staleness_mean"].max()]
+    low = steps["ess_ratio"].dropna().rolling(5).mean()
+    fallen = accuracy[accuracy < 0.5 * accuracy.cummax()]
+    return {
+        **settings,
+        "start": accuracy.iloc[0] if len(accuracy) else math.nan,
+        "final": 0.0 if failed or accuracy.empty else accuracy.iloc[-LAST_EVALUATIONS:].mean(),
+        "best": accuracy.max(),
+        "error": rows["error"].iloc[0],
+        **{name: stale[name].median() for name in ("cosine", "ess_ratio", "kl", "grad_norm")},
+        "staleness": stale["staleness_mean"].mean(),
+        "low_ess_step": low[low < LOW_ESS].index.min(),
+        "fall_step": fallen.index.min(),
+        "tokens": rows["tokens"].max(),
+        "cpu_s": rows["cpu_s"].max(),
+    }
+
+
+def naive_method(runs: pd.DataFrame, regime: str) -> str:
+    """The method that stands for no cure in a regime.
+
+    Raises:
+        ValueError: the regime has none.
+    """
+    methods = set(runs[runs["regime"] == regime]["method"])
+    for name in NAIVE:
+        if name in methods:
+            return name
+    raise ValueError(f"regime {regime!r} ran none of {NAIVE}: there is nothing to compare with")
+
+
+def synchronous(runs: pd.DataFrame, regime: str) -> pd.DataFrame:
+    """The regime's reference runs: the naive method at lag 0."""
+    naive = naive_method(runs, regime)
+    return runs[
+        (runs["regime"] == regime)
+        & (runs["method"] == naive)
+        & (runs["lag"] == 0)
+        & (runs["learning_rate_scale"] == 1.0)
+    ]
+
+
+def gain_share(finals: pd.Series, start: float, reference: pd.Series) -> tuple[float, float]:
+    """Share of the synchronous gain and half its 95 % interval; both means are uncertain (delta method)."""
+    gain, gain_half = interval(finals - start)
+    full, full_half = interval(reference - start)
+    share = float(gain / full)
+    return share, math.hypot(gain_half, share * full_half) / full
+
+
+def summarize(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row for each (regime, method, lag, learning rate): means over seeds with intervals, and what was kept.
+
+    Runs of a search for learning rates are left out.
+    """
+    runs = runs[runs["seed"] < FIRST_SEARCH_SEED]
+    rows = []
+    for key, group in runs.groupby(CELL[:-1]):
+        regime = key[0]
+        reference = synchronous(runs, regime)
+        row: dict[str, object] = dict(zip(CELL[:-1], key, strict=True)) | {"seeds": len(group)}
+        for name in ("final", "best", "cosine", "ess_ratio", "kl", "staleness"):
+            row[name], row[f"{name}_half"] = interval(group[name])
+        start = float(group["start"].mean())
+        row["gain_share"], row["gain_share_half"] = gain_share(group["final"], start, reference["final"])
+        row["collapsed"] = int((group["final"] - group["start"] < COLLAPSE * _gain(reference)).sum())
+        row["failed"] = int(group["error"].notna().sum())
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _gain(reference: pd.DataFrame) -> float:
+    return float((reference["final"] - reference["start"]).mean())
+
+
+def best_scales(runs: pd.DataFrame) -> dict[tuple[str, str, int], float]:
+    """The learning-rate scale of the best mean final accuracy, by (regime, method, lag); ties go to the lower."""
+    means = runs.groupby(["regime", "method", "lag", "learning_rate_scale"])["final"].mean().reset_index()
+    best = means.loc[means.groupby(["regime", "method", "lag"])["final"].idxmax()]
+    return {(r.regime, r.method, int(r.lag)): float(r.learning_rate_scale) for r in best.itertuples()}
+
+
+def warning_time(runs: pd.DataFrame) -> tuple[int, int, float]:
+    """Of runs whose accuracy fell by half: their number, that of those whose ESS fell first, median steps before."""
+    fallen = runs.dropna(subset=["fall_step"])
+    ahead = fallen["fall_step"] - fallen["low_ess_step"]
+    return len(fallen), int((ahead > 0).sum()), float(np.nanmedian(ahead)) if len(fallen) else math.nan

@@ -1,0 +1,87 @@
+"""The tidy table: one row per cell and optimizer step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.staleness.cell import RESULT
+from benchmarks.staleness.suite import Cell
+
+CELL = ["regime", "method", "lag", "learning_rate_scale", "seed"]
+COLUMNS = {
+    "val/pass@1": "accuracy",
+    "reward/mean": "reward",
+    "grad/cosine": "cosine",
+    "grad/norm": "grad_norm",
+    "importance/ess_ratio": "ess_ratio",
+    "importance/kl_k3": "kl",
+    "importance/ratio_max": "ratio_max",
+    "importance/clip_fraction": "clip_fraction",
+    "policy/entropy": "entropy",
+    "sample/staleness_mean": "staleness_mean",
+    "sample/staleness_max": "staleness_max",
+    "rollout/length_mean": "length_mean",
+    "ess/lr_scale": "lr_scale",
+    "gac/kept": "gac_kept",
+    "staleness/bound": "staleness_bound",
+    "bench/tokens": "tokens",
+    "bench/cpu_s": "cpu_s",
+}
+
+
+def read_cell(folder: Path, cell: Cell) -> pd.DataFrame:
+    """Rows of one finished run. Accuracy at step n is that of the policy after n optimizer steps."""
+    result = json.loads((folder / RESULT).read_text())
+    path = folder / "metrics.csv"
+    raw = pd.read_csv(path) if path.is_file() and path.stat().st_size > 1 else pd.DataFrame({"step": []})
+    if "val/pass@1" in raw:  # Lightning numbers the evaluation after n steps n - 1, but the one before training 0
+        raw.loc[raw["val/pass@1"].notna() & (raw["val/pass@1"].notna().cumsum() > 1), "step"] += 1
+    steps = pd.DataFrame(index=pd.Index(sorted(set(raw["step"])), name="step"))
+    for column, name in COLUMNS.items():
+        values = raw[["step", column]].dropna().groupby("step")[column] if column in raw else None
+        steps[name] = values.last() if values is not None else float("nan")
+    rows = steps.reset_index()
+    for key in CELL:
+        rows.insert(CELL.index(key), key, getattr(cell, key))
+    rows["error"] = result["error"]
+    rows["wall_s"] = result["wall_s"]
+    return rows
+
+
+def read_cells(out: Path, cells: Iterable[Cell] | None = None) -> pd.DataFrame:
+    """These runs, or all finished ones under `out`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if cells is None:
+        cells = [Cell.of(path.parent) for path in sorted(out.glob(f"cells/*/*/*/{RESULT}"))]
+    tables = [read_cell(out / cell.folder, cell) for cell in cells]
+    if not tables:
+        raise FileNotFoundError(f"{out}: no finished run of the benchmark there")
+    return pd.concat(tables, ignore_index=True)
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Parquet; single precision is more than any of the numbers has."""
+    numbers = table.select_dtypes("float64").columns
+    table.astype(dict.fromkeys(numbers, "float32")).to_parquet(path, compression="zstd", index=False)
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A table written before.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it has other columns.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such table; scripts/staleness_bench.py writes it")
+    table = pd.read_parquet(path)
+    if missing := {*CELL, "step", *COLUMNS.values(), "error"} - set(table):
+        raise ValueError(f"{path}: not a table of the staleness benchmark, it has no columns {sorted(missing)}")
+    return table.astype(dict.fromkeys(table.select_dtypes("float32").columns, "float64"))

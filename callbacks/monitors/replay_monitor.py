@@ -1,0 +1,45 @@
+"""What the replay buffer holds and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+from torchmetrics import MeanMetric
+
+from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.types import RolloutBatch
+
+
+class ReplayMonitor(StepMonitor):
+    """Logs `replay/*`, the fields of `ReplayStats`, and `sample/off_policy_share`, of tokens with an older version.
+
+    Raises:
+        ValueError: the run has no replay buffer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.off_policy = MeanMetric()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Checks that there is a buffer."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, RolloutDataModule) or data.replay is None:
+            raise ValueError("ReplayMonitor: data.replay is not set, so there is nothing to monitor")
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        """Adds the tokens that train."""
+        signals: Any = pl_module.stabilizer_signals
+        self.off_policy.update((signals["staleness"][batch.loss_mask] > 0).float().cpu())
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        """The step's values."""
+        replay = trainer.datamodule.replay  # type: ignore[attr-defined]
+        values = {f"replay/{name}": float(value) for name, value in asdict(replay.stats()).items()}
+        values["sample/off_policy_share"] = float(self.off_policy.compute())
+        self.off_policy.reset()
+        return values

@@ -1,0 +1,55 @@
+"""How old the tokens are that train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.aggregation import CatMetric
+
+from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
+from lit_async_rl.types import RolloutBatch
+
+
+class StalenessMonitor(StepMonitor):
+    """Logs `sample/staleness_{mean,p95,max}` in versions over the tokens of a step, and `sample/mixed_version_share`.
+
+    `mixed_version_share` is the share of rollouts that more than one version sampled (in-flight updates). Values over
+    the whole run are kept for the summary: `run_mean`, `run_max`.
+    """
+
+    prog_bar = ("sample/staleness_mean",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mixed = CatMetric(), MeanMetric()
+        self.run_mean, self.run_max = MeanMetric(), MaxMetric()
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        """Adds the tokens that train."""
+        signals: Any = pl_module.stabilizer_signals
+        staleness = signals["staleness"][batch.loss_mask].float().cpu()
+        if not len(staleness):
+            return
+        self.tokens.update(staleness)
+        self.run_mean.update(staleness)
+        self.run_max.update(staleness)
+        newest = batch.versions.masked_fill(~batch.loss_mask, -1).amax(-1)
+        oldest = torch.where(batch.loss_mask, batch.versions, newest[:, None]).amin(-1)
+        self.mixed.update((newest > oldest)[batch.group_index >= 0].float().cpu())
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        """The step's values."""
+        tokens = torch.as_tensor(self.tokens.compute())
+        values = {
+            "sample/staleness_mean": tokens.mean(),
+            "sample/staleness_p95": torch.quantile(tokens, 0.95, interpolation="higher"),
+            "sample/staleness_max": tokens.max(),
+            "sample/mixed_version_share": self.mixed.compute(),
+        }
+        self.tokens.reset()
+        self.mixed.reset()
+        return values

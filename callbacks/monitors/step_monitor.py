@@ -1,0 +1,51 @@
+"""What all monitors share: add up over the micro-batches of a step, log once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from torchmetrics import Metric
+
+from lit_async_rl.distributed.ranks import cpu_group
+
+
+class StepMonitor(pl.Callback):
+    """Changes nothing. Subclasses say what one micro-batch adds (`update`) and what the step's values are (`compute`).
+
+    Attributes:
+        prog_bar: names among those of `compute` that the progress bar shows.
+    """
+
+    prog_bar: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._step = -1
+
+    @abstractmethod
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
+        """Adds one micro-batch; `pl_module.stabilizer_signals` are its own."""
+
+    @abstractmethod
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        """The step's metrics; starts over."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Steps are counted from here; metrics live on the CPU, which the default group may not serve."""
+        self._step = trainer.global_step
+        group = cpu_group()
+        for metric in vars(self).values():
+            if isinstance(metric, Metric):
+                metric.process_group = group
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After each micro-batch."""
+        self.update(trainer, pl_module, batch)
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            for name, value in self.compute(trainer, pl_module).items():
+                pl_module.log(name, value, prog_bar=name in self.prog_bar)

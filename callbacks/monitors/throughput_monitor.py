@@ -1,0 +1,63 @@
+"""Where the time goes: what the trainer waits for, and what the engine does meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.types import RolloutBatch
+
+
+class ThroughputMonitor(StepMonitor):
+    """Logs, for each step: seconds, tokens per second, and the idle shares of both sides.
+
+    * `perf/step_s`, `perf/tokens_per_s`: completion tokens trained on.
+    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: the trainer waited for rollouts.
+    * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
+    * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
+    * `sample/lost`: groups dropped in the step, redundant ones (`redundant_groups`) or by a full `ring`.
+    """
+
+    prog_bar = ("perf/tokens_per_s",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens = 0
+        self._began = 0.0
+        self._before: ProducerStats | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The clock starts."""
+        super().on_train_start(trainer, pl_module)
+        self._began, self._before, self._tokens = time.monotonic(), None, 0
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        """Counts tokens."""
+        self._tokens += int(batch.loss_mask.sum())
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        """The step's values."""
+        now = time.monotonic()
+        step_s = now - self._began
+        values = {"perf/step_s": step_s, "perf/tokens_per_s": self._tokens / step_s}
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        if stats is not None:
+            before = self._before or ProducerStats.zero()
+            wait_s, run_s = stats.wait_s - before.wait_s, stats.run_s - before.run_s
+            values |= {
+                "perf/rollout_wait_s": wait_s,
+                "perf/trainer_wait_share": wait_s / run_s,
+                "perf/engine_idle_share": max(0.0, 1 - (stats.engine_busy_s - before.engine_busy_s) / run_s),
+                "sample/queue_size": float(stats.num_queued),
+                "sample/unfinished": float(stats.num_unfinished),
+                "sample/lost": float(stats.num_lost - before.num_lost),
+            }
+        self._began, self._before, self._tokens = now, stats, 0
+        return values

@@ -1,0 +1,75 @@
+"""The short table at the end of a run."""
+
+from __future__ import annotations
+
+import time
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from rich.table import Table
+
+from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
+from lit_async_rl.callbacks.monitors.staleness_monitor import StalenessMonitor
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.rollouts.stats import ProducerStats
+
+
+class RunSummary(pl.Callback):
+    """Collects what `table` shows: accuracy before and after, steps, time, staleness, waiting and idle shares."""
+
+    def __init__(self) -> None:
+        self.accuracy: list[float] = []  # of each validation
+        self.stats: ProducerStats | None = None
+        self.wall_s = 0.0
+        self.num_steps = 0
+        self._began = 0.0
+        self._folder: str | None = None
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notes the accuracy."""
+        if "val/pass@1" in trainer.callback_metrics:
+            self.accuracy.append(float(trainer.callback_metrics["val/pass@1"]))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The clock starts."""
+        self._began, self.num_steps = time.monotonic(), -trainer.global_step
+        self._folder = trainer.log_dir  # a collective: asked for on all ranks
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The clock stops, before the engine does."""
+        self.wall_s = time.monotonic() - self._began
+        self.num_steps += trainer.global_step
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
+
+    def table(self, trainer: pl.Trainer) -> Table:
+        """What happened, in a few lines."""
+        table = Table(show_header=False, title="run summary")
+        if len(self.accuracy) > 1:
+            table.add_row("held-out accuracy before, after", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
+        table.add_row("optimizer steps", str(self.num_steps))
+        table.add_row("wall time", f"{self.wall_s:.1f} s")
+        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(monitor, StalenessMonitor) and self.num_steps:
+                mean, most = float(monitor.run_mean.compute()), float(monitor.run_max.compute())
+                table.add_row("staleness mean, max", f"{mean:.2f}, {most:.0f} versions")
+        if self.stats is not None:
+            table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time")
+            table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
+            table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
+        for judge in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
+                table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
+        if self._folder is not None:
+            table.add_row("metrics and samples", self._folder)
+        saved = trainer.checkpoint_callback
+        if isinstance(saved, ModelCheckpoint) and (path := saved.last_model_path or saved.best_model_path):
+            table.add_row("checkpoint", path)
+        return table
+
+    def print(self, trainer: pl.Trainer) -> None:
+        """Writes the table, on rank 0."""
+        table = self.table(trainer)  # a collective: monitors add up over ranks
+        if trainer.is_global_zero:
+            Console(width=100).print(table)

@@ -1,0 +1,75 @@
+"""Writes what the policy really said, so that nobody has to guess from a curve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.training.checkpoint_io import append, tolerate_full_disk
+
+COLUMNS = ["step", "group", "prompt", "completion", "reward", "oldest_version", "newest_version"]
+
+
+class SampleLogger(pl.Callback):
+    """Every `every_n_steps` steps, some rollouts of that step: to `samples.jsonl` in the log folder, and as a table to
+    Weights & Biases and TensorBoard where they are used.
+
+    Args:
+        every_n_steps: optimizer steps between samples.
+        num_groups: prompts shown, with all of their completions.
+
+    Raises:
+        ValueError: a number is not positive.
+    """  # noqa: D205
+
+    def __init__(self, every_n_steps: int = 20, num_groups: int = 2) -> None:
+        if every_n_steps < 1 or num_groups < 1:
+            raise ValueError(f"SampleLogger: {every_n_steps=} and {num_groups=} must be positive")
+        self.every_n_steps, self.num_groups = every_n_steps, num_groups
+        self._step = 0
+        self._folder: str | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Steps are counted from here."""
+        self._step, self._folder = trainer.global_step, trainer.log_dir  # a collective: asked for on all ranks
+
+    @rank_zero_only
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a step."""
+        if trainer.global_step == self._step or (trainer.global_step - 1) % self.every_n_steps:
+            return
+        self._step = trainer.global_step
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, RolloutDataModule), f"SampleLogger reads a RolloutDataModule, not {type(data).__name__}"
+        rows = [
+            [
+                *(trainer.global_step, group.index, group.prompt.text, rollout.text, rollout.reward),
+                *(min(rollout.versions, default=None), max(rollout.versions, default=None)),
+            ]
+            for group in data.last_step_groups[: self.num_groups]
+            for rollout in group.rollouts
+        ]
+        self._write(trainer, rows)
+
+    def _write(self, trainer: pl.Trainer, rows: Sequence[Sequence[Any]]) -> None:
+        if self._folder is not None:
+            path = Path(self._folder) / "samples.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(dict(zip(COLUMNS, row, strict=True))) + "\n" for row in rows]
+            with tolerate_full_disk(str(path)):
+                append(path, "".join(lines))
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_table("samples", columns=COLUMNS, data=[list(row) for row in rows], step=trainer.global_step)
+            elif isinstance(logger, TensorBoardLogger):
+                table = "\n".join(f"    {row[2]}{row[3]}   reward {row[4]:g}" for row in rows)
+                logger.experiment.add_text("samples", table, trainer.global_step)

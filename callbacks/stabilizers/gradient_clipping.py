@@ -1,0 +1,94 @@
+"""Gradient clipping by global norm under every strategy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_async_rl.stabilizers.gradients import GradSpaces
+from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
+from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, metric_suffix, raw_optimizer, unscale_gradients
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+
+class GradientClipping(pl.Callback):
+    """g <- g * min(1, max_norm / ||g||), with the norm over all shards, ranks and devices.
+
+    `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, fails with tensor parallelism and with fused optimizers
+    under loss scaling; this works everywhere. Put it last in the list of callbacks: it should see what the other
+    stabilizers leave. A gradient that contains NaN or infinity has no norm: the step is dropped (no weights, moments or
+    weight decay move; Lightning still advances the scheduler), with a line in the log, and counted.
+
+    Logs `grad/norm` (before clipping; not for a broken gradient), `grad/clip_scale` (1: untouched, 0: dropped) and
+    `grad/num_dropped` (steps so far).
+
+    Args:
+        max_norm: largest norm; `inf` only measures.
+        optimizer: which one, by position or by the name of the submodule it trains; None clips each by itself.
+        max_in_a_row: with more dropped steps the run ends with an error; None never ends it.
+
+    Raises:
+        ValueError: `max_norm` is not positive, or the limit is negative.
+    """
+
+    def __init__(
+        self, max_norm: float = 1.0, optimizer: int | str | None = None, max_in_a_row: int | None = 10
+    ) -> None:
+        if not max_norm > 0:
+            raise ValueError(f"GradientClipping: max_norm must be positive, got {max_norm}")
+        self.max_norm = max_norm
+        self.optimizer = optimizer
+        self.dropped = DroppedUpdates("GradientClipping", max_in_a_row)
+        self._spaces = GradSpaces()
+
+    def apply(self, root: nn.Module, optimizer: Optimizer) -> dict[str, float]:
+        """Clips between backward and step, in any loop; returns what it saw and did."""
+        optimizer = raw_optimizer(optimizer)
+        space = self._spaces.of(root, optimizer)
+        gradients = space.gradients()
+        norm = space.norms(gradients)[0].item()
+        self.dropped.note(not math.isfinite(norm))
+        if not math.isfinite(norm):
+            space.drop([0])
+            return {"grad/clip_scale": 0.0, "grad/num_dropped": float(self.dropped.total)}
+        # 1e-6 is torch's own constant, so that results agree
+        scale = self.max_norm / (norm + 1e-6) if norm > self.max_norm else 1.0
+        space.scale_(gradients, [scale])
+        return {"grad/norm": norm, "grad/clip_scale": scale, "grad/num_dropped": float(self.dropped.total)}
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Checks the choice of optimizer."""
+        check_choice(trainer, pl_module, self.optimizer, "GradientClipping")
+        self._spaces = GradSpaces()
+
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Acts."""
+        index = chosen_index(trainer, pl_module, optimizer, self.optimizer)
+        if index is None:
+            return
+        unscale_gradients(trainer, optimizer)
+        assert trainer.strategy.model is not None
+        suffix = metric_suffix(trainer, self.optimizer, index)
+        for name, value in self.apply(trainer.strategy.model, optimizer).items():
+            pl_module.log(name + suffix, value)
+
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
+        """Ends the run, when all callbacks have seen the end of the last step."""
+        self.dropped.check()
+
+    @property
+    def state_key(self) -> str:
+        """Keeps the checkpointed state of several of them apart."""
+        return self._generate_state_key(optimizer=self.optimizer)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many steps were dropped."""
+        return {"num_dropped": self.dropped.total}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restores it."""
+        self.dropped.total = state_dict["num_dropped"]

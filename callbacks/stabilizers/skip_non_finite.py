@@ -1,0 +1,63 @@
+"""Guards weights against gradients that are no numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from lit_async_rl.stabilizers.gradients import GradSpaces
+from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
+from lit_async_rl.stabilizers.step_lr import raw_optimizer
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+
+class SkipNonFinite(pl.Callback):
+    """Drops updates whose gradient contains NaN or infinity, on any rank: weights, moments and version stay.
+
+    Always there in `scripts/train.py`. `GradientClipping` does the same, with a limit of its own. With loss scaling
+    (`precision: 16-mixed`) the scaler skips such steps itself, and this does nothing.
+
+    Logs `grad/num_skipped`, updates so far, once there are any.
+
+    Args:
+        max_in_a_row: with more, the run ends with an error; None never ends it.
+
+    Raises:
+        ValueError: the limit is negative.
+    """
+
+    def __init__(self, max_in_a_row: int | None = 10) -> None:
+        self.dropped = DroppedUpdates("SkipNonFinite", max_in_a_row)
+        self._spaces = GradSpaces()
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Parameters may have been replaced."""
+        self._spaces = GradSpaces()
+
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Looks at the accumulated gradient; a collective where it is sharded."""
+        precision: Any = trainer.precision_plugin
+        if hasattr(precision, "scaler") and precision.scaler is not None:
+            return
+        assert trainer.strategy.model is not None
+        space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
+        is_broken = not bool(space.norms(space.gradients()).isfinite().all())
+        self.dropped.note(is_broken)
+        if is_broken:
+            space.drop(range(space.num_groups))
+        if self.dropped.total:
+            pl_module.log("grad/num_skipped", float(self.dropped.total))
+
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
+        """Ends the run, when all callbacks have seen the end of the last step."""
+        self.dropped.check()
+
+    def state_dict(self) -> dict[str, int]:
+        """How many were dropped."""
+        return {"num_dropped": self.dropped.total}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restores it."""
+        self.dropped.total = state_dict["num_dropped"]

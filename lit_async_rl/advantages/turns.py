@@ -1,0 +1,150 @@
+"""What a turn is worth relative to others, where a rollout has several: each turn's tokens have their own advantage.
+
+A rollout without `turns` is one turn. r_k is the reward of turn k, G_k = sum_{j >= k} gamma^(j - k) r_j what it led to.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lit_async_rl.advantages.group import AdvantageEstimator, Lengths, Rewards, centered, standardized
+from lit_async_rl.types import Rollout, RolloutGroup, Turn
+
+Turns = Sequence[Sequence[Turn]]  # of the rollouts of one group
+
+
+def returns(turns: Sequence[Turn], gamma: float) -> list[float]:
+    """G_k of each turn."""
+    result: list[float] = []
+    for turn in reversed(turns):
+        result.insert(0, turn.reward + gamma * (result[0] if result else 0.0))
+    return result
+
+
+class TurnAdvantageEstimator(AdvantageEstimator):
+    """Subclasses say what each turn of a group is worth."""
+
+    @abstractmethod
+    def of_group(self, turns: Turns) -> list[list[float]]:
+        """Advantage of each turn of each rollout of a group."""
+
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
+        """Rollouts of one turn."""
+        groups = [[[Turn(end=0, reward=reward, state=0)] for reward in group] for group in rewards]
+        return [[row[0] for row in self.of_group(group)] for group in groups]
+
+    def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
+        """Each token has its turn's; what an environment wrote has that of the turn after it, and does not train."""
+        result = []
+        for group in groups:
+            turns = [_turns(rollout) for rollout in group.rollouts]
+            rows = zip(group.rollouts, turns, self.of_group(turns), strict=True)
+            result.append([_spread(rollout, own, values) for rollout, own, values in rows])
+        return result
+
+
+@dataclass(frozen=True)
+class TurnReturns(TurnAdvantageEstimator):
+    """A_k = G_k - mean of the group's G_k at turn k, over the rollouts that came so far; optionally / (std + eps).
+
+    Reward to go with a baseline for each turn; of rollouts of one turn, `GroupMean` or `GroupMeanStd`. Ours in this
+    form: with gamma 1 and a reward in the last turn only, it is the group's advantage among those still going on.
+
+    Args:
+        gamma: discount of later turns.
+        standardize: divide by the standard deviation.
+        eps: keeps nearly equal returns from becoming large advantages.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    gamma: float = 1.0
+    standardize: bool = False
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check("TurnReturns", self.gamma, self.eps)
+
+    def of_group(self, turns: Turns) -> list[list[float]]:
+        """Returns less their mean at the same turn."""
+        to_go = [returns(own, self.gamma) for own in turns]
+        places = [range(len(own)) for own in turns]
+        return _relative(to_go, places, self.standardize, self.eps)
+
+
+@dataclass(frozen=True)
+class GiGPO(TurnAdvantageEstimator):
+    """A_k = A_E + omega A_S: the rollout among its group, and the turn among those of the group in the same state.
+
+    A_E = (R - mean R) / F over rollouts, R = sum_k r_k; A_S = (G_k - mean G) / F over all turns of the group that began
+    in the state that turn k began in (the anchor). F is 1, or the standard deviation + eps with `standardize`. A state
+    met once gives A_S = 0. arXiv:2505.10978, equations 3, 6 and 7; standard deviations are the population's here. The
+    step- and trajectory-level advantage of SAMPO (ARLArena, arXiv:2602.21534).
+
+    Args:
+        omega: weight of A_S.
+        gamma: discount of later turns.
+        standardize: divide by the standard deviation.
+        eps: keeps nearly equal returns from becoming large advantages.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    omega: float = 1.0
+    gamma: float = 0.95
+    standardize: bool = True
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check("GiGPO", self.gamma, self.eps)
+        if not self.omega >= 0:
+            raise ValueError(f"GiGPO.omega must be >= 0, got {self.omega}")
+
+    def of_group(self, turns: Turns) -> list[list[float]]:
+        """Both, added up."""
+        totals = [sum(turn.reward for turn in own) for own in turns]
+        whole = standardized(totals, self.eps) if self.standardize else centered(totals)
+        to_go = [returns(own, self.gamma) for own in turns]
+        states = [[turn.state for turn in own] for own in turns]
+        steps = _relative(to_go, states, self.standardize, self.eps)
+        return [[value + self.omega * step for step in row] for value, row in zip(whole, steps, strict=True)]
+
+
+def _relative(
+    values: Sequence[Sequence[float]], keys: Sequence[Sequence[int]], standardize: bool, eps: float
+) -> list[list[float]]:
+    """Values less the mean of all those with the same key, divided by their standard deviation if wanted."""
+    cells: dict[int, list[tuple[int, int]]] = {}
+    for i, row in enumerate(keys):
+        for k, key in enumerate(row):
+            cells.setdefault(key, []).append((i, k))
+    result = [[0.0] * len(row) for row in values]
+    for members in cells.values():
+        found = [values[i][k] for i, k in members]
+        relative = standardized(found, eps) if standardize else centered(found)
+        for (i, k), value in zip(members, relative, strict=True):
+            result[i][k] = value
+    return result
+
+
+def _turns(rollout: Rollout) -> Sequence[Turn]:
+    return rollout.turns or [Turn(end=len(rollout.completion_ids), reward=rollout.reward, state=0)]
+
+
+def _spread(rollout: Rollout, turns: Sequence[Turn], values: Sequence[float]) -> list[float]:
+    tokens: list[float] = []
+    for turn, value in zip(turns, values, strict=True):
+        tokens += [value] * (turn.end - len(tokens))
+    assert len(tokens) == len(rollout.completion_ids), "the last turn ends with the rollout"
+    return tokens
+
+
+def _check(name: str, gamma: float, eps: float) -> None:
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"{name}.gamma must be in [0, 1], got {gamma}")
+    if not eps >= 0:
+        raise ValueError(f"{name}.eps must be >= 0, got {eps}")

@@ -1,0 +1,237 @@
+"""Command line: LightningCLI, where constructor signatures are the schema.
+
+Several `--config` files compose, `${...}` interpolates, dotted flags override, and flags are never abbreviated
+(argparse would take the misspelt `--data.max_stalenes 7` for `max_staleness`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+from lit_async_rl import callbacks
+from lit_async_rl.callbacks import (
+    BottleneckVerdict,
+    GradientMonitor,
+    ImportanceMonitor,
+    Progress,
+    RolloutMonitor,
+    RolloutTape,
+    RunSummary,
+    SampleLogger,
+    SaveOnFailure,
+    SaveOnSigterm,
+    SkipNonFinite,
+    StalenessMonitor,
+    ThroughputMonitor,
+    WeightSync,
+)
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.errors import (
+    EngineError,
+    EnvironmentFailure,
+    NonFiniteError,
+    ProducerError,
+    RewardError,
+    StalledError,
+)
+from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_writable
+from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.module import PolicyModule
+
+for _name in callbacks.__all__:
+    getattr(callbacks, _name)  # a configuration may name any of them without its module: they must be there to be found
+
+USER_ERRORS = (
+    *(ValueError, OSError, ModuleNotFoundError),
+    *(EngineError, NonFiniteError, ProducerError, RewardError, EnvironmentFailure, StalledError),
+)
+
+
+class AsyncRLCLI(LightningCLI):
+    """`model:` is a `PolicyModule`, `data:` a `RolloutDataModule`, `trainer:` Lightning's.
+
+    `WeightSync`, the monitors and a CSV log are always there.
+    """
+
+    def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
+        self.summary = RunSummary()
+        self._extra = extra or {}  # options of one script
+        super().__init__(
+            PolicyModule,
+            RolloutDataModule,
+            args=None if args is None else list(args),
+            run=False,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            parser_kwargs={"parser_mode": "omegaconf", "allow_abbrev": False},
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                "callbacks": [
+                    *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
+                    *(GradientMonitor(), SampleLogger(), Progress()),
+                    *(BottleneckVerdict(), self.summary),
+                    *(SkipNonFinite(), SaveOnFailure(), SaveOnSigterm()),
+                ]
+            },
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Shares values that two classes need, so that a configuration states each once."""
+        parser.add_argument("--num_threads", type=int, default=1, help="torch threads of the trainer's thread")
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint to resume from or evaluate")
+        for name, options in self._extra.items():
+            parser.add_argument(name, **options)
+        parser.add_lightning_class_args(WeightSync, "weight_sync")
+        parser.link_arguments("data.weight_sync_steps", "weight_sync.weight_sync_steps")
+        parser.link_arguments("model.model", "data.model")
+        parser.link_arguments(
+            "model", "data.keep_groups_whole", lambda module: module.wants_whole_groups, apply_on="instantiate"
+        )
+        parser.link_arguments("data.micro_batches_per_step", "trainer.accumulate_grad_batches")
+
+    def before_instantiate_classes(self) -> None:
+        """Refuses what would fail late; threads must be set before any parallel work."""
+        check_checkpoint(self.config["ckpt_path"])
+        if self.config["num_threads"] < 1:
+            raise ValueError(f"num_threads must be >= 1, got {self.config['num_threads']}")
+        torch.set_num_threads(self.config["num_threads"])
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Adds the CSV log beside other loggers; what is switched off takes our own callback for it away, too."""
+        switches = {"enable_progress_bar": (Progress,), "enable_checkpointing": (SaveOnFailure, SaveOnSigterm)}
+        off = [kinds for name, kinds in switches.items() if self.config_init["trainer"][name] is False]
+        unwanted = tuple(kind for kinds in off for kind in kinds)
+        defaults = self.trainer_defaults["callbacks"]
+        self.trainer_defaults["callbacks"] = [c for c in defaults if not isinstance(c, unwanted)]
+        trainer = super().instantiate_trainer(**kwargs)
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
+            trainer.loggers = [*trainer.loggers, CSVLog(trainer.log_dir or "runs", name="csv")]
+        return trainer
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
+    with _user_errors():
+        cli = AsyncRLCLI(args)
+        trainer, model, data = cli.trainer, cli.model, cli.datamodule
+        check_folders(trainer)
+        ckpt_path = cli.config["ckpt_path"]
+        if data.val_prompts is not None:
+            trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        if data.val_prompts is not None and not trainer.interrupted:
+            trainer.validate(model, data, verbose=False)
+        cli.summary.print(trainer)
+
+
+def evaluate(args: Sequence[str] | None = None) -> None:
+    """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
+    with _user_errors():
+        cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
+        if cli.datamodule.val_prompts is None:
+            raise ValueError("data.val_prompts is not set: there is nothing to evaluate on")
+        metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
+        table = Table("prompt", "completion", "answer", "reward", title="samples")
+        one_of_each = cli.model.validator.samples[:: cli.datamodule.num_val_samples]
+        for sample in one_of_each[: cli.config["num_shown"]]:
+            row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
+            table.add_row(*map(escape, row))
+        console = Console()
+        console.print(table)
+        for name, value in metrics.items():
+            console.print(f"{name:12} {value:.4f}")
+
+
+def export(args: Sequence[str] | None = None) -> None:
+    """Writes a checkpoint as a Hugging Face folder."""
+    with _user_errors():
+        cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
+        if cli.config["ckpt_path"] is None:
+            raise ValueError("ckpt_path is not set: name the checkpoint to export")
+        if any(Path(cli.config["out"]).glob("*")):
+            raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
+        checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
+        cli.model.configure_model()
+        cli.model.on_load_checkpoint(checkpoint)
+        cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
+        lm = cli.model.policy.causal_lm
+        weights = {name: tensor.contiguous() for name, tensor in stream_weights(cli.model.policy)}
+        lm.save_pretrained(cli.config["out"], state_dict=weights)
+        cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
+        print(f"version {cli.model.version} written to {cli.config['out']}")
+
+
+def check_folders(trainer: Trainer) -> None:
+    """Refuses folders that cannot be written to, before anything is computed.
+
+    Raises:
+        OSError: names the setting and the folder.
+    """
+    folders: dict[str, str | Path | None] = {"trainer.logger's folder": trainer.log_dir}  # a collective
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint):
+            folders["ModelCheckpoint.dirpath"] = callback.dirpath
+        if isinstance(callback, RolloutTape):
+            folders["RolloutTape.folder"] = callback.folder
+    for name, folder in folders.items():
+        if folder is not None and trainer.is_global_zero:
+            check_writable(Path(folder), name)
+
+
+def check_checkpoint(path: str | None) -> None:
+    """Refuses a missing or truncated file before anything is loaded; folders are sharded checkpoints.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: the file is not whole.
+    """
+    if path is None or Path(path).is_dir():
+        return
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"ckpt_path={path!r}: there is no such checkpoint")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"ckpt_path={path!r} is no whole checkpoint: it was cut off, or is something else")
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """A user's mistake ends in its message, without a traceback; with one if LIT_ASYNC_RL_TRACEBACK is set."""
+    quiet()
+    try:
+        yield
+    except USER_ERRORS as error:
+        if os.environ.get("LIT_ASYNC_RL_TRACEBACK"):
+            raise
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def quiet() -> None:
+    """Keeps messages about internals out of the user's terminal."""
+    transformers_logging.disable_progress_bar()
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: "💡" not in record.getMessage())
+    warnings.filterwarnings("ignore", message=".*treespec.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")

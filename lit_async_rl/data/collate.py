@@ -1,0 +1,132 @@
+"""From the groups of one optimizer step to padded micro-batches.
+
+B rows of a micro-batch, T positions. Rollouts are sorted by length and cut into runs, so that a micro-batch pads little
+and the largest one, which decides peak memory, is as small as runs allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from lit_async_rl.advantages.group import AdvantageEstimator
+from lit_async_rl.losses.aggregation import Aggregation
+from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
+
+Value = TypeVar("Value", bool, int, float)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One rollout with what the step's other rollouts decide about it."""
+
+    prompt_ids: tuple[int, ...]
+    rollout: Rollout
+    advantages: Sequence[float]  # of the completion's tokens
+    token_weight: float
+    group_index: int
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.rollout.completion_ids)
+
+
+def collate_step(
+    groups: Sequence[RolloutGroup],
+    *,
+    advantage: AdvantageEstimator,
+    aggregation: Aggregation,
+    num_micro_batches: int,
+    pad_token_id: int,
+    temperature: float,
+    keep_groups_whole: bool = False,
+) -> list[RolloutBatch]:
+    """All micro-batches of one optimizer step; the token weights of all of them together are what `aggregation` says.
+
+    Groups are put in order of admission first, so the result does not depend on which finished first. With
+    `keep_groups_whole` no group is split over micro-batches.
+    """
+    groups = aggregation.select(sorted(groups, key=lambda group: group.index))
+    advantages = advantage.per_token(groups)
+    weights = iter(aggregation.of_step(groups))
+    units = [
+        [
+            _Row(group.prompt_ids, rollout, row, next(weights), group.index)
+            for rollout, row in zip(group.rollouts, rows, strict=True)
+        ]
+        for group, rows in zip(groups, advantages, strict=True)
+    ]
+    if not keep_groups_whole:
+        units = [[row] for unit in units for row in unit]
+    parts = split_units(units, num_micro_batches)
+    return [_pad(part, pad_token_id, temperature) for part in parts]
+
+
+def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
+    """Cuts units (rows that stay together) into `num_parts` runs whose largest padded size is minimal.
+
+    Units are sorted by length first, so that a run pads little; runs may be empty.
+    """
+    units = sorted((unit for unit in units if unit), key=_longest)
+    low = max((len(unit) * _longest(unit) for unit in units), default=0)
+    high = sum(len(unit) for unit in units) * max(map(_longest, units), default=0)
+    while low < high:  # the smallest padded size that needs no more than num_parts runs
+        middle = (low + high) // 2
+        if len(_greedy_runs(units, middle)) <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    runs = _greedy_runs(units, low)
+    return runs + [[] for _ in range(num_parts - len(runs))]
+
+
+def _longest(rows: Sequence[_Row]) -> int:
+    return max(row.length for row in rows)
+
+
+def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row]]:
+    runs: list[list[_Row]] = []
+    for unit in units:  # by length: the new unit's is the padded length of the run it joins
+        if runs and (len(runs[-1]) + len(unit)) * _longest(unit) <= max_padded:
+            runs[-1] = runs[-1] + unit
+        else:
+            runs.append(unit)
+    return runs
+
+
+def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> RolloutBatch:
+    """One micro-batch; without rows a single one of padding, because every rank must run every forward."""
+    width = max((row.length for row in rows), default=2)
+    columns = torch.arange(width)
+    begins = torch.tensor([[len(row.prompt_ids)] for row in rows] or [[0]])
+    ends = torch.tensor([[row.length] for row in rows] or [[0]])
+    attention_mask = columns < ends
+    completion = attention_mask & (columns >= begins)
+    rollouts = [row.rollout for row in rows]
+    masks = ((True,) * len(r.completion_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
+    loss_mask = _fill(completion, masks, False)
+    weights = torch.tensor([[row.token_weight] for row in rows] or [[0.0]])
+    return RolloutBatch(
+        input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.completion_ids for row in rows), pad_token_id),
+        attention_mask=attention_mask,
+        loss_mask=loss_mask,
+        behavior_logprobs=_fill(completion, (r.behavior_logprobs for r in rollouts), 0.0).masked_fill_(~loss_mask, 0.0),
+        versions=_fill(completion, (r.versions for r in rollouts), 0),
+        advantages=_fill(completion, (row.advantages for row in rows), 0.0).masked_fill_(~loss_mask, 0.0),
+        token_weights=torch.where(loss_mask, weights, 0.0),
+        rewards=torch.tensor([row.rollout.reward for row in rows] or [0.0]),
+        group_index=torch.tensor([row.group_index for row in rows] or [-1]),
+        temperature=temperature,
+    )
+
+
+def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Value) -> Tensor:
+    """One value for each place of `mask`, row after row, and `rest` elsewhere; one tensor for all, not one for each."""
+    values = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.tensor(rest).dtype)
+    return torch.full(mask.shape, rest).masked_scatter_(mask, values)

@@ -1,0 +1,215 @@
+"""The leading rank's side of a run: engine, producer (or tape) and replay buffer, from weights to the groups of a step.
+
+All of it is called from the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from torch import Tensor
+
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.errors import EngineDown, ProducerError, StalledError
+from lit_async_rl.replay.buffer import ReplayBuffer
+from lit_async_rl.replay.tape_source import Replay
+from lit_async_rl.rollouts.checkpoint import restore_producer, save_producer
+from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
+from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.scheduling.admission import Admission, check_bound
+from lit_async_rl.types import RolloutGroup
+
+CLOSE_S = 10.0
+log = logging.getLogger(__name__)
+
+
+class RolloutSource:
+    """Takes the weights that a step made, and gives the groups of the next.
+
+    Args:
+        engine: set up with the first weights, closed by `stop`.
+        model: what the engine is set up with.
+        admission: of the producer.
+        make_producer: called with the number of the first step when the engine has weights.
+        groups_per_step: handed out for one step.
+        fresh_per_step: how many of them come from the producer.
+        replay: gives the others; None where all are fresh.
+        engine_restarts: see `RolloutDataModule`.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        model: str,
+        admission: Admission,
+        make_producer: Callable[[int], Producer | Replay],
+        groups_per_step: int,
+        fresh_per_step: int,
+        replay: ReplayBuffer | None,
+        engine_restarts: int = 0,
+    ) -> None:
+        self.engine, self.model, self.admission, self.replay = engine, model, admission, replay
+        self.groups_per_step, self.fresh_per_step = groups_per_step, fresh_per_step
+        self._make_producer = make_producer
+        self._producer: Producer | Replay | None = None
+        self._saved: dict[str, Any] = {}  # by the run that this one resumes
+        self._step_began = -1  # the step whose groups were handed out last
+        self._is_set_up = False
+        self._taken: list[RolloutGroup] = []  # by a call of `take` that has not returned yet
+        self.engine_restarts, self._restarts_in_a_row = engine_restarts, 0
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Gives the engine new weights; sets it up first, when they are the first ones."""
+        if not self._is_set_up:
+            self.engine.setup(self.model)
+            self._is_set_up = True
+        if not isinstance(self._producer, Producer):
+            self.engine.load_weights(version, weights)
+        elif self._producer.listener.engine_error is None:
+            try:
+                self.engine.load_weights(version, weights)
+            except Exception as error:  # `take` raises it, or another engine gets the weights
+                self._producer.listener.break_engine(error, self.engine)
+
+    def start(self, version: int, step: int) -> None:
+        """Starts the background thread, where the resumed run left off; the engine has the weights of `version`."""
+        self._producer = self._make_producer(step)
+        if self._saved and isinstance(self._producer, Producer):
+            restore_producer(self._producer, self._saved)
+        self._producer.start(version)
+
+    def advance(self, version: int) -> None:
+        """Gives back the slots of the groups trained on."""
+        self._started().advance(version)
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Changes the bound for groups admitted from now on."""
+        self._started().set_max_staleness(max_staleness)
+
+    def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
+        """Begins to sample held-out prompts beside the rollouts."""
+        producer = self._started()
+        assert isinstance(producer, Producer), "a tape has no engine"
+        producer.evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan)
+        producer.evaluation.submit()
+        return producer.evaluation
+
+    def take_step(self, step: int, should_stop: Callable[[], bool]) -> list[RolloutGroup] | None:
+        """The groups of `step`, each token within its bound; None when the run is asked to stop."""
+        if not self._taken:
+            self.begin_step(step)
+        groups = self.take(self.fresh_per_step, should_stop)
+        if groups is None or self.replay is None:
+            return groups
+        return self.replay.mix(groups, self.groups_per_step, self._started().version)
+
+    def begin_step(self, step: int) -> None:
+        """All groups taken before have been trained on; those that come next are for `step`."""
+        self._started().begin_step()
+        self._step_began = step
+
+    def take(self, num_groups: int, should_stop: Callable[[], bool]) -> list[RolloutGroup] | None:
+        """The next groups to finish; None when the run is asked to stop.
+
+        Raises:
+            EngineDown: call `restart_engine`, and this again: groups that it had taken are not lost.
+            ProducerError, StalledError: there is nothing to restart, or it was restarted too often.
+        """
+        producer = self._started()
+        while len(self._taken) < num_groups:
+            try:
+                group = producer.take(should_stop=should_stop)
+            except (ProducerError, StalledError) as error:
+                self._check_restarts(producer, error)
+                raise EngineDown from error
+            if group is None:
+                self._taken = []
+                return None
+            self._taken.append(group)
+        groups, self._taken, self._restarts_in_a_row = self._taken, [], 0
+        check_bound(groups, producer.version, self.admission.largest_bound)
+        return groups
+
+    def _check_restarts(self, producer: Producer | Replay, error: Exception) -> None:
+        """Raises what cannot be helped by another engine."""
+        if not isinstance(producer, Producer) or producer.listener.engine_error is None:
+            raise error
+        if self._restarts_in_a_row >= self.engine_restarts:
+            if self.engine_restarts:
+                log.warning("the engine fails still after data.engine_restarts=%d in a row", self.engine_restarts)
+            raise error
+
+    def restart_engine(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Puts a new engine in the place of the one that hangs or broke; groups that lack completions begin again.
+
+        Nothing that has come from the old engine is lost. If the new one does not start either, `take_step` says so.
+        """
+        producer = self._started()
+        assert isinstance(producer, Producer)
+        error = producer.listener.engine_error
+        assert error is not None
+        self._restarts_in_a_row += 1
+        is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
+        _end(self.engine, error)
+        self.engine = self.engine.fresh(is_out_of_memory)
+        try:
+            self.engine.setup(self.model)
+            self.engine.load_weights(producer.version, weights)
+        except Exception as failure:
+            producer.listener.engine_error = failure
+            log.warning("a new engine did not start after %s: %s", type(error).__name__, failure)
+            return
+        num_groups = producer.replace_engine(self.engine)
+        log.warning(
+            "the engine was restarted (%d of data.engine_restarts=%d in a row), with the weights of version %d; %d "
+            "groups are sampled again, finished ones are kept. %s: %s",
+            *(self._restarts_in_a_row, self.engine_restarts, producer.version, num_groups),
+            *(type(error).__name__, error),
+        )
+
+    def stats(self) -> ProducerStats | None:
+        """Totals of the background side; None before it started."""
+        return self._producer.stats() if self._producer else None
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """All that was admitted and not trained on before `step`, see `lit_async_rl.rollouts.checkpoint`."""
+        if self._producer is None:
+            return self._saved
+        if isinstance(self._producer, Replay):
+            return {}
+        state = save_producer(self._producer, step_is_done=step > self._step_began)
+        return state if self.replay is None else state | {"replay": self.replay.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Kept until the engine has weights."""
+        self._saved = state
+        if self.replay is not None and "replay" in state:
+            self.replay.load_state_dict(state["replay"])
+
+    def stop(self) -> None:
+        """Ends the background thread and frees the engine. Safe to call twice."""
+        if self._producer is not None:
+            self._producer.stop()
+        self.engine.close()
+        self._is_set_up = False
+
+    def _started(self) -> Producer | Replay:
+        assert self._producer is not None, "add the WeightSync callback: it starts the producer"
+        return self._producer
+
+
+def _end(engine: RolloutEngine, error: Exception) -> None:
+    """Frees what can be freed of an engine; one that hangs may hang here, too, and is left to itself."""
+    traceback.clear_frames(error.__traceback__)  # which hold what filled the memory
+    closing = threading.Thread(target=engine.close, name="closing", daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+    gc.collect()
+    garbage_collection_cuda()

@@ -1,0 +1,36 @@
+"""Who is who among the processes of a run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lit_async_rl.utils.lightning_types import AnyTrainer
+
+_cpu_groups: dict[Any, dist.ProcessGroup] = {}
+
+
+def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
+    """(number of ranks that see different data, this one's place among them); tensor-parallel ranks share a place."""
+    strategy: Any = trainer.strategy
+    if not isinstance(strategy, ParallelStrategy):
+        return 1, 0
+    kwargs: dict[str, Any] = strategy.distributed_sampler_kwargs
+    return kwargs["num_replicas"], kwargs["rank"]
+
+
+def cpu_group() -> dist.ProcessGroup | None:
+    """All ranks, for CPU tensors, whatever the default backend; None in a single process.
+
+    The first call is a collective: all ranks make it. Its waits are bounded by those who use it (`StepScatter`).
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    if world not in _cpu_groups:
+        _cpu_groups.clear()
+        _cpu_groups[world] = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    return _cpu_groups[world]

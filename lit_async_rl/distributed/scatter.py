@@ -1,0 +1,215 @@
+"""The micro-batches of a step, from rank 0 to all ranks: flat tensors with a JSON header (safetensors), no pickle.
+
+Everything here runs in the main thread, over a gloo group, in the same order on all ranks. Rank 0 first announces what
+comes (a step, or the end of the run) and how long each rank's share is, then scatters the shares.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lit_async_rl.distributed.liveness import RankWatch
+from lit_async_rl.distributed.ranks import cpu_group, data_parallel
+from lit_async_rl.errors import StalledError
+from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyTrainer
+
+RELOAD: Final = "reload"  # in place of a step: the engine is being restarted, and needs the weights of all ranks
+Exchanged = list[RolloutBatch] | Literal["reload"] | None  # None ends the run
+_STEP, _END, _RELOAD = 1, 2, 3
+_OTHERS = "others"  # fields that are no tensors
+
+
+def pack(batches: Sequence[RolloutBatch]) -> bytes:
+    """Batches as bytes."""
+    fields = {f"{n}.{name}": value for n, batch in enumerate(batches) for name, value in vars(batch).items()}
+    tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
+    others = json.dumps({name: value for name, value in fields.items() if name not in tensors})
+    return save(tensors | {_OTHERS: torch.frombuffer(bytearray(others.encode()), dtype=torch.uint8)})
+
+
+def unpack(data: bytes) -> list[RolloutBatch]:
+    """What `pack` was given."""
+    fields: dict[str, Any] = load(data)
+    fields |= json.loads(bytes(fields.pop(_OTHERS).tolist()))
+    batches: dict[int, dict[str, Any]] = {}
+    for key, value in fields.items():
+        number, _, name = key.partition(".")
+        batches.setdefault(int(number), {})[name] = value
+    return [RolloutBatch(**batches[n]) for n in range(len(batches))]
+
+
+class OneProcess:
+    """Stands for `StepScatter` where one process trains: there is nobody to share with."""
+
+    num_places = 1
+    leads = True
+
+    def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
+        """All micro-batches."""
+        return make()
+
+    def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
+        """Whether the run should end: Lightning has noticed SIGTERM."""
+        return bool(trainer.received_sigterm)
+
+    def take_over_sigterm(self) -> None:
+        """Lightning's handler does."""
+
+    def any(self, value: bool) -> bool:
+        """The value."""
+        return value
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody needs to know."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class StepScatter:
+    """Gives each rank its micro-batches. Made by all ranks together.
+
+    Args:
+        place: this rank's place among those with different data; tensor-parallel ranks share one.
+        num_places: how many there are.
+        watch: notices when a rank fails while the others wait.
+        timeout_s: longest wait for a rank that is alive but does not come.
+    """
+
+    def __init__(self, place: int, num_places: int, watch: RankWatch, timeout_s: float) -> None:
+        group = cpu_group()
+        assert group is not None
+        self._group, self.watch, self._timeout_s = group, watch, timeout_s
+        self._rank, self._num_ranks, self.num_places = dist.get_rank(), dist.get_world_size(), num_places
+        places = [torch.zeros(1, dtype=torch.long) for _ in range(self._num_ranks)]
+        dist.all_gather(places, torch.tensor([place]), group=group)
+        self._places = [int(p) for p in places]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank has the engine and the producer; the others get what it hands out."""
+        return self._rank == 0
+
+    def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
+        """This rank's micro-batches of the step, or that weights are needed; None ends the run on all ranks.
+
+        Args:
+            make: called on rank 0 only: the step's micro-batches, those that run at the same time side by side.
+
+        Raises:
+            RankError: another rank failed.
+            StalledError: another rank did not come.
+        """
+        if not self.leads:
+            return self._receive()
+        try:
+            batches = None if self.watch.is_stop_requested else make()
+        except BaseException as error:
+            self.watch.fail(error)  # at once: callbacks that handle the exception may want to use collectives
+            raise
+        self._send(batches)
+        return batches if batches is None or batches == RELOAD else batches[self._places[0] :: self.num_places]
+
+    def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
+        """For rank 0, whenever it looks while it waits for rollouts: whether any rank wants to end the run.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        self.watch.tick()
+        self.watch.check()
+        return self.watch.is_stop_requested
+
+    def take_over_sigterm(self) -> None:
+        """See `RankWatch`."""
+        self.watch.take_over_sigterm()
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks of an error on this one; an end that all of them were asked for is none."""
+        if not isinstance(error, SIGTERMException):
+            self.watch.fail(error)
+
+    def close(self) -> None:
+        """This rank's part is done. Safe to call twice."""
+        self.watch.close()
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank."""
+        flag = torch.tensor([value], dtype=torch.uint8)
+        self._wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), "to agree")
+        return bool(flag)
+
+    def _send(self, batches: Exchanged) -> None:
+        if batches is None or batches == RELOAD:
+            kind = _END if batches is None else _RELOAD
+            self._broadcast(torch.tensor([kind, *[0] * self._num_ranks]))
+            return
+        assert len(batches) % self.num_places == 0
+        shares = [pack(batches[place :: self.num_places]) for place in range(self.num_places)]
+        lengths = [len(shares[place]) for place in self._places]
+        self._broadcast(torch.tensor([_STEP, *lengths]))
+        padded = [torch.frombuffer(bytearray(share.ljust(max(lengths))), dtype=torch.uint8) for share in shares]
+        self._scatter(max(lengths), [padded[place] for place in self._places])
+
+    def _receive(self) -> Exchanged:
+        header = self._broadcast(torch.zeros(1 + self._num_ranks, dtype=torch.long)).tolist()
+        if header[0] != _STEP:
+            return None if header[0] == _END else RELOAD
+        data = self._scatter(max(header[1:]), None)
+        return unpack(data[: header[1 + self._rank]].numpy().tobytes())
+
+    def _broadcast(self, header: Tensor) -> Tensor:
+        self._wait(dist.broadcast(header, 0, group=self._group, async_op=True), "for the next step")
+        return header
+
+    def _scatter(self, length: int, shares: list[Tensor] | None) -> Tensor:
+        mine = torch.empty(length, dtype=torch.uint8)
+        self._wait(dist.scatter(mine, shares, src=0, group=self._group, async_op=True), "for its rollouts")
+        return mine
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Waits by polling, because a wait inside of torch cannot be ended."""
+        began = time.monotonic()
+        while not work.is_completed():
+            self.watch.check()
+            waited = time.monotonic() - began
+            if min(waited, self.watch.leader_idle_s) > self._timeout_s:
+                raise StalledError(
+                    f"rank {self._rank} waited {what} for data.rollout_timeout_s={self._timeout_s:g} s; the other "
+                    "ranks are alive, but one does something else. Raise the setting if that can take so long."
+                )
+            time.sleep(0.001 if waited < 0.1 else 0.02)
+        try:
+            work.wait()
+        except RuntimeError as error:  # a broken connection: the watch thread may know why
+            self.watch.explain(error)
+
+
+def connect(
+    trainer: AnyTrainer, timeout_s: float, silence_s: float, on_abandon: Callable[[], None]
+) -> StepScatter | OneProcess:
+    """Joins the ranks of a run: from here on, what ends one of them ends all. A collective.
+
+    Args:
+        trainer: may have a single process.
+        timeout_s: see `StepScatter`.
+        silence_s: a rank that is not heard from for so long counts as dead.
+        on_abandon: see `RankWatch`.
+    """
+    if trainer.world_size == 1:
+        return OneProcess()
+    watch = RankWatch(silence_s, on_abandon)
+    num_places, place = data_parallel(trainer)
+    ranks = StepScatter(place, num_places, watch, timeout_s)
+    watch.start()
+    return ranks

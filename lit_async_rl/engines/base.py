@@ -1,0 +1,205 @@
+"""What every rollout engine does: requests in, completions out, each token tagged with the version that sampled it.
+
+Who calls what: the producer's thread calls `submit` and `poll`; the trainer's thread calls `setup`, `load_weights` and
+`close`. An engine with its own thread (vLLM) generates all the time; the embedded one generates inside `poll`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.types import FinishReason, Prompt, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are sampled.
+
+    Args:
+        temperature: divides the logits; 0 means greedy (log-probabilities are then those of temperature 1).
+        top_p: keep the smallest set of tokens with at least this probability; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+        max_tokens: at most this many completion tokens.
+        stop_token_ids: end the completion (the stop token is its last token); added to the tokenizer's EOS.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature >= 0, ">= 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "max_tokens": (self.max_tokens >= 1, ">= 1"),
+        }
+        for name, (ok, rule) in checks.items():
+            if not ok:
+                raise ValueError(f"sampling.{name} must be {rule}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """`num_samples` completions of one prompt. `id` is unique among the requests an engine holds.
+
+    `prompt` is what `prompt_ids` were made from; only engines with an environment look at it. Where an engine has a
+    queue of its own, waiting requests of a higher `priority` begin first; others take them in order.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    sampling: SamplingParams
+    prompt: Prompt | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished sample of a request; `logprobs` and `versions` have one entry for each token.
+
+    An engine with an environment also says which tokens the policy wrote (`loss_mask`), its `turns` and the `reward`.
+    """
+
+    request_id: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    loss_mask: tuple[bool, ...] | None = None
+    reward: float | None = None
+    turns: tuple[Turn, ...] | None = None
+
+
+class RolloutEngine(ABC):
+    """Generates with the newest weights it was given.
+
+    Guarantee: a token of a request that was submitted after `load_weights(v, ...)` returned has a version >= v.
+
+    Attributes:
+        in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
+        scores: whether completions come with their rewards.
+    """
+
+    in_flight_weight_updates: bool
+    scores: bool = False
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Remembers the arguments, for `fresh`."""
+        engine = super().__new__(cls)
+        engine._made_with = (args, kwargs)
+        return engine
+
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
+        """A new engine with the same arguments, not set up, to take the place of one that hangs or broke.
+
+        Args:
+            out_of_memory: this one broke because of that; the new one should need less, if it can.
+        """
+        args, kwargs = self._made_with
+        renewed = [a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for a in args]
+        named = {n: a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for n, a in kwargs.items()}
+        return type(self)(*renewed, **named)
+
+    def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
+        """What this engine adds to generation, added to another engine; validation uses it."""
+        return engine
+
+    @abstractmethod
+    def setup(self, model: str) -> None:
+        """Loads the architecture of `model`, a Hugging Face name or folder. Called once, before all else."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Tokens of prompt and completion together that a request may have."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests, all at once: either all are seen by the next decode step or none. Does not block."""
+
+    @abstractmethod
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Samples that have finished since the last call; waits at most `timeout_s` for the first.
+
+        Raises whatever broke the engine.
+        """
+
+    @abstractmethod
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Makes `weights` (Hugging Face names, full tensors) the ones to sample from, tagged `version`.
+
+        Consumes the iterable before it returns. With in-flight updates running requests go on under the new weights;
+        otherwise they finish under the old ones first, and requests submitted later wait for that.
+        """
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Ends these requests; finished and partial samples of them are dropped."""
+
+    def partial_completions(self) -> list[Completion]:
+        """What running requests have so far, as far as it can be gone on from by reading it as a prompt.
+
+        Their `finish_reason` is `abort`. Engines that cannot say return nothing: their requests begin again.
+        """
+        return []
+
+    def random_state(self) -> Tensor | None:
+        """State of the random numbers, for a checkpoint; None where there is none to save."""
+        return None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Goes on with random numbers where `random_state` was taken."""
+        raise NotImplementedError(f"{type(self).__name__} saves no random state")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything. Safe to call twice and from any thread."""
+
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds spent generating so far."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+
+
+def check_positive(**settings: int | float | None) -> None:
+    """Refuses numbers that make no sense.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+    for name, value in settings.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"data.engine.{name} must be positive, got {value}")
+
+
+def run_requests(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    """All completions of each request, by sample index; blocks until done. For use without a producer."""
+    found: dict[int, list[Completion]] = {request.id: [] for request in requests}
+    missing = sum(request.num_samples for request in requests)
+    engine.submit(requests)
+    while missing:
+        completions = engine.poll(60.0)
+        missing -= len(completions)
+        for completion in completions:
+            found[completion.request_id].append(completion)
+    return [sorted(found[request.id], key=lambda c: c.sample_index) for request in requests]

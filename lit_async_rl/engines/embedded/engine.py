@@ -1,0 +1,249 @@
+"""The default engine: a decode loop over slots, in this process, for any Hugging Face causal LM.
+
+Each turn of the loop samples one token for every active row. Rows are independent: one that finishes is replaced by a
+waiting one, so nobody waits for the longest completion of a batch. A prompt is read once and its keys and values are
+copied to all of its samples.
+
+| who | waits for | woken by |
+|---|---|---|
+| `poll` (producer's thread) | something to decode | `submit`, `close` |
+| `submit`, `abort`, `load_weights` (trainer's thread) | the end of the current token | the loop, which goes second |
+| `load_weights` without in-flight updates | one of two older updates to be used | the loop, `close`, an error |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine, run_requests
+from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
+from lit_async_rl.engines.embedded.slots import Slots
+from lit_async_rl.errors import StalledError
+from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
+from lit_async_rl.utils.locks import FairLock, Room
+
+MAX_PENDING_UPDATES = 2
+CLOSE_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class EmbeddedEngine(RolloutEngine):
+    """Generates inside `poll`, with its own copy of the weights and its own random numbers.
+
+    Args:
+        num_slots: rows decoded together.
+        seed: of the random numbers.
+        in_flight_weight_updates: True: new weights are used from the next token on, running completions keep the keys
+            and values they have. False: what one `submit` queued is a batch, which begins when all before it is
+            finished; an update takes its place between two batches. What is sampled then depends only on the seed,
+            the id of the first request of each batch and the order of calls, never on timing, also after a resume.
+        device: `auto` is the first accelerator, or the CPU.
+        dtype: of the weights; log-probabilities are float32 always.
+        num_threads: torch threads of the thread that polls, and of threads started later; None leaves it alone.
+        max_model_len: tokens of prompt and completion together; None is the model's own limit.
+        update_timeout_s: longest wait of `load_weights`, and of anybody for the current token.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        num_slots: int = 64,
+        seed: int = 0,
+        in_flight_weight_updates: bool = True,
+        device: str = "auto",
+        dtype: str = "float32",
+        num_threads: int | None = 1,
+        max_model_len: int | None = None,
+        update_timeout_s: float = 600.0,
+    ) -> None:
+        least = {"num_slots": (num_slots, 1), "max_model_len": (max_model_len, 2), "num_threads": (num_threads, 1)}
+        for name, (value, minimum) in least.items():
+            if value is not None and value < minimum:
+                raise ValueError(f"data.engine.{name} must be >= {minimum}, got {value}")
+        self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
+        self.device, self.dtype, self.num_threads = device, dtype, num_threads
+        self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len
+        self._slots: Slots | None = None
+        self._queue = RequestQueue(num_slots)
+        self._version = self._num_tokens = 0
+        self._busy_s = 0.0
+        what = f"the token that the embedded engine computes (data.engine.update_timeout_s={update_timeout_s:g})"
+        self._lock = FairLock(update_timeout_s, what)
+        self._work = threading.Event()  # set while there may be something to decode
+        self._update_room = Room(MAX_PENDING_UPDATES)
+        self._closed = self._threads_set = False
+
+    @classmethod
+    def from_module(cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0) -> EmbeddedEngine:
+        """Samples with the live weights of `lm`, without a copy; for `run` in the thread that owns it."""
+        engine = cls(num_slots=num_slots, seed=seed, num_threads=None)
+        engine._adopt(lm, owns_weights=False)
+        return engine
+
+    def fresh(self, out_of_memory: bool = False) -> EmbeddedEngine:
+        """The same again, with half the slots after it ran out of memory."""
+        engine = super().fresh(out_of_memory)
+        assert isinstance(engine, EmbeddedEngine)
+        if out_of_memory:
+            half = engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // 2)
+            log.warning("out of memory: data.engine.num_slots is now %d instead of %d", half, self.num_slots)
+        return engine
+
+    def setup(self, model: str) -> None:
+        """Loads the architecture; the weights come by `load_weights`."""
+        self._adopt(load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False), owns_weights=True)
+
+    def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
+        limit = context_length(lm)
+        if self._max_model_len is not None and self._max_model_len > limit:
+            raise ValueError(f"data.engine.max_model_len={self._max_model_len} exceeds the model's context of {limit}")
+        self._max_model_len = self._max_model_len or limit
+        self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and completion together."""
+        assert self._max_model_len is not None, "setup first"
+        return self._max_model_len
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent decoding."""
+        return self._busy_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self._num_tokens
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests, all at once.
+
+        Raises:
+            ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
+        """
+        for request in requests:
+            check_request(request, self.max_model_len, self._active_slots.vocab_size)
+        with self._lock.hold():
+            self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.seed)
+            self._work.set()
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Ends these requests and drops what they have."""
+        gone = set(request_ids)
+        with self._lock.hold():
+            self._queue.drop(gone)
+            self._active_slots.drop(gone)
+
+    def partial_completions(self) -> list[Completion]:
+        """What the active rows have so far."""
+        with self._lock.hold():
+            return self._active_slots.partial_completions()
+
+    def random_state(self) -> Tensor:
+        """Of all rows together."""
+        return self._active_slots.generator.get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Of all rows together."""
+        self._active_slots.generator.set_state(state)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Decodes until a completion has finished or the time is up."""
+        if self.num_threads is not None and not self._threads_set:
+            torch.set_num_threads(self.num_threads)
+            self._threads_set = True
+        deadline = time.monotonic() + timeout_s
+        while not self._closed:
+            with self._lock.hold(), self._update_room.closed_by_errors():
+                finished = [] if self._closed else self._step()
+            remaining = deadline - time.monotonic()
+            if finished or remaining <= 0:
+                return finished
+            self._work.wait(remaining)
+        return []
+
+    def _step(self) -> list[Completion]:
+        """Fills free slots from the queue, or samples one token for every active row."""
+        began = time.monotonic()
+        slots = self._active_slots
+        while (barrier := self._queue.take_barrier(slots.num_active)) is not None:
+            self._pass(barrier)
+        if pending := self._queue.take_requests(slots.num_active):
+            finished = slots.admit(pending, self._version)
+        elif slots.num_active:
+            finished = slots.decode(self._version)
+        else:
+            self._work.clear()
+            return []
+        self._num_tokens = slots.num_tokens
+        self._busy_s += time.monotonic() - began
+        return finished
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Uses these weights from the next token on, or after what was submitted before (see the class).
+
+        Raises:
+            ValueError: names or shapes are not the model's; the engine then keeps the weights it has.
+            StalledError: older updates were not used within `update_timeout_s`.
+            RuntimeError: `poll` has raised; its error is the cause.
+        """
+        waits = not self.in_flight_weight_updates
+        if waits and not self._update_room.wait(self.update_timeout_s):
+            raise StalledError(
+                f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
+                f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
+            )
+        update = Update(version, receive_weights(self._active_slots.lm, weights))
+        with self._lock.hold():
+            if waits and (self._queue or self._active_slots.num_active):
+                self._update_room.add(1)
+                self._queue.push_barrier(update)
+                self._work.set()
+            else:
+                self._apply(update)
+
+    def _pass(self, barrier: Update | NewBatch) -> None:
+        if isinstance(barrier, Update):
+            self._apply(barrier)
+            self._update_room.add(-1)
+        else:
+            self._active_slots.begin_batch(barrier.seed)
+
+    @torch.no_grad()
+    def _apply(self, update: Update) -> None:
+        for name, parameter in self._active_slots.lm.named_parameters():
+            parameter.copy_(update.weights[name])
+        self._version = update.version
+        self._active_slots.forget_prompts()
+
+    @property
+    def _active_slots(self) -> Slots:
+        assert self._slots is not None, "setup first"
+        return self._slots
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """All completions of each request, by sample index; blocks until done. For use without a producer."""
+        self._active_slots.forget_prompts()  # the weights may be somebody else's, who has changed them
+        with evaluation_mode(self._active_slots.lm):
+            return run_requests(self, requests)
+
+    def close(self) -> None:
+        """Lets `poll` and `load_weights` return and frees the model."""
+        self._closed = True
+        self._work.set()
+        self._update_room.close()
+        # a thread that hangs in a token keeps what it works with; there is nothing that could end it
+        with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
+            self._slots = None
+            self._queue = RequestQueue(self.num_slots)

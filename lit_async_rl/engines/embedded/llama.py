@@ -1,0 +1,179 @@
+"""The forward pass of Llama-like models for decoding: the arithmetic of transformers in a quarter of the operations.
+
+A small model's token costs more Python and kernel launches than arithmetic, so everything that a decoder does not need
+(mask building, head repetition, outputs, hooks) is left out. Reads the module's own parameters, so it is always up to
+date. n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from lit_async_rl.engines.embedded.kv_cache import SlotCache
+
+_FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class LlamaForward:
+    """Hidden states of a supported model, with keys and values in a `SlotCache`."""
+
+    def __init__(self, lm: PreTrainedModel, owns_weights: bool = False) -> None:
+        assert self.supports(lm)
+        model: Any = lm.base_model
+        config = lm.config
+        self._model = model
+        self._head_size = model.layers[0].self_attn.head_dim
+        self._num_queries, self._num_keys = config.num_attention_heads, config.num_key_value_heads
+        self._qkv = [
+            Joined([getattr(layer.self_attn, name) for name in _PROJECTIONS[:3]], owns_weights)
+            for layer in model.layers
+        ]
+        self._gate_up = [Joined([layer.mlp.gate_proj, layer.mlp.up_proj], owns_weights) for layer in model.layers]
+        if owns_weights:
+            for layer in model.layers:
+                _side_by_side([layer.self_attn.o_proj.weight])
+                _side_by_side([layer.mlp.down_proj.weight])
+        self._epsilon = torch.tensor(config.rms_norm_eps)
+        self._cos = self._sin = torch.empty(0)  # [positions, 1, D], the halves of sin with opposite signs
+
+    @staticmethod
+    def supports(lm: PreTrainedModel) -> bool:
+        """These classes with plain linear layers (no LoRA), SwiGLU, and rotations that do not depend on length."""
+        if type(lm) not in _FAMILIES or lm.config.hidden_act != "silu":
+            return False
+        model: Any = lm.base_model
+        linears = [getattr(layer.self_attn, name) for layer in model.layers for name in _PROJECTIONS]
+        linears += [m for layer in model.layers for m in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)]
+        length_dependent = model.rotary_emb.rope_type in ("dynamic", "longrope")
+        return not length_dependent and all(type(linear) is nn.Linear for linear in linears)
+
+    def __call__(
+        self, input_ids: Int[Tensor, "n T"], position_ids: Int[Tensor, "n T"], mask: Tensor, cache: SlotCache
+    ) -> Float[Tensor, "n T H"]:
+        """`mask` is added to the scores, broadcastable to [n, 1, T, keys]."""
+        x = F.embedding(input_ids, self._model.embed_tokens.weight)
+        self._reserve(x, max(cache.max_len, input_ids.shape[1]))
+        cos, sin = self._cos[position_ids], self._sin[position_ids]  # [n, T, 1, D]
+        if input_ids.shape[1] == 1:
+            mask = mask.expand(-1, self._num_keys, 1, -1).flatten(0, 1)  # [n Hk, 1, M]
+        for index, layer in enumerate(self._model.layers):
+            out = self._attention(layer.self_attn, self._norm(layer.input_layernorm, x), cos, sin, mask, cache, index)
+            x = _plus_linear(x, layer.self_attn.o_proj, out)
+            gate, up = self._gate_up[index](self._norm(layer.post_attention_layernorm, x)).chunk(2, -1)
+            x = _plus_linear(x, layer.mlp.down_proj, F.silu(gate).mul_(up))
+        return self._norm(self._model.norm, x)
+
+    def _reserve(self, like: Tensor, num_positions: int) -> None:
+        """Rotations for all positions, once."""
+        if len(self._cos) >= num_positions and self._cos.dtype == like.dtype:
+            return
+        num_positions *= 2
+        cos, sin = self._model.rotary_emb(like, torch.arange(num_positions, device=like.device)[None])  # [1, M, D]
+        half = self._head_size // 2
+        self._cos, self._sin = cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[0, :, None]
+
+    def _attention(
+        self, module: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: SlotCache, index: int
+    ) -> Tensor:
+        n, num_tokens, size = *x.shape[:2], self._head_size
+        heads = self._qkv[index](x).view(n, num_tokens, -1, size)
+        both = self._num_queries + self._num_keys
+        rotated = heads[:, :, :both]
+        if "q_norm" in module._modules:  # Qwen3
+            query, key = rotated.split([self._num_queries, self._num_keys], 2)
+            rotated = torch.cat([self._norm(module.q_norm, query), self._norm(module.k_norm, key)], 2)
+        torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin, out=heads[:, :, :both])
+        query = heads[:, :, : self._num_queries]
+        if num_tokens == 1:  # queries that share a key-value head are one matrix, instead of repeated keys and values
+            keys, values = cache.write(heads[:, 0, self._num_queries :], index)
+            out = _attend(query.reshape(n, self._num_keys, -1, size), keys, values, mask)
+        else:
+            key, value = heads[:, :, self._num_queries :].transpose(1, 2).chunk(2, 1)
+            cache.update(key, value, index)
+            query = query.transpose(1, 2)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        return out.reshape(n, num_tokens, -1)
+
+    def _norm(self, module: Any, x: Tensor) -> Tensor:
+        if not _is_plain(x):
+            return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+        squares = torch.linalg.vecdot(x, x)[..., None]  # the CPU has no fused kernel: fewer operations
+        scale = torch.add(self._epsilon, squares, alpha=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(module.weight)
+
+
+class Joined:
+    """Linear layers with the same input as one product.
+
+    Args:
+        linears: the layers.
+        owns_weights: True lays their parameters side by side in memory, where they stay parameters of their layers, so
+            that one product reads them all; False only joins the outputs.
+    """
+
+    def __init__(self, linears: list[nn.Linear], owns_weights: bool) -> None:
+        self._linears = linears
+        self._weight = _side_by_side([linear.weight for linear in linears]) if owns_weights else None
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears))
+        self._bias = _side_by_side(biases) if owns_weights and biases else None
+
+    def __call__(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
+        """The outputs of all layers, one after the other."""
+        if self._weight is None:
+            return torch.cat([_linear(linear, x) for linear in self._linears], -1)
+        return F.linear(x, self._weight, self._bias)
+
+
+def _attend(
+    query: Float[Tensor, "n Hk G D"],
+    keys: Float[Tensor, "n Hk M D"],
+    values: Float[Tensor, "n Hk M D"],
+    mask: Float[Tensor, "rows 1 M"],
+) -> Float[Tensor, "n Hk G D"]:
+    """Attention of one new token. On the CPU two batched products beat the fused kernel, which is made for many."""
+    if not _is_plain(query):
+        mask = mask.view(*query.shape[:2], 1, -1)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    rows, size = query.shape[0] * query.shape[1], query.shape[3]
+    scores = torch.baddbmm(mask, query.reshape(rows, -1, size), keys.view(rows, -1, size).mT, alpha=size**-0.5)
+    return torch.bmm(scores.softmax(-1), values.view(rows, -1, size)).view(query.shape)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+    whole = torch.cat([p.detach() for p in parameters])
+    if whole.dim() == 2 and whole.device.type == "cpu":  # the inputs' dimension first: products take 10 % less time
+        whole = whole.t().contiguous().t()
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+def _plus_linear(x: Tensor, module: Any, y: Tensor) -> Tensor:
+    """Adds module(y) to x, in place where nothing is to be cast."""
+    if torch.is_autocast_enabled(x.device.type) or module.bias is not None:
+        return x + _linear(module, y)
+    x.flatten(0, 1).addmm_(y.flatten(0, 1), module.weight.t())
+    return x
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight, module.bias)

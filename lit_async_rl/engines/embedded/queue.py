@@ -1,0 +1,138 @@
+"""What waits for slots of the embedded engine, and what may start when. No threads: the engine's lock is held."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import GenerationRequest
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Samples `first_sample ... first_sample + num_samples - 1` of a request."""
+
+    request: GenerationRequest
+    first_sample: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """Weights that wait for all requests before them to finish."""
+
+    version: int
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class NewBatch:
+    """Waits for all requests before it, and gives those after it random numbers of their own."""
+
+    seed: int
+
+
+class RequestQueue:
+    """First in, first out, except that requests of a higher priority come first; none goes past a barrier.
+
+    Reading a prompt costs about as much as decoding a token of all rows, so slots are filled several at a time: as soon
+    as an eighth of them is free, or all that waits fits.
+
+    Args:
+        num_slots: rows that decode together.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._items: deque[Pending | Update | NewBatch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def push_requests(self, requests: Sequence[GenerationRequest], seed: int | None = None) -> None:
+        """All samples of these requests, behind all others of at least their priority.
+
+        With a seed they are a batch, which waits for all before it and has random numbers of its own.
+        """
+        if requests and seed is not None:
+            self.push_barrier(NewBatch(random.Random(f"{seed} {requests[0].id}").getrandbits(63)))
+        for request in requests:
+            place = len(self._items)
+            while place and self._yields(self._items[place - 1], request):
+                place -= 1
+            self._items.insert(place, Pending(request, 0, request.num_samples))
+
+    @staticmethod
+    def _yields(item: Pending | Update | NewBatch, request: GenerationRequest) -> bool:
+        return isinstance(item, Pending) and item.request.priority < request.priority
+
+    def push_barrier(self, barrier: Update | NewBatch) -> None:
+        """Something that waits until all before it is finished, at the end."""
+        self._items.append(barrier)
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Forgets these requests."""
+        kept = (item for item in self._items if not (isinstance(item, Pending) and item.request.id in request_ids))
+        self._items = deque(kept)
+
+    def take_barrier(self, num_active: int) -> Update | NewBatch | None:
+        """The head of the queue, if it is one and has nothing left to wait for."""
+        if num_active or not self._items or isinstance(self._items[0], Pending):
+            return None
+        barrier = self._items.popleft()
+        assert not isinstance(barrier, Pending)
+        return barrier
+
+    def take_requests(self, num_active: int) -> list[Pending]:
+        """Requests from the head that fit into the free slots and are worth reading their prompts now.
+
+        A request that does not fit waits for more free slots, because its prompt is best read once; when a quarter of
+        the slots would be left idle it is split.
+        """
+        free = self.num_slots - num_active
+        if num_active and free < self.num_slots / 8 and not self._all_fit(free):
+            return []
+        taken: list[Pending] = []
+        while free and self._items and isinstance(head := self._items[0], Pending):
+            if head.num_samples > free:
+                if num_active and free < self.num_slots / 4:
+                    break
+                rest = Pending(head.request, head.first_sample + free, head.num_samples - free)
+                head = Pending(head.request, head.first_sample, free)
+                self._items[0] = rest
+            else:
+                self._items.popleft()
+            taken.append(head)
+            free -= head.num_samples
+        return taken
+
+    def _all_fit(self, free: int) -> bool:
+        for item in self._items:
+            if not isinstance(item, Pending) or item.num_samples > free:
+                return not isinstance(item, Pending)
+            free -= item.num_samples
+        return True
+
+
+def check_request(request: GenerationRequest, max_model_len: int, vocab_size: int) -> None:
+    """Refuses what could never be generated.
+
+    Raises:
+        ValueError: prompt and completion do not fit, or a token of the prompt is not in the vocabulary.
+    """
+    assert request.num_samples >= 1, request
+    ids, max_tokens = request.prompt_ids, request.sampling.max_tokens
+    if not ids or len(ids) + max_tokens > max_model_len:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens and sampling.max_tokens={max_tokens} need {len(ids) + max_tokens} "
+            f"positions, at least one of them for the prompt; the engine has max_model_len={max_model_len}"
+        )
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"a prompt holds the tokens {min(ids)} to {max(ids)}, the model's vocabulary has only {vocab_size}: "
+            "tokenizer and model do not belong together"
+        )

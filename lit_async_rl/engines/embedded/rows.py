@@ -1,0 +1,117 @@
+"""What an embedded engine knows of each row that it decodes, as tensors: S slots, C columns for completion tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.embedded.sampling import RowParams
+
+NO_TOKEN = -1
+Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
+
+
+class RowState:
+    """Tensors with one entry for each slot, so that the work of one token does not grow with Python.
+
+    A slot without a completion (`alive` 0) takes part in the arithmetic, but its entries stay as they are.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        rows: dict[str, Any] = {"device": device, "dtype": torch.long}
+        self.all_rows = torch.arange(num_slots, **rows)
+        self.alive = torch.zeros(num_slots, **rows)  # 1 or 0
+        self.position = torch.zeros(num_slots, **rows)  # of the last token, which has no keys and values yet
+        self.last = torch.zeros(num_slots, **rows)
+        self.count = torch.zeros(num_slots, **rows)  # completion tokens so far
+        self.max_tokens = torch.zeros(num_slots, **rows)
+        self.stops = torch.full((num_slots, 1), NO_TOKEN, **rows)
+        self.tokens = torch.zeros(num_slots, 0, **rows)
+        self.versions = torch.zeros(num_slots, 0, **rows)
+        self.logprobs = torch.zeros(num_slots, 0, device=device)
+        self.temperature = torch.ones(num_slots, device=device)
+        self.top_p = torch.ones(num_slots, device=device)
+        self.top_k = torch.zeros(num_slots, **rows)
+        self.min_p = torch.zeros(num_slots, device=device)
+        self._truncates = self._greedy = False
+
+    def params(self, rows: slice | Tensor) -> RowParams:
+        """How to draw."""
+        values = (self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
+        return RowParams(*values, self._truncates, self._greedy)
+
+    def open(
+        self, rows: Int[Tensor, " n"], sampling: SamplingParams, stops: Sequence[int], prompt: tuple[int, ...]
+    ) -> None:
+        """Begins completions of one prompt; the next token is drawn after its last one."""
+        self._reserve(sampling.max_tokens + 1, len(stops))  # the last column is written by rows that are finished
+        self.alive[rows] = 1
+        self.position[rows], self.last[rows] = len(prompt) - 1, prompt[-1]
+        self.count[rows] = 0
+        self.max_tokens[rows] = sampling.max_tokens
+        self.temperature[rows], self.top_p[rows] = sampling.temperature, sampling.top_p
+        self.top_k[rows], self.min_p[rows] = sampling.top_k, sampling.min_p
+        self._truncates |= sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        self._greedy |= sampling.temperature == 0
+        self.stops[rows] = NO_TOKEN
+        self.stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=rows.device)
+
+    def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
+        """Notes a token of each row; returns which of them are finished, and which of these by a stop token."""
+        index, column, alive = self.all_rows[rows], self.count[rows], self.alive[rows]
+        self.tokens[index, column] = tokens
+        self.logprobs[index, column] = logprobs
+        self.versions[index, column] = version
+        self.count[rows] = count = column + alive
+        self.position[rows] += alive
+        self.last[rows] = tokens
+        stopped = (tokens[:, None] == self.stops[rows]).any(1)
+        return (stopped | (count >= self.max_tokens[rows])) & (alive > 0), stopped
+
+    def completions(self, rows: Sequence[int]) -> list[Tokens]:
+        """Tokens, log-probabilities and versions of each of `rows`: all at once, because each transfer costs time."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.count.device)
+        counts = self.count[index].tolist()
+        width = max(counts, default=0)
+        columns = [values[index, :width].tolist() for values in (self.tokens, self.logprobs, self.versions)]
+        return [
+            (tuple(tokens[:n]), tuple(logprobs[:n]), tuple(versions[:n]))
+            for n, tokens, logprobs, versions in zip(counts, *columns, strict=True)
+        ]
+
+    def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
+        """Copies rows to other slots, which the sources leave."""
+        for values in (
+            *(self.position, self.last, self.count, self.max_tokens, self.stops),
+            *(self.tokens, self.versions, self.logprobs),
+            *(self.temperature, self.top_p, self.top_k, self.min_p),
+        ):
+            values[targets] = values[sources]
+        self.alive[targets], self.alive[sources] = 1, 0
+
+    def longest(self) -> int:
+        """Highest position of any living row."""
+        return int((self.position * self.alive).max())
+
+    def forget_settings(self) -> None:
+        """Says that no row lives."""
+        self._truncates = self._greedy = False
+
+    def _reserve(self, columns: int, num_stops: int) -> None:
+        if columns > self.tokens.shape[1]:
+            self.tokens = _widen(self.tokens, columns, 0)
+            self.versions = _widen(self.versions, columns, 0)
+            self.logprobs = _widen(self.logprobs, columns, 0)
+        if num_stops > self.stops.shape[1]:
+            self.stops = _widen(self.stops, num_stops, NO_TOKEN)
+
+
+def _widen(values: Tensor, width: int, fill: int) -> Tensor:
+    wide = values.new_full((values.shape[0], width), fill)
+    wide[:, : values.shape[1]] = values
+    return wide

@@ -1,0 +1,244 @@
+"""The rows that an embedded engine decodes together.
+
+A row that finishes leaves a hole, which takes part in the arithmetic until the next prompt fills it: cheaper than
+closing the ranks for every completion. Where holes are many they are closed all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_async_rl.engines.base import Completion
+from lit_async_rl.engines.embedded.kv_cache import SlotCache
+from lit_async_rl.engines.embedded.llama import LlamaForward
+from lit_async_rl.engines.embedded.queue import Pending
+from lit_async_rl.engines.embedded.rows import RowState
+from lit_async_rl.engines.embedded.sampling import draw, processed_logprobs
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.types import FinishReason
+
+
+class Slots:
+    """Prefill, decode and bookkeeping; no threads.
+
+    Args:
+        lm: the model; read in evaluation mode, without gradients.
+        num_slots: S.
+        eos_token_ids: end every completion.
+        seed: of the random numbers.
+        owns_weights: nobody else holds the model's parameters, so they may be laid out anew.
+    """
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        num_slots: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        owns_weights: bool = False,
+    ) -> None:
+        if lm.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"the embedded engine needs the attention implementation sdpa or eager, whose masks it can give; the "
+                f"model has {lm.config._attn_implementation!r}"
+            )
+        self.lm = lm
+        self.num_tokens = 0  # sampled so far
+        self._policy = CausalPolicy(lm)
+        self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._num_slots = num_slots
+        self.device = next(lm.parameters()).device
+        self._cache = SlotCache(num_slots, self.device)
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self._zero = torch.zeros((), dtype=lm.dtype, device=self.device)
+        self._rows = RowState(num_slots, self.device)
+        self._owners: list[tuple[int, int] | None] = []  # (request id, sample index) of each slot up to the last in use
+        self._num_active = 0
+        self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # whose keys and values each slot begins with
+        self._longest = 0  # upper bound on the position of any active row, known without asking the device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model can read are smaller than this."""
+        embeddings: Any = self.lm.get_input_embeddings()
+        return embeddings.weight.shape[0]
+
+    @property
+    def num_active(self) -> int:
+        """Rows being decoded."""
+        return self._num_active
+
+    def forget_prompts(self) -> None:
+        """Reads prompts anew: the weights have changed."""
+        self._prompts = [None] * self._num_slots
+
+    def begin_batch(self, seed: int) -> None:
+        """What follows will not depend on what went before."""
+        assert not self._num_active
+        self.generator.manual_seed(seed)
+        self.forget_prompts()
+        self._cache.clear()
+
+    # -- one token ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def admit(self, pending: Sequence[Pending], version: int) -> list[Completion]:
+        """Begins completions and samples their first tokens; returns what is finished already.
+
+        A prompt is read once. Where a slot still has its keys and values they are copied, and the prompt's last token
+        is decoded together with those of all other rows.
+        """
+        num_rows = sum(item.num_samples for item in pending)
+        free = [row for row, owner in enumerate(self._owners) if owner is None]
+        free = (free + list(range(len(self._owners), self._num_slots)))[:num_rows]
+        self._owners += [None] * (max(free) + 1 - len(self._owners))
+        self._fit(max(len(item.request.prompt_ids) for item in pending))
+        slot_of = {prompt: slot for slot, prompt in enumerate(self._prompts) if prompt is not None}
+        known = [item for item in pending if item.request.prompt_ids in slot_of]
+        fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
+        if known:
+            sources = [slot_of[item.request.prompt_ids] for item in known for _ in range(item.num_samples)]
+            targets, free = self._index(free[: len(sources)]), free[len(sources) :]
+            self._cache.copy(self._index(sources), targets)
+            self._open_rows(known, targets)
+        finished = self._read(fresh, self._index(free), version) if fresh else []
+        return finished + self.decode(version) if known else finished
+
+    def _read(self, pending: Sequence[Pending], rows: Int[Tensor, " n"], version: int) -> list[Completion]:
+        prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))  # each once
+        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
+        width = max(len(ids) for ids in prompts)
+        input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
+        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
+        self._cache.begin_prefill()
+        hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], causal)
+        number = {prompt: n for n, prompt in enumerate(prompts)}
+        source = self._index([number[item.request.prompt_ids] for item in pending for _ in range(item.num_samples)])
+        self._cache.end_prefill(source, rows)
+        self._open_rows(pending, rows)
+        logits = self._policy.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
+        self.num_tokens += len(rows)
+        return self._commit(logits[source], rows, version)
+
+    @torch.no_grad()
+    def decode(self, version: int) -> list[Completion]:
+        """Samples one token for every active row."""
+        if self._num_active < 3 / 4 * len(self._owners):
+            self._close_holes()
+        n = len(self._owners)
+        self._fit(self._longest + 1)
+        positions = self._rows.position[:n]
+        self._cache.begin_decode(positions)
+        mask = torch.arange(self._cache.max_len, device=self.device) <= positions[:, None]
+        hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
+        self.num_tokens += self._num_active
+        return self._commit(self._policy.logits(hidden[:, 0]), slice(0, n), version)
+
+    def _fit(self, length: int) -> None:
+        if self._cache.fit(max(length, self._longest + 1)):
+            self._prompts = [p if p is not None and len(p) <= self._cache.max_len else None for p in self._prompts]
+            self._rows.position.clamp_(max=self._cache.max_len - 1)  # holes, too, are written to
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
+        position_ids = position_ids.expand(len(input_ids), -1)
+        # Added to the scores: eager attention needs it so, the others would make it so in every layer.
+        mask = torch.where(mask, self._zero, -torch.inf)
+        if self._llama is not None:
+            return self._llama(input_ids, position_ids, mask, self._cache)
+        output = self.lm.base_model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state
+
+    def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
+        """Draws a token for each of `rows`, notes it, and closes the rows that are finished."""
+        params = self._rows.params(rows)
+        tokens, logprobs = draw(processed_logprobs(logits, params), params, self.generator)
+        done, stopped = self._rows.append(rows, tokens, logprobs, version)
+        self._longest += 1
+        if not done.any():
+            return []
+        closing = self._rows.all_rows[rows][done].tolist()
+        finished = self._completions(closing, ["stop" if stop else "length" for stop in stopped[done].tolist()])
+        self._close_rows(closing)
+        return finished
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def _index(self, rows: Sequence[int]) -> Int[Tensor, " n"]:
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
+
+    def _open_rows(self, pending: Sequence[Pending], rows: Int[Tensor, " n"]) -> None:
+        begin, slots = 0, rows.tolist()
+        for item in pending:
+            prompt, part = item.request.prompt_ids, slice(begin, begin + item.num_samples)
+            begin += item.num_samples
+            self._rows.open(
+                rows[part], item.request.sampling, self._eos_token_ids + item.request.sampling.stop_token_ids, prompt
+            )
+            for sample, slot in enumerate(slots[part], start=item.first_sample):
+                self._owners[slot] = (item.request.id, sample)
+                self._prompts[slot] = prompt
+            self._longest = max(self._longest, len(prompt) - 1)
+        self._num_active += begin
+
+    def partial_completions(self) -> list[Completion]:
+        """What every active row has so far."""
+        rows = [row for row, owner in enumerate(self._owners) if owner is not None]
+        return self._completions(rows, ["abort"] * len(rows))
+
+    def _completions(self, rows: Sequence[int], reasons: Sequence[FinishReason]) -> list[Completion]:
+        found = []
+        for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._rows.completions(rows), strict=True):
+            owner = self._owners[row]
+            assert owner is not None
+            found.append(
+                Completion(
+                    request_id=owner[0],
+                    sample_index=owner[1],
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    versions=versions,
+                    finish_reason=reason,
+                )
+            )
+        return found
+
+    def _close_rows(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._owners[row] = None
+        self._rows.alive[self._index(rows)] = 0
+        self._num_active -= len(rows)
+        while self._owners and self._owners[-1] is None:
+            self._owners.pop()
+        self._longest = self._rows.longest()
+        if not self._num_active:
+            self._rows.forget_settings()
+
+    def _close_holes(self) -> None:
+        """Moves the last rows into the holes."""
+        holes = [row for row in range(self._num_active) if self._owners[row] is None]
+        tails = [row for row in range(self._num_active, len(self._owners)) if self._owners[row] is not None]
+        sources, targets = self._index(tails), self._index(holes)
+        self._cache.copy(sources, targets)
+        self._rows.move(sources, targets)
+        for tail, hole in zip(tails, holes, strict=True):
+            self._owners[hole], self._prompts[hole] = self._owners[tail], self._prompts[tail]
+        del self._owners[self._num_active :]
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Closes all rows of these requests."""
+        rows = [n for n, owner in enumerate(self._owners) if owner is not None and owner[0] in request_ids]
+        if rows:
+            self._close_rows(rows)

@@ -1,0 +1,216 @@
+"""vLLM as the engine inside a trainer: continuous batching, in-flight weight updates, a version for every token.
+
+| who | waits for | woken by |
+|---|---|---|
+| `poll` (producer's thread) | a finished sample | the loop's thread, an error, `close` |
+| `load_weights` (trainer's thread) | vLLM's processes; without in-flight updates all requests first | the same |
+| the loop's thread | vLLM's sockets, calls from other threads | asyncio |
+
+Every wait has a timeout. What breaks in the loop's thread or in vLLM's processes is raised by the next call from
+outside, and the engine is stopped: it never samples from half-loaded weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, check_positive
+from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.process import VLLMProcess
+from lit_async_rl.engines.vllm.requests import RequestRunner
+from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
+from lit_async_rl.engines.vllm.weight_transfer import SharedMemoryTransfer, WeightTransfer
+from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.loading import stored_eos_token_ids
+
+
+class VLLMEngine(BackgroundEngine[WeightTransfer]):
+    """vLLM (0.32 or newer) in child processes of the trainer.
+
+    What a token's keys and values were computed from when weights change is a choice. `clear_cache=False`: running
+    completions keep them, as in PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. `clear_cache=True`:
+    vLLM computes them again from the new weights, as if the new policy had written the text so far. The recorded
+    log-probabilities are those that were sampled from either way. A later request never reads a prompt's keys and
+    values from before the version it was submitted under.
+
+    Not reproducible to the bit: what is computed together depends on timing.
+
+    Args:
+        in_flight_weight_updates: False: all running requests finish first, under the old weights.
+        clear_cache: see above.
+        transfer: how weights reach vLLM's processes; None is `SharedMemoryTransfer()`.
+        dtype: of weights and computation.
+        tensor_parallel_size: GPUs that share the model.
+        device_ids: GPUs to use; None takes the first. State it where the trainer uses GPUs of the same machine.
+        gpu_memory_utilization: share of each GPU's memory for weights and cache.
+        kv_cache_memory_gb: GiB of the cache, instead of what that share leaves; on a CPU None is 1.
+        max_num_seqs: samples decoded together.
+        max_model_len: tokens of prompt and completion together; None is the model's own limit.
+        enforce_eager: neither compiles nor captures graphs; always so on a CPU.
+        enable_prefix_caching: samples of a prompt share its keys and values.
+        seed: of vLLM's random numbers.
+        num_threads: of each worker on a CPU.
+        startup_timeout_s: longest wait of `setup`.
+        update_timeout_s: longest wait for a step of `load_weights`.
+        engine_args: any other field of vLLM's `AsyncEngineArgs`.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        in_flight_weight_updates: bool = True,
+        clear_cache: bool = False,
+        transfer: WeightTransfer | None = None,
+        dtype: str = "float32",
+        tensor_parallel_size: int = 1,
+        device_ids: list[int] | None = None,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_memory_gb: float | None = None,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        enforce_eager: bool = False,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        num_threads: int = 1,
+        startup_timeout_s: float = 600.0,
+        update_timeout_s: float = 600.0,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        check_positive(
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_gb=kv_cache_memory_gb,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+            startup_timeout_s=startup_timeout_s,
+            update_timeout_s=update_timeout_s,
+        )
+        super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
+        self.num_threads, self.startup_timeout_s, self.update_timeout_s = (
+            num_threads,
+            startup_timeout_s,
+            update_timeout_s,
+        )
+        self._arguments: dict[str, Any] = dict(
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            device_ids=device_ids,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=None if kv_cache_memory_gb is None else int(kv_cache_memory_gb * 2**30),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            enforce_eager=enforce_eager,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+        self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
+        self._process: VLLMProcess | None = None
+        self._lock = threading.Lock()  # guards the next three
+        self._held: list[GenerationRequest] = []  # submitted while an update waits for older ones
+        self._is_draining = False
+        self._version = 0
+
+    # -- trainer's thread ---------------------------------------------------------------------------------------------
+
+    def setup(self, model: str) -> None:
+        """Starts vLLM with the architecture of `model`; weights come by `load_weights`. Raises: see `start_vllm`."""
+        self._read_config(model)
+        arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
+        environment = self.transfer.environment()
+        self._process = start_vllm(
+            arguments, environment, self.num_threads, self.startup_timeout_s, self.update_timeout_s
+        )
+        self._runner = RequestRunner(self._process, self._book, stored_eos_token_ids(model))
+        self._max_model_len = int(self._process.llm.model_config.max_model_len)
+
+    @property
+    def _vllm(self) -> VLLMProcess:
+        assert self._process is not None, "setup first"
+        return self._process
+
+    def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
+        self.transfer.stage(weights)
+        self._drain()
+        pause_s = self._update(version)
+        self.transfer.release()
+        return pause_s
+
+    def _drain(self) -> None:
+        """Without in-flight updates: waits for all requests and holds back what is submitted meanwhile."""
+        if self.in_flight_weight_updates:
+            return
+        with self._lock:
+            self._is_draining = True
+        if not self._book.wait_until_idle(self.update_timeout_s):
+            raise StalledError(
+                f"{self._book.num_running} requests did not finish within data.engine.update_timeout_s="
+                f"{self.update_timeout_s:g}; new weights wait for them (in_flight_weight_updates=false)"
+            )
+
+    def _update(self, version: int) -> float:
+        """The pause, in seconds. After an error nothing resumes vLLM, whose model may be half loaded."""
+        began, vllm = time.monotonic(), self._vllm
+        # Not `llm.pause_generation`: it adds a sleep of 20 ms, which only matters to the order of outputs.
+        vllm.call(vllm.llm.engine_core.pause_scheduler_async("keep", self.clear_cache), "pausing vLLM")
+        self.transfer.deliver(vllm)
+        vllm.call(vllm.llm.update_weight_version(str(version)), "tagging vLLM's weights")
+        vllm.call(vllm.llm.resume_generation(), "resuming vLLM")
+        pause_s = time.monotonic() - began
+        with self._lock:
+            self._version, self._is_draining = version, False
+            self._start(self._held)
+            self._held = []
+        return pause_s
+
+    def partial_completions(self) -> list[Completion]:
+        """What running samples have so far, each token with its version, and what waits for `poll`."""
+        if self._vllm.is_dead:  # a last checkpoint must not fail with it
+            return self._book.finished
+        partial = self._vllm.call(self._runner.partial_completions(), "reading partial completions")
+        return [*partial, *self._book.finished]
+
+    # -- producer's thread --------------------------------------------------------------------------------------------
+
+    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
+        with self._lock:
+            if self._is_draining:
+                self._held += requests
+            else:
+                self._start(requests)
+
+    def _start(self, requests: Sequence[GenerationRequest]) -> None:
+        self._book.begin(request.id for request in requests)
+        self._vllm.soon(self._runner.launch, requests, str(self._version))
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Samples that have finished; waits for the first."""
+        if self._vllm.is_dead:
+            self._check()
+        return super().poll(timeout_s)
+
+    def _cancel(self, request_ids: set[int]) -> None:
+        with self._lock:
+            self._held = [request for request in self._held if request.id not in request_ids]
+        self._vllm.soon(self._runner.cancel, request_ids)
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._vllm.is_dead:
+            self._book.fail(EngineError("its processes died; their own messages are above"))
+        super()._check()
+
+    def close(self) -> None:
+        """Ends vLLM's processes; lets `poll` and `load_weights` return."""
+        self._book.close()
+        if self._process is not None:
+            self._process.close()
+        self.transfer.close()

@@ -1,0 +1,183 @@
+"""Weights from GPU to GPU by vLLM's own backends, for the engines of `weight_transfer`.
+
+Written from the interface of vLLM 0.32; neither class has been run, for want of GPUs. `SharedMemoryTransfer` and
+`FileTransfer` have, and work for GPU engines, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import socket
+from abc import abstractmethod
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_async_rl.engines.vllm.weight_transfer import EngineControl, WeightTransfer, as_dtype, chunks
+
+INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+
+
+class _VLLMBackend(WeightTransfer):
+    """Common to vLLM's own GPU backends: a stream, sent in pieces while the engine is paused; delivered once."""
+
+    backend: str
+
+    def __init__(self, chunk_gb: float, dtype: str | None) -> None:
+        if chunk_gb <= 0:
+            raise ValueError(f"transfer.chunk_gb must be > 0, got {chunk_gb}")
+        self.chunk_gb, self.dtype = chunk_gb, as_dtype(dtype)
+        self._weights: Iterable[tuple[str, Tensor]] | None = None
+        self._is_open = False
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Which of vLLM's backends its workers open.
+
+        Raises:
+            ValueError: there is no GPU.
+        """
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"data.engine.transfer={type(self).__name__} moves weights from GPU to GPU, and the trainer sees none: "
+                "use SharedMemoryTransfer, the default"
+            )
+        return {"weight_transfer_config": {"backend": self.backend}}
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Keeps the stream."""
+        self._weights = weights
+
+    def deliver(self, control: EngineControl) -> None:
+        """Sends the stream, a piece at a time."""
+        assert self._weights is not None, "a stream can be delivered once"
+        weights, self._weights = self._weights, None
+        if not self._is_open:
+            self._open(control)
+            self._is_open = True
+        control.collective_rpc("start_weight_update", {})
+        for chunk in chunks(weights, int(self.chunk_gb * 2**30), "cuda", self.dtype):
+            self._send(chunk, control)
+        control.collective_rpc("finish_weight_update", {})
+
+    def release(self) -> None:
+        """Drops the stream, if it was not delivered."""
+        self._weights = None
+
+    @abstractmethod
+    def _open(self, control: EngineControl) -> None: ...
+
+    @abstractmethod
+    def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None: ...
+
+
+class IpcTransfer(_VLLMBackend):
+    """vLLM's `ipc` backend: its worker reads the trainer's GPU memory. Trainer and engine share one GPU.
+
+    vLLM passes the memory handles as pickles between its own processes and wants VLLM_ALLOW_INSECURE_SERIALIZATION=1
+    for that, which is set for them and, until `close`, for the trainer, whose half of vLLM would else refuse what they
+    answer: use it only with an engine that this trainer started, never with servers.
+
+    Not run yet, for want of a GPU.
+
+    Args:
+        chunk_gb: memory of the trainer's GPU that a piece may take.
+        dtype: as in `FileTransfer`.
+    """
+
+    backend = "ipc"
+
+    def __init__(self, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
+        super().__init__(chunk_gb, dtype)
+        self._has_allowed = False
+
+    def environment(self) -> dict[str, str]:
+        """Lets vLLM unpickle memory handles."""
+        return {INSECURE: "1"}
+
+    def close(self) -> None:
+        """Ends what `_open` allowed."""
+        super().close()
+        if self._has_allowed:
+            os.environ.pop(INSECURE, None)
+
+    def _open(self, control: EngineControl) -> None:
+        self._has_allowed = INSECURE not in os.environ
+        os.environ[INSECURE] = "1"
+        control.collective_rpc("init_weight_transfer_engine", {"init_info": {"packed": False}})
+
+    def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in chunk]
+        torch.cuda.synchronize()  # the worker's reads are not ordered behind our stream
+        pickled = base64.b64encode(pickle.dumps(handles)).decode()
+        info = {**_describe(chunk), "ipc_handles_pickled": pickled}
+        control.collective_rpc("update_weights", {"update_info": info})  # `chunk` lives until it returns
+
+
+class NcclTransfer(_VLLMBackend):
+    """vLLM's `nccl` backend: broadcast from the trainer's first GPU to all workers, on this or other machines.
+
+    Not run yet, for want of GPUs.
+
+    Args:
+        host: address of this machine that the workers can reach.
+        port: for the meeting of all processes; 0 takes a free one.
+        chunk_gb: tensors announced to the workers at a time.
+        dtype: as in `FileTransfer`.
+    """
+
+    backend = "nccl"
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
+        super().__init__(chunk_gb, dtype)
+        self.host, self.port = host, port
+        self._group: Any = None
+
+    def _open(self, control: EngineControl) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
+
+        port, world_size = self.port or _free_port(self.host), control.num_workers + 1
+        meeting = {"master_address": self.host, "master_port": port, "world_size": world_size}
+        with ThreadPoolExecutor(max_workers=1) as background:  # the workers wait for us inside their call
+            init_info = {**meeting, "rank_offset": 1}
+            opened = background.submit(control.collective_rpc, "init_weight_transfer_engine", {"init_info": init_info})
+            self._group = stateless_init_process_group(self.host, port, 0, world_size, torch.cuda.current_device())
+            opened.result()
+
+    def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:
+        background = ThreadPoolExecutor(max_workers=1)
+        try:
+            received = background.submit(control.collective_rpc, "update_weights", {"update_info": _describe(chunk)})
+            for _, tensor in chunk:
+                self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            received.result()
+        finally:
+            background.shutdown(wait=False)  # after an error of ours the workers never answer
+
+    def close(self) -> None:
+        """Leaves the group."""
+        super().close()
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None
+
+
+def _describe(chunk: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in chunk],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+        "shapes": [list(tensor.shape) for _, tensor in chunk],
+    }
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,130 @@
+"""vLLM's `AsyncLLM` in a thread and event loop of its own, and how other threads talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from lit_async_rl.engines.vllm.weight_transfer import EngineControl
+from lit_async_rl.errors import EngineError, StalledError
+
+JOIN_S = 10.0
+LOOK_S = 1.0  # between two looks at whether vLLM's processes are alive
+
+
+class VLLMProcess(EngineControl):
+    """One `AsyncLLM`; its model is in child processes, which end with this one.
+
+    Args:
+        arguments: fields of vLLM's `AsyncEngineArgs`.
+        update_timeout_s: longest that a call may take.
+    """
+
+    def __init__(self, arguments: dict[str, Any], update_timeout_s: float) -> None:
+        self.arguments, self.update_timeout_s = arguments, update_timeout_s
+        self.num_workers = int(arguments.get("tensor_parallel_size", 1))
+        self.llm: Any = None
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._started = threading.Event()
+        self._closed = threading.Event()
+        self._error: BaseException | None = None
+        self._children: list[Any] = []
+
+    def start(self, timeout_s: float) -> None:
+        """Returns when vLLM can take requests.
+
+        Raises:
+            StalledError: it could not within `timeout_s`.
+            EngineError: it said why it cannot.
+        """
+        others = set(multiprocessing.active_children())
+        self._thread.start()
+        started = self._started.wait(timeout_s)
+        new = set(multiprocessing.active_children()) - others
+        self._children = [child for child in new if child.name.startswith("EngineCore")]
+        if not started:
+            self._closed.set()  # if it starts all the same, it ends at once
+            for child in self._children:
+                child.kill()
+            raise StalledError(f"vLLM did not start within data.engine.startup_timeout_s={timeout_s:g}")
+        if self._error is not None:
+            raise EngineError(f"vLLM did not start: {self._error} (its own messages are above)") from self._error
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(self._boot)
+        self.loop.run_forever()
+
+    def _boot(self) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments))
+        except BaseException as error:
+            self._error = error
+        if self._closed.is_set() and self.llm is not None:
+            self.llm.shutdown(timeout=0)
+        if self._closed.is_set() or self._error is not None:
+            self.loop.stop()
+        self._started.set()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether vLLM's processes are gone, though nobody closed them."""
+        return self.llm is not None and not self._closed.is_set() and self.llm.errored
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
+        """Runs `coroutine` in the loop and waits for its result, which it passes on; so it does its error.
+
+        Raises:
+            StalledError: `what` did not end within `update_timeout_s`.
+            EngineError: vLLM's processes died meanwhile, or `close` was called.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        deadline = time.monotonic() + self.update_timeout_s
+        while not concurrent.futures.wait([future], timeout=LOOK_S).done:
+            if self.is_dead or self._closed.is_set():
+                raise EngineError(f"vLLM's processes {'died' if self.is_dead else 'were closed'} during {what}")
+            if time.monotonic() > deadline:
+                future.cancel()
+                raise StalledError(f"{what} did not end within data.engine.update_timeout_s={self.update_timeout_s:g}")
+        return future.result()
+
+    def soon(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Calls `callback` in the loop's thread."""
+        self.loop.call_soon_threadsafe(callback, *args)
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        """Calls a method of every worker."""
+        self.call(self.llm.collective_rpc(method, kwargs=kwargs), f"vLLM's {method}")
+
+    def close(self) -> None:
+        """Ends processes and thread. Safe to call twice, and from any thread but the loop's."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self.llm is not None:
+            stopping = asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop)
+            concurrent.futures.wait([stopping], JOIN_S)
+            self.llm.shutdown(timeout=0)
+            self.llm = None  # its destructor would shut it down again, when the interpreter is half gone
+        if self._thread.is_alive():
+            self.soon(self.loop.stop)
+            self._thread.join(JOIN_S)
+        for child in self._children:
+            child.join(JOIN_S)
+
+
+async def _cancel_all() -> None:
+    """Ends our requests and vLLM's reader of answers, which would else report the shutdown as a failure."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,132 @@
+"""Which requests of an engine are running, what has finished, what broke: shared by the threads around an engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from lit_async_rl.engines.base import Completion
+from lit_async_rl.errors import EngineError
+
+
+class RequestBook:
+    """Counts and keeps; every method may be called by any thread.
+
+    Args:
+        name: what broke, in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_tokens = 0
+        self._changed = threading.Condition()
+        self._running: set[int] = set()
+        self._finished: deque[Completion] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+
+    def begin(self, request_ids: Iterable[int]) -> None:
+        """These requests run."""
+        with self._changed:
+            if not self._running:
+                self._busy_since = time.monotonic()
+            self._running.update(request_ids)
+
+    def add(self, request_id: int, num_tokens: int, completions: list[Completion]) -> None:
+        """Counts tokens and keeps completions; of an ended request it only counts."""
+        with self._changed:
+            self.num_tokens += num_tokens
+            if completions and request_id in self._running:
+                self._finished += completions
+                self._changed.notify_all()
+
+    def end(self, request_ids: Iterable[int]) -> None:
+        """These requests are done with."""
+        with self._changed:
+            was_busy = bool(self._running)
+            self._running.difference_update(request_ids)
+            if was_busy and not self._running:
+                self._busy_s += time.monotonic() - self._busy_since
+            self._changed.notify_all()
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Ends these requests and forgets what they have."""
+        with self._changed:
+            self.end(request_ids)
+            self._finished = deque(c for c in self._finished if c.request_id not in request_ids)
+
+    def take(self, timeout_s: float) -> list[Completion]:
+        """What has finished since the last call; waits for the first. Empty after `close`.
+
+        Raises:
+            EngineError: `fail` was called.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._error or self._closed, timeout_s)
+            if self._closed:
+                return []
+            self.check()
+            finished = list(self._finished)
+            self._finished.clear()
+        return finished
+
+    @property
+    def finished(self) -> list[Completion]:
+        """What the next `take` would return."""
+        with self._changed:
+            return list(self._finished)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Returns when nothing runs; False if that was not in time.
+
+        Raises:
+            EngineError: `fail` or `close` was called.
+        """
+        with self._changed:
+            idle = self._changed.wait_for(lambda: not self._running or self._error or self._closed, timeout_s)
+            self.check()
+        return bool(idle)
+
+    def fail(self, error: BaseException) -> None:
+        """Everybody who waits gets this error. The first counts; those that follow from it do not."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Lets everybody go."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises what broke the engine.
+
+        Raises:
+            EngineError: `fail` or `close` was called.
+        """
+        if self._error is not None:
+            why = str(self._error) or type(self._error).__name__
+            raise EngineError(f"{self.name} broke and was stopped: {why}") from self._error
+        if self._closed:
+            raise EngineError(f"{self.name} was closed")
+
+    def pause(self, seconds: float) -> None:
+        """Takes back what was counted as busy while nothing could run."""
+        with self._changed:
+            self._busy_s -= seconds if self._running else 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return len(self._running)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which something ran."""
+        with self._changed:
+            return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)

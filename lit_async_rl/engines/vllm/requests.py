@@ -1,0 +1,149 @@
+"""Our requests in vLLM's words, and its answers in ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.engines.vllm.process import VLLMProcess
+from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.errors import EngineError
+
+
+def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
+    """Fields of vLLM's `SamplingParams`.
+
+    The tokenizer stays with the trainer, so what ends a completion is given as token ids. vLLM samples greedily only
+    once: see `SampleBuffer.completions`.
+    """
+    sampling = request.sampling
+    return {
+        "n": request.num_samples if sampling.temperature > 0 else 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": False,
+    }
+
+
+class SampleBuffer:
+    """What one sample of a request has so far; vLLM sends the tokens in pieces."""
+
+    def __init__(self, request: GenerationRequest, sample_index: int) -> None:
+        self.request, self.sample_index = request, sample_index
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+
+    def add(self, output: Any) -> list[Completion]:
+        """Adds a `vllm.CompletionOutput`; the completion, if it is the last one.
+
+        Raises:
+            EngineError: vLLM ended the request for a reason of its own.
+        """
+        self._token_ids += output.token_ids
+        self._logprobs += [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]
+        if output.finish_reason is None:
+            return []
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended request {self.request.id} with {output.finish_reason!r}")
+        versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
+        assert len(versions) == len(self._token_ids), (output.weight_versions, len(self._token_ids))
+        is_greedy = self.request.sampling.temperature == 0
+        indices = range(self.request.num_samples) if is_greedy else [self.sample_index]
+        return [
+            Completion(
+                request_id=self.request.id,
+                sample_index=index,
+                token_ids=tuple(self._token_ids),
+                logprobs=tuple(self._logprobs),
+                versions=tuple(versions),
+                finish_reason=output.finish_reason,
+            )
+            for index in indices
+        ]
+
+
+def partial_completions(request: GenerationRequest, state: Any) -> list[Completion]:
+    """What a running sample has so far.
+
+    Args:
+        request: that it is of.
+        state: vLLM's own `RequestState` of the sample, which is ahead of what it has sent to us.
+    """
+    token_ids = tuple(state.detokenizer.output_token_ids)
+    starts = state.weight_version_starts  # (tag, first token) whenever the tag changes
+    ends = [start for _, start in starts[1:]] + [len(token_ids)]
+    versions = [int(tag) for (tag, start), end in zip(starts, ends, strict=bool(starts)) for _ in range(start, end)]
+    logprobs = state.logprobs_processor.logprobs[: len(token_ids)]
+    indices = range(request.num_samples) if request.sampling.temperature == 0 else [state.request_index]
+    return [
+        Completion(
+            request_id=request.id,
+            sample_index=index,
+            token_ids=token_ids,
+            logprobs=tuple(found[token].logprob for token, found in zip(token_ids, logprobs, strict=True)),
+            versions=tuple(versions),
+            finish_reason="abort",
+        )
+        for index in indices
+    ]
+
+
+class RequestRunner:
+    """One asyncio task for each request of an `AsyncLLM`; called in the thread of its loop.
+
+    Args:
+        process: has the `AsyncLLM`.
+        book: where completions, token counts and errors go.
+        eos_token_ids: end a completion.
+    """
+
+    def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int]) -> None:
+        self.process, self.book, self.eos_token_ids = process, book, tuple(eos_token_ids)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._requests: dict[int, GenerationRequest] = {}
+
+    def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
+        """Starts requests. Prompts share cached keys and values only with those of the same `salt`."""
+        for request in requests:
+            self._requests[request.id] = request
+            self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
+
+    def cancel(self, request_ids: set[int]) -> None:
+        """Ends requests; vLLM then aborts them."""
+        for request_id in request_ids & self._tasks.keys():
+            self._tasks[request_id].cancel()
+
+    async def partial_completions(self) -> list[Completion]:
+        """What every running sample has so far."""
+        found = []
+        for state in self.process.llm.output_processor.request_states.values():
+            id_given_by_us = (state.parent_req or state).external_req_id  # each sample is a child with an id of its own
+            request = self._requests.get(int(id_given_by_us))
+            if request is not None:  # else vLLM has died, and our side of the request with it
+                found += partial_completions(request, state)
+        return found
+
+    async def _generate(self, request: GenerationRequest, salt: str) -> None:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        arguments = sampling_arguments(request, self.eos_token_ids)
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=salt)
+        buffers = [SampleBuffer(request, index) for index in range(request.num_samples)]
+        try:
+            async for answer in self.process.llm.generate(prompt, params, str(request.id)):
+                for output in answer.outputs:
+                    self.book.add(request.id, len(output.token_ids), buffers[output.index].add(output))
+            self.book.end([request.id])
+        except Exception as error:
+            self.book.fail(error)
+        finally:
+            del self._tasks[request.id], self._requests[request.id]

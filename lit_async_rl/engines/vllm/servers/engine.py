@@ -1,0 +1,166 @@
+"""Any number of vLLM servers as the engine, over HTTP. The trainer does not import vLLM.
+
+| who | waits for | woken by |
+|---|---|---|
+| `poll` (producer's thread) | a finished sample | the loop's thread, an error, `close` |
+| `setup`, `load_weights` (trainer's thread) | the servers; without in-flight updates all requests first | the same |
+| the loop's thread | the servers, calls from other threads | asyncio; see `server_fleet` |
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import GenerationRequest, check_positive
+from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.servers.client import ServerClient
+from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
+from lit_async_rl.engines.vllm.weight_transfer import FileTransfer, SharedMemoryTransfer
+from lit_async_rl.engines.vllm.worker import ARCHITECTURE
+from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.utils.event_loop import LoopThread
+
+
+class VLLMServerEngine(BackgroundEngine[FileTransfer]):
+    """vLLM servers (0.32 or newer, `scripts/serve.py`), on this machine and on others.
+
+    Each prompt goes, with all its samples, to the server with the fewest tokens to do. A server that dies or hangs is
+    taken out and its requests are sampled again by others: no group is lost, none comes twice. A server that comes back
+    gets the newest weights before any request. What happens to servers is logged, one line each.
+
+    A group that is sampled again is sampled afresh. Where servers die often, long completions are therefore rarer than
+    the policy would have them.
+
+    Weight updates work as in `VLLMEngine`, all servers at the same time; so do `in_flight_weight_updates` and
+    `clear_cache`. Not reproducible to the bit.
+
+    Args:
+        servers: `host:port`, or `http(s)://host:port`.
+        in_flight_weight_updates: False: all running requests finish first, under the old weights.
+        clear_cache: whether running completions compute their keys and values again after an update.
+        transfer: how weights reach the servers; None is `SharedMemoryTransfer()`, for servers on this machine.
+            `FileTransfer` with a folder that all machines see under the same path serves others.
+        api_key_variable: environment variable with the servers' API key, if they want one.
+        probe_interval_s: pause between two looks at each server.
+        health_timeout_s: a server whose engine does not answer a simple question for so long counts as hung.
+        request_timeout_s: longest that the samples of a prompt may take.
+        update_timeout_s: longest that loading new weights may take, and that `load_weights` waits for requests.
+        startup_timeout_s: longest wait for servers that are just being started.
+        recovery_timeout_s: longest time without any server; then the run ends.
+
+    Raises:
+        ValueError: a setting is out of range, or a server is not given as `host:port`.
+    """
+
+    def __init__(
+        self,
+        servers: list[str],
+        in_flight_weight_updates: bool = True,
+        clear_cache: bool = False,
+        transfer: FileTransfer | None = None,
+        api_key_variable: str = "VLLM_API_KEY",
+        probe_interval_s: float = 2.0,
+        health_timeout_s: float = 20.0,
+        request_timeout_s: float = 1800.0,
+        update_timeout_s: float = 600.0,
+        startup_timeout_s: float = 600.0,
+        recovery_timeout_s: float = 300.0,
+    ) -> None:
+        check_positive(
+            probe_interval_s=probe_interval_s,
+            health_timeout_s=health_timeout_s,
+            request_timeout_s=request_timeout_s,
+            update_timeout_s=update_timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
+        )
+        self.urls = [_url(server) for server in servers]
+        if not self.urls or len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"data.engine.servers must name at least one server, and each once, got {servers}")
+        name = "the fleet of vLLM servers"
+        super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
+        self.api_key_variable = api_key_variable
+        self.probe_interval_s, self.health_timeout_s = probe_interval_s, health_timeout_s
+        self.request_timeout_s, self.update_timeout_s = request_timeout_s, update_timeout_s
+        self.startup_timeout_s, self.recovery_timeout_s = startup_timeout_s, recovery_timeout_s
+        self._thread: LoopThread | None = None
+
+    # -- trainer's thread ---------------------------------------------------------------------------------------------
+
+    def setup(self, model: str) -> None:
+        """Waits for all servers and makes sure that they can serve `model`; the weights come by `load_weights`.
+
+        Raises:
+            FileNotFoundError: there is no such model.
+            EngineError: a server is not there in time, or cannot be used: says why.
+        """
+        config = self._read_config(model)
+        expected = {name: getattr(config, name) for name in ARCHITECTURE}
+        key = os.environ.get(self.api_key_variable)
+        limits = (self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
+        self._fleet = ServerFleet(
+            [ServerClient(url, key, *limits) for url in self.urls],
+            self._book,
+            run=uuid.uuid4().hex[:8],
+            clear_cache=self.clear_cache,
+            probe_interval_s=self.probe_interval_s,
+            recovery_timeout_s=self.recovery_timeout_s,
+        )
+        self._thread = LoopThread("vLLM servers")
+        start = self._fleet.start(expected, stored_eos_token_ids(model), self.startup_timeout_s)
+        limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
+        self._max_model_len = self._thread.call(start, limit_s, "the check of the vLLM servers")
+
+    @property
+    def _loop(self) -> LoopThread:
+        assert self._thread is not None, "setup first"
+        return self._thread
+
+    def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
+        """A server that does not load them is taken out; only for the first weights that is an error."""
+        loop, limit_s = self._loop, self.update_timeout_s
+        if not self.in_flight_weight_updates:
+            loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights (data.engine)")
+        patience_s = limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
+        loop.call(self._fleet.begin_update(), patience_s, "waiting for a server that was coming back")
+        try:
+            self.transfer.stage(weights)
+            update = self._fleet.update(version, self.transfer.staged)
+            return loop.call(update, patience_s, "loading weights into the vLLM servers")
+        finally:
+            loop.soon(self._fleet.end_update)
+
+    # -- producer's thread --------------------------------------------------------------------------------------------
+
+    def _launch(self, requests: Sequence[GenerationRequest]) -> None:
+        self._book.begin(request.id for request in requests)
+        self._loop.soon(self._fleet.submit, requests)
+
+    def _cancel(self, request_ids: set[int]) -> None:
+        self._loop.soon(self._fleet.abort, request_ids)
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leaves the servers, which go on running; lets `poll` and `load_weights` return."""
+        self._book.close()
+        if self._thread is not None:
+            self._thread.close(self._fleet.close())
+        self.transfer.close()
+
+
+def _url(server: str) -> str:
+    url = server if "://" in server else f"http://{server}"
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port and parts.path in ("", "/")
+    except ValueError:  # the port is no number
+        is_good = False
+    if not is_good:
+        raise ValueError(f"data.engine.servers: {server!r} is not of the form host:port or http://host:port")
+    return url.rstrip("/")

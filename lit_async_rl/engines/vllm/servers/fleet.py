@@ -1,0 +1,250 @@
+"""Several vLLM servers as one engine: requests, weights, and servers that die, hang and come back.
+
+Everything here runs in one event loop.
+
+| who | waits for | ends when |
+|---|---|---|
+| `_run`, one for each request that was sent | its answer | the server fails, or is taken out |
+| `_watch`, one for each server | its next look at the server | `close` |
+| `update` (for the trainer) | all servers that are in | each has loaded the weights or was taken out |
+
+A server is *in* or *out*. It is out at first, and after its first failure of any kind: it is gone, it does not answer
+in time, its weights are not ours. Its requests then go to others. It comes in again by one way only: it is the server
+we want, it has loaded the newest weights, and it has shown that it tags tokens with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
+from lit_async_rl.engines.vllm.servers.handshake import check_server, prove_version, wait_for_server
+from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
+from lit_async_rl.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 5  # of one request on one server after the other: then it is the request
+
+
+class ServerFleet:
+    """What happens to requests and weights.
+
+    Args:
+        clients: the servers.
+        book: where finished samples go, and what breaks the engine.
+        run: distinguishes our tags from those of other trainers.
+        clear_cache: see `VLLMServerEngine`.
+        probe_interval_s: pause between two looks at a server.
+        recovery_timeout_s: longest time without any server.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[ServerClient],
+        book: RequestBook,
+        run: str,
+        clear_cache: bool,
+        probe_interval_s: float,
+        recovery_timeout_s: float,
+    ) -> None:
+        self._clients = {client.url: client for client in clients}
+        self.pool = ServerPool(self._clients)
+        self._book, self._run_name, self.clear_cache = book, run, clear_cache
+        self.probe_interval_s, self.recovery_timeout_s = probe_interval_s, recovery_timeout_s
+        self._tasks: dict[Assignment, asyncio.Task[None]] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._failures: Counter[int] = Counter()
+        self._why_out = dict.fromkeys(self._clients, "has no weights yet")
+        self._version, self._folder, self._salt = -1, "", ""
+        self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
+        self._num_changes, self._last_seen = 0, 0.0
+
+    @property
+    def _tag(self) -> str:
+        return f"{self._run_name}-{self._version}"
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    async def start(self, model: Mapping[str, Any], eos_token_ids: Sequence[int], timeout_s: float) -> int:
+        """Waits until each server is there; the smallest of their limits on prompt and completion together.
+
+        Raises:
+            EngineError: one is not there in time, or cannot be used.
+        """
+        self._model, self._eos_token_ids = model, eos_token_ids
+        waits = (wait_for_server(client, model, timeout_s) for client in self._clients.values())
+        return min(await asyncio.gather(*waits))
+
+    async def _watch(self, client: ServerClient) -> None:
+        while True:
+            await asyncio.sleep(self.probe_interval_s)
+            if client.url in self.pool.servers_in:
+                await self._probe(client)
+            else:
+                await self._try_to_bring_in(client)
+            self._check_alone()
+
+    async def _probe(self, client: ServerClient) -> None:
+        """An engine that is loading cannot answer; whoever makes it load looks after it meanwhile."""
+        number = self._num_changes
+        problem = ""
+        try:
+            if (tag := await client.probe()) != self._tag:
+                problem = f"has weights {tag!r}, not {self._tag!r}: it was restarted, or another trainer uses it, too"
+        except (ServerFailure, ServerRefusal) as error:
+            problem = str(error)
+        if problem and number == self._num_changes and not self._changing.locked():
+            self.take_out(client.url, problem)
+
+    async def _try_to_bring_in(self, client: ServerClient) -> None:
+        try:
+            await check_server(client, self._model)
+            async with self._changing:
+                self._num_changes += 1
+                await self._load_and_prove(client)
+                self._bring_in(client.url)
+        except (ServerFailure, ServerRefusal) as error:
+            before, self._why_out[client.url] = self._why_out[client.url], str(error)
+            if before != str(error):
+                log.warning("vLLM server %s is still out: %s", client.url, error)
+
+    async def _load_and_prove(self, client: ServerClient) -> float:
+        """Ends whatever the server was doing, loads the weights, and sees that a token is tagged with them."""
+        load = partial(client.load, self._folder, self._tag, self.clear_cache, abort=True)
+        try:
+            pause_s = await load()
+        except ServerFailure:  # as a model does that another load has left half loaded; then it is whole again
+            pause_s = await load()
+        await prove_version(client, self._run_name, self._version)
+        return pause_s
+
+    def _bring_in(self, url: str) -> None:
+        self.pool.bring_in(url)
+        log.warning("vLLM server %s is in, with version %d", url, self._version)
+        self._dispatch()
+
+    def take_out(self, url: str, why: str) -> None:
+        """Gives the requests of a server to others."""
+        if url not in self.pool.servers_in:
+            return
+        self._last_seen = asyncio.get_running_loop().time()
+        self._why_out[url] = why
+        lost = self.pool.take_out(url)
+        for assignment in lost:
+            if assignment in self._tasks:
+                self._tasks.pop(assignment).cancel()
+        log.warning("vLLM server %s is out: %s; its %d requests go to others", url, why, len(lost))
+        self._dispatch()
+
+    def _check_alone(self) -> None:
+        alone_s = asyncio.get_running_loop().time() - self._last_seen
+        if not self.pool.servers_in and alone_s > self.recovery_timeout_s:
+            reasons = "; ".join(f"{url} {why}" for url, why in self._why_out.items())
+            limit = f"data.engine.recovery_timeout_s={self.recovery_timeout_s:g}"
+            self._book.fail(EngineError(f"no server for {limit}: {reasons}"))
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Holds new requests back, and waits for all others."""
+        self.pool.hold()
+        while not self.pool.is_idle:
+            await asyncio.sleep(0.005)
+            self._book.check()
+
+    async def begin_update(self) -> None:
+        """From now on no server comes in: the folder with the newest weights may change."""
+        await self._changing.acquire()
+        self._num_changes += 1
+
+    async def update(self, version: int, folder: str) -> float:
+        """Makes all servers that are in load new weights; takes out those that fail. Seconds without generation.
+
+        Raises:
+            EngineError: one did not load the first weights.
+        """
+        is_first, self._version, self._folder = self._version < 0, version, folder
+        clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
+        load_running = partial(
+            ServerClient.load, folder=folder, tag=self._tag, clear_cache=self.clear_cache, abort=False
+        )
+        loads = map(self._load_and_prove if is_first else load_running, clients)
+        pauses = []
+        for client, found in zip(clients, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+            if isinstance(found, float):
+                pauses.append(found)
+            elif not isinstance(found, ServerFailure | ServerRefusal):
+                raise found
+            elif is_first:
+                raise EngineError(f"vLLM server {client.url} did not load the weights: {found}") from found
+            else:
+                self.take_out(client.url, str(found))
+        self._salt = self._tag  # not before: a request sent meanwhile may read its prompt with the old weights
+        if is_first:
+            for url in self._clients:
+                self._bring_in(url)
+            self._watchers = [self._start_task(self._watch(client)) for client in clients]
+        return max(pauses, default=0.0)
+
+    def end_update(self) -> None:
+        """Servers may come in again; requests that were held back start."""
+        self._changing.release()
+        self.pool.release()
+        self._dispatch()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Sends requests, all in one go."""
+        self.pool.submit(requests)
+        self._dispatch()
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Forgets requests; closing their connections makes the servers abort them."""
+        for assignment in self.pool.abort(request_ids):
+            self._tasks.pop(assignment).cancel()
+
+    def _dispatch(self) -> None:
+        for assignment in self.pool.dispatch():
+            self._tasks[assignment] = self._start_task(self._run(assignment))
+
+    async def _run(self, assignment: Assignment) -> None:
+        client, request = self._clients[assignment.server], assignment.request
+        try:
+            completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
+        except (ServerFailure, ServerRefusal) as error:
+            self._tasks.pop(assignment, None)
+            self._failures[request.id] += 1
+            if self._failures[request.id] >= MAX_FAILURES:
+                raise EngineError(
+                    f"request {request.id} failed {MAX_FAILURES} times, at last on {client.url}: {error}"
+                ) from error
+            self.take_out(client.url, str(error))
+            return
+        self._tasks.pop(assignment, None)
+        if self.pool.accept(assignment):
+            self._failures.pop(request.id, None)
+            self._book.add(request.id, sum(len(completion.token_ids) for completion in completions), completions)
+            self._book.end([request.id])
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Whatever a task raises breaks the engine; nothing is lost in the loop."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._on_end)
+        return task
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._book.fail(error)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await asyncio.gather(*(client.close() for client in self._clients.values()))

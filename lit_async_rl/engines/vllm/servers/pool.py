@@ -1,0 +1,118 @@
+"""Which server generates what. Bookkeeping only: no network, no clock, no threads, so that it can be tested alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from lit_async_rl.engines.base import GenerationRequest
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """One attempt at a request. Two attempts at the same request are different assignments."""
+
+    server: str
+    request: GenerationRequest
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and completions, if each is as long as it may be."""
+        return len(self.request.prompt_ids) + self.request.num_samples * self.request.sampling.max_tokens
+
+
+class ServerPool:
+    """Sends each request, with all its samples, to the server that has the fewest tokens to do.
+
+    All samples of a prompt go to one server, which reads the prompt once. A request is in exactly one place: held,
+    waiting, or sent to one server that is in. Only the answer to its newest assignment counts, so what a server has
+    done twice, or too late, is never used twice.
+
+    Args:
+        servers: names; all are out at first.
+    """
+
+    def __init__(self, servers: Iterable[str]) -> None:
+        self._outstanding = dict.fromkeys(servers, 0)
+        self._in: set[str] = set()
+        self._sent: dict[int, Assignment] = {}
+        self._waiting: deque[GenerationRequest] = deque()
+        self._held: list[GenerationRequest] | None = None
+
+    @property
+    def servers_in(self) -> frozenset[str]:
+        """Servers that get requests."""
+        return frozenset(self._in)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is waiting or sent; what is held does not count."""
+        return not self._sent and not self._waiting
+
+    def outstanding(self, server: str) -> int:
+        """Tokens that this server has yet to do, at most."""
+        return self._outstanding[server]
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        """These wait behind all others, or are held."""
+        (self._waiting if self._held is None else self._held).extend(requests)
+
+    def hold(self) -> None:
+        """Keeps back what is submitted from now on."""
+        self._held = [] if self._held is None else self._held
+
+    def release(self) -> None:
+        """What was held now waits for a server."""
+        self._waiting.extend(self._held or ())
+        self._held = None
+
+    def dispatch(self) -> list[Assignment]:
+        """Gives all that waits to servers; nothing if none is in."""
+        assignments = []
+        while self._waiting and self._in:
+            server = min(self._in, key=lambda name: (self._outstanding[name], name))
+            assignment = Assignment(server, self._waiting.popleft())
+            self._sent[assignment.request.id] = assignment
+            self._outstanding[server] += assignment.num_tokens
+            assignments.append(assignment)
+        return assignments
+
+    def is_current(self, assignment: Assignment) -> bool:
+        """Whether an answer to this assignment would count."""
+        return self._sent.get(assignment.request.id) is assignment
+
+    def accept(self, assignment: Assignment) -> bool:
+        """The answer is there; False if it does not count. True at most once for a request."""
+        if not self.is_current(assignment):
+            return False
+        self._forget(assignment)
+        return True
+
+    def bring_in(self, server: str) -> None:
+        """This server gets requests from now on."""
+        assert server in self._outstanding, server
+        self._in.add(server)
+
+    def take_out(self, server: str) -> list[Assignment]:
+        """This server gets no more requests; what it had waits again, before all others, in the old order."""
+        self._in.discard(server)
+        lost = [assignment for assignment in self._sent.values() if assignment.server == server]
+        for assignment in lost:
+            self._forget(assignment)
+        self._waiting.extendleft(assignment.request for assignment in reversed(lost))
+        return lost
+
+    def abort(self, request_ids: Collection[int]) -> list[Assignment]:
+        """Forgets these requests; what had been sent of them."""
+        sent = [self._sent[request_id] for request_id in request_ids if request_id in self._sent]
+        for assignment in sent:
+            self._forget(assignment)
+        self._waiting = deque(request for request in self._waiting if request.id not in request_ids)
+        if self._held is not None:
+            self._held = [request for request in self._held if request.id not in request_ids]
+        return sent
+
+    def _forget(self, assignment: Assignment) -> None:
+        del self._sent[assignment.request.id]
+        self._outstanding[assignment.server] -= assignment.num_tokens

@@ -1,0 +1,115 @@
+"""What runs inside vLLM's worker processes. The package's only file that is imported there, so it imports little.
+
+Found by its name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's arguments, or
+`--worker-extension-cls` of a server. The trainer then calls, in all workers at once and between two decode steps,
+
+    collective_rpc("load_policy_weights", kwargs={"folder": "/dev/shm/..."})
+
+or, on a server, POST /collective_rpc {"method": "load_policy_weights", "kwargs": {"folder": ...}, "timeout": ...}.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
+
+# What trainer and server must agree on: fields of a transformers configuration.
+ARCHITECTURE = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "tie_word_embeddings",
+)
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process as soon as its parent is gone, also after `kill -9`. Linux; elsewhere a no-op.
+
+    vLLM leaves its engine process, and the memory it holds, behind when the trainer is killed.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not hasattr(os, "uname") or os.uname().sysname != "Linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: runs in every process of every vLLM on this machine, so only where asked."""
+    if os.environ.get("LIT_ASYNC_RL_DIE_WITH_PARENT") == "1":
+        die_with_parent()
+
+
+def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor in the safetensors files of a folder: names, dtypes, shapes and bytes, no code.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {folder!r}: can this machine see the trainer's folder?")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (it is no dict)
+                yield name, tensors.get_tensor(name)
+
+
+class WorkerExtension:
+    """Becomes a base class of vLLM's worker, which has the attributes that are used here."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def describe_policy(self) -> dict[str, Any]:
+        """What a trainer must know before it uses a server."""
+        config = self.model_config.hf_text_config
+        model = {name: getattr(config, name) for name in ARCHITECTURE}
+        return {"model": model, "logprobs_mode": str(self.model_config.logprobs_mode)}
+
+    def load_policy_weights(self, folder: str) -> None:
+        """Replaces all weights by those in a folder of safetensors files.
+
+        Nothing may be generated meanwhile. After an error the model is half loaded: stop the engine.
+
+        Raises:
+            RuntimeError: the folder lacks weights that the model has.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        expected = {name for name, _ in model.named_parameters()}
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(read_folder(folder))
+            finalize_layerwise_reload(model, self.model_config)
+            repack_tied_head(model, self.model_config.hf_text_config.tie_word_embeddings)
+        missing = expected - loaded if loaded is not None and self.model_config.quantization is None else set()
+        if missing:  # vLLM itself would only log it and keep the old ones
+            raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
+
+
+def repack_tied_head(model: nn.Module, tied: bool) -> None:
+    """Without it a tied head keeps, on a CPU, its packed copy of the embedding it was first loaded with."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if not tied or not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+die_with_parent()

@@ -1,0 +1,66 @@
+"""A rollout of several turns while it is made."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+
+from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.environments.base import Episode, Observation
+from lit_async_rl.types import FinishReason, Turn
+
+
+@dataclass(eq=False)
+class Conversation:
+    """One rollout so far; lists have an entry for each token after the prompt."""
+
+    request: GenerationRequest
+    sample_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    reward: float = 0.0
+    turns: list[Turn] = field(default_factory=list)
+    state: int = 0  # what the environment showed last
+    episode: Episode | None = None
+
+    def add_turn(self, turn: Completion) -> None:
+        """Adds what the policy wrote; it has no reward yet."""
+        self.token_ids += turn.token_ids
+        self.logprobs += turn.logprobs
+        self.versions += turn.versions
+        self.loss_mask += [True] * len(turn.token_ids)
+        self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=self.state))
+
+    def add_answer(self, observation: Observation) -> None:
+        """Adds the reward of the turn before, and the state of the next."""
+        self.reward += observation.reward
+        self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
+        self.state = _number(observation.text if observation.state is None else observation.state)
+
+    def add_observation(self, token_ids: tuple[int, ...]) -> None:
+        """Adds what the environment wrote."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.versions += [self.versions[-1]] * len(token_ids)
+        self.loss_mask += [False] * len(token_ids)
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        """What is handed out."""
+        return Completion(
+            request_id=self.request.id,
+            sample_index=self.sample_index,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=finish_reason,
+            loss_mask=tuple(self.loss_mask),
+            reward=self.reward,
+            turns=tuple(self.turns),
+        )
+
+
+def _number(state: str) -> int:
+    """A number for a text: 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1

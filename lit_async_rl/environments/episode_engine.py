@@ -1,0 +1,229 @@
+"""Rollouts of several turns: an engine around an engine that lets an environment answer.
+
+Each turn is a request to the inner engine, whose prompt is all that was said so far; a rollout is handed out when its
+episode is over, as one completion in which what the environment wrote does not train.
+
+| who | waits for | woken by |
+|---|---|---|
+| `poll` (producer's thread) | a finished episode | the inner engine, and every `WAKE_S` |
+| event loop's thread | environments | themselves, bounded by `step_timeout_s` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.environments.base import Environment, Observation
+from lit_async_rl.environments.conversation import Conversation
+from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.types import FinishReason, Prompt
+
+WAKE_S = 0.01
+
+
+class EpisodeEngine(RolloutEngine):
+    """Lets `environment` answer every turn of `engine`'s; its rewards take the place of `data.reward`.
+
+    A turn ends with the end-of-sequence token or a stop token; both stay in the context. `sampling.max_tokens` bounds
+    one turn. An episode that its environment does not end is ended, with finish reason `length`, by a turn that ran
+    into `max_tokens`, by `max_turns`, or when another turn might not fit into the model's context.
+
+    Running episodes always go on under new weights, so every token has the version that sampled it, and later turns
+    may be newer than earlier ones; the bound holds for all of them. `schedule: fixed_lag` is refused.
+
+    Args:
+        engine: generates the turns.
+        environment: answers them.
+        max_turns: of the policy, in one episode.
+        step_timeout_s: longest that an environment may take to start or to answer.
+
+    Raises:
+        ValueError: a setting is out of range, or the engine lets running requests finish under old weights.
+    """
+
+    scores = True
+    in_flight_weight_updates = True
+
+    def __init__(
+        self, engine: RolloutEngine, environment: Environment, max_turns: int = 8, step_timeout_s: float = 60.0
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"EpisodeEngine.max_turns must be >= 1, got {max_turns}")
+        if step_timeout_s <= 0:
+            raise ValueError(f"EpisodeEngine.step_timeout_s must be positive, got {step_timeout_s}")
+        if not engine.in_flight_weight_updates:
+            raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
+        self.engine, self.environment = engine, environment
+        self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
+        self._codec: TextCodec | None = None
+        self._ids = itertools.count()
+        self._lock = threading.RLock()
+        self._live: dict[int, list[Conversation]] = {}  # request -> conversations that have not ended
+        self._talking: dict[int, list[Conversation]] = {}  # inner request -> its conversation of each sample
+        self._num_waiting = 0  # conversations whose environment works
+        self._finished: list[Completion] = []
+        self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+
+    def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
+        """The same environment for another engine."""
+        other = EpisodeEngine(engine, self.environment, self.max_turns, self.step_timeout_s)
+        other._codec = codec
+        return other
+
+    def setup(self, model: str) -> None:
+        """Loads the tokenizer, too."""
+        self._codec = TextCodec(model)
+        self.engine.setup(model)
+
+    @property
+    def max_model_len(self) -> int:
+        """Of a whole episode."""
+        return self.engine.max_model_len
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the inner engine generated."""
+        return self.engine.busy_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated; what environments write is not."""
+        return self.engine.num_tokens
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Running episodes go on under them."""
+        self.engine.load_weights(version, weights)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begins episodes; the first turns of a group share their prompt."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_loop, name="environments", daemon=True)
+            self._thread.start()
+        inner = []
+        with self._lock:
+            for request in requests:
+                assert request.prompt is not None, "an environment needs the prompt, not only its tokens"
+                inner.append(replace(request, id=next(self._ids)))
+                self._live[request.id] = [Conversation(request, n) for n in range(request.num_samples)]
+                self._talking[inner[-1].id] = list(self._live[request.id])
+        self.engine.submit(inner)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Episodes that have ended."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                finished, self._finished = self._finished, []
+                waiting = self._num_waiting > 0
+            remaining = deadline - time.monotonic()
+            if finished or remaining <= 0:
+                return finished
+            for completion in self.engine.poll(min(remaining, WAKE_S) if waiting else remaining):
+                self._end_turn(completion)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Ends episodes; an environment that is at work is left alone, its answer is dropped."""
+        with self._lock:
+            gone = {id(talk) for number in request_ids for talk in self._live.pop(number, [])}
+            inner = [number for number, talks in self._talking.items() if any(id(talk) in gone for talk in talks)]
+            for number in inner:
+                del self._talking[number]
+            self._finished = [c for c in self._finished if c.request_id not in set(request_ids)]
+        self.engine.abort(inner)
+
+    def close(self) -> None:
+        """Ends the event loop and the inner engine."""
+        self.engine.close()
+        if self._thread is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(self.step_timeout_s)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _end_turn(self, completion: Completion) -> None:
+        """A turn is complete: the environment's turn, if there can be another one."""
+        with self._lock:
+            talks = self._talking.get(completion.request_id)
+            if talks is None:
+                return  # aborted
+            talk = talks[completion.sample_index]
+            talk.add_turn(completion)
+            if completion.finish_reason != "stop":
+                self._finish(talk, completion.finish_reason)
+                return
+            self._num_waiting += 1
+        assert self._codec is not None
+        text = self._codec.decode(completion.token_ids)
+        asyncio.run_coroutine_threadsafe(self._answer(talk, text), self._loop)
+
+    async def _answer(self, talk: Conversation, text: str) -> None:
+        """The environment's turn; runs in the event loop."""
+        prompt = talk.request.prompt
+        assert prompt is not None
+        try:
+            observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
+            with self._lock:
+                self._continue(talk, observation)
+        except TimeoutError:
+            self._fail(prompt, text, f"did not answer within step_timeout_s={self.step_timeout_s:g}")
+        except Exception as error:
+            self._fail(prompt, text, f"raised {type(error).__name__}: {error}", error)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    async def _ask(self, talk: Conversation, prompt: Prompt, text: str) -> Observation:
+        if talk.episode is None:
+            talk.episode = await self.environment.start(prompt)
+        return await talk.episode.step(text)
+
+    def _continue(self, talk: Conversation, observation: Observation) -> None:
+        """Hands the conversation out, or gives the policy its next turn."""
+        if talk not in self._live.get(talk.request.id, ()):
+            return  # aborted
+        talk.add_answer(observation)
+        if observation.done:
+            self._finish(talk, "stop")
+            return
+        assert self._codec is not None
+        ids = self._codec.encode_continuation(observation.text)
+        request = talk.request
+        length = len(request.prompt_ids) + len(talk.token_ids) + len(ids) + request.sampling.max_tokens
+        if len(talk.turns) == self.max_turns or length > self.max_model_len:
+            self._finish(talk, "length")
+            return
+        talk.add_observation(ids)
+        so_far = request.prompt_ids + tuple(talk.token_ids)
+        following = replace(request, id=next(self._ids), prompt_ids=so_far, num_samples=1)
+        self._talking[following.id] = [talk]
+        self.engine.submit([following])
+
+    def _finish(self, talk: Conversation, reason: FinishReason) -> None:
+        self._live[talk.request.id].remove(talk)
+        self._finished.append(talk.completion(reason))
+
+    def _fail(self, prompt: Prompt, text: str, what: str, cause: Exception | None = None) -> None:
+        where = f"environment {type(self.environment).__name__} on prompt {prompt.text[:200]!r}, turn {text[:200]!r}"
+        with self._lock:
+            self._error = EnvironmentFailure(f"{where} {what}")
+            self._error.__cause__ = cause

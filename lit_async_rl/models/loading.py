@@ -1,0 +1,195 @@
+"""Loading Hugging Face causal LMs and tokenizers, with errors that name the setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lit_async_rl.models.meta_loading import parameters_on_meta
+
+
+def load_policy(
+    model: str,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    random_init: bool = False,
+    device: str = "cpu",
+) -> PreTrainedModel:
+    """A causal LM in evaluation mode and without dropout: a log-probability must not depend on chance.
+
+    Args:
+        model: name on the Hugging Face hub, or folder with `config.json` and weights.
+        dtype: name of a torch dtype.
+        attn_implementation: as in transformers; None is its default.
+        random_init: only the architecture is taken from `model`.
+        device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
+
+    Raises:
+        FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
+        ValueError: `dtype` is no torch dtype, or the model is no causal LM.
+    """
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise ValueError(f"model.dtype must be the name of a torch dtype such as float32 or bfloat16, got {dtype!r}")
+    config = load_config(model)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"model.model={model!r} is a {config.model_type!r} model, which is no causal language model")
+    kwargs: dict[str, Any] = {"dtype": torch_dtype}
+    if attn_implementation is not None:
+        kwargs["attn_implementation"] = attn_implementation
+    if device == "meta":
+        with parameters_on_meta():
+            lm = AutoModelForCausalLM.from_config(config, **kwargs)
+        lm.generation_config = _generation_config(model) or lm.generation_config
+    elif random_init:
+        lm = AutoModelForCausalLM.from_config(config, **kwargs)
+    else:
+        lm = _load(AutoModelForCausalLM, model, **kwargs)
+    _remove_dropout(lm)
+    module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
+    if device != "meta":
+        module.to(_first_device() if device == "auto" else torch.device(device))
+    return lm
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The architecture of a model.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    return _load(AutoConfig, model)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    return _load(AutoTokenizer, model)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
+    """Refuses a tokenizer with ids that the model does not know.
+
+    Raises:
+        ValueError: the tokenizer is larger than the model's vocabulary.
+    """
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"model.model={model!r}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary only "
+            f"{vocab_size}"
+        )
+
+
+def context_length(lm: PreTrainedModel) -> int:
+    """Most tokens that the model can read: positions it knows, or its smallest attention window."""
+    config = lm.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None) or 2**20
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return min(length, window or length)
+
+
+def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
+    """All ids that end a completion."""
+    return _as_tuple(lm.generation_config.eos_token_id if lm.generation_config is not None else lm.config.eos_token_id)
+
+
+def stored_eos_token_ids(model: str) -> tuple[int, ...]:
+    """The same, of a model that is not loaded."""
+    config: Any = load_config(model)
+    stored = _generation_config(model)
+    return _as_tuple(config.get_text_config().eos_token_id if stored is None else stored.eos_token_id)
+
+
+def _generation_config(model: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:  # many models have no such file; transformers, too, then asks the configuration
+        return None
+
+
+def _as_tuple(ids: int | Sequence[int] | None) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of `weights`, on the devices and in the dtypes of the parameters of `lm`, which stay as they are.
+
+    Each tensor is copied before the next is asked for, because gathered shards live no longer; the iterable is always
+    read to its end, because other ranks take part in it.
+
+    Raises:
+        ValueError: names or shapes are not those of `lm`. Only a tied parameter's second name may be missing.
+    """
+    own, known = dict(lm.named_parameters()), lm.state_dict().keys()
+    received: dict[str, Tensor] = {}
+    problem = ""
+    for name, tensor in weights:
+        if name not in known:
+            problem = problem or f"the engine's model has no weight {name!r}: policy and engine differ"
+        elif name in own and tensor.shape != own[name].shape:
+            problem = problem or (
+                f"weight {name!r} has shape {tuple(tensor.shape)} in the policy and {tuple(own[name].shape)} in the "
+                "engine"
+            )
+        elif name in own:
+            like = own[name]
+            received[name] = tensor.detach().to(like.device, like.dtype, copy=True)
+    missing = own.keys() - received.keys()
+    if problem or missing:
+        raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")
+    return received
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Every submodule in evaluation mode; afterwards each is in the mode it had."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _first_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator if accelerator is not None and torch.accelerator.is_available() else torch.device("cpu")
+
+
+def _load(loader: Any, model: str, **kwargs: Any) -> Any:
+    is_folder = Path(model).is_dir()
+    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
+        raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
+    try:
+        return loader.from_pretrained(model, **kwargs)
+    except (OSError, ValueError) as error:
+        what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
+        raise FileNotFoundError(f"model.model={model!r}: {what} ({str(error).splitlines()[0]})") from error
+
+
+def _remove_dropout(lm: nn.Module) -> None:
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif hasattr(module, "attention_dropout"):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (typed as a submodule otherwise)

@@ -1,0 +1,58 @@
+"""Low-rank adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from lit_async_rl.models.policy import CausalPolicy, TokenStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adapters (needs `pip install "lit-async-rl[peft]"`); the engine is given the merged weights.
+
+    Args:
+        rank: of the update.
+        alpha: the update is scaled by alpha / rank.
+        target_modules: names of the layers that get one; None lets PEFT choose.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    target_modules: list[str] | None = None
+
+
+def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
+    """The model with adapters in it.
+
+    Raises:
+        ModuleNotFoundError: PEFT is not installed.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ModuleNotFoundError('model.lora needs PEFT: pip install "lit-async-rl[peft]"') from None
+    return peft.get_peft_model(
+        lm,
+        peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=lora.target_modules,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def without_adapters(policy: CausalPolicy, *inputs: Any) -> TokenStats:
+    """What the policy said before it was trained: its adapters are switched off, so that no copy of it is needed.
+
+    Not between a forward pass and its backward pass: PEFT also freezes adapters while they are off.
+    """
+    lm: Any = policy.lm
+    with lm.disable_adapter():
+        return policy(*inputs)

@@ -1,0 +1,135 @@
+"""The policy network: a Hugging Face causal LM that returns log-probabilities of given tokens, not all logits at once.
+
+B rows, T positions, N = tokens that train, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from lit_async_rl.models.packing import SharedPromptPacking, check_packable
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStats:
+    """Log-probability of each token and entropy of the distribution it was drawn from; 0 where the mask was False."""
+
+    logprobs: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"]
+
+
+class CausalPolicy(nn.Module):
+    """Wraps the whole causal LM in one forward, so that sharding strategies see body and head as one unit.
+
+    Args:
+        lm: any Hugging Face causal LM, LoRA-wrapped or not.
+        chunk_tokens: logits of at most this many tokens exist at a time; where there is more than one chunk they are
+            computed a second time in the backward pass instead of being kept.
+        packing: computes what completions of one prompt share only once, where `group_index` is given.
+
+    Raises:
+        ValueError: the model cannot be packed.
+    """
+
+    def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: SharedPromptPacking | None = None) -> None:
+        super().__init__()
+        if chunk_tokens < 1:
+            raise ValueError(f"logprob_chunk_tokens must be >= 1, got {chunk_tokens}")
+        self.lm = lm
+        self.chunk_tokens = chunk_tokens
+        self.packing = packing
+        if packing is not None:
+            check_packable(self.causal_lm)
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers model, without the PEFT wrapper."""
+        lm: Any = self.lm
+        if hasattr(lm, "get_base_model"):
+            lm = lm.get_base_model()
+        assert isinstance(lm, PreTrainedModel)
+        return lm
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it is wrapped by PEFT."""
+        return self.lm is not self.causal_lm
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        group_index: Int[Tensor, " B"] | None = None,
+    ) -> TokenStats:
+        """Statistics of the tokens where `mask` is True, given all tokens before them, at `temperature`.
+
+        No attention mask is needed: rows are padded on the right, and tokens of a causal model never see what follows.
+        Without `entropy_grad` the entropy carries no gradient and costs no memory.
+        """
+        predicts = mask[:, 1:]  # the token at t is predicted at t - 1
+        if not predicts.any():  # all padding: still reach every parameter, because sharded ranks wait for each other
+            predicts = torch.zeros_like(predicts)
+            predicts[0, 0] = True
+        if self.packing is not None and group_index is not None:
+            features = self.packing.features(self.causal_lm, input_ids[:, :-1], predicts, group_index)  # [N, H]
+        else:
+            hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+            features = hidden[:, :-1][predicts]
+        targets = input_ids[:, 1:][predicts]  # [N]
+        logprobs, entropy = self._chunked_stats(features, targets, temperature, entropy_grad)
+        return TokenStats(
+            logprobs=_scatter(logprobs, predicts, mask),
+            entropy=_scatter(entropy, predicts, mask),
+        )
+
+    def _chunked_stats(
+        self, features: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        if len(targets) <= self.chunk_tokens:
+            return self._stats(features, targets, temperature, entropy_grad)
+        chunks = [
+            checkpoint(self._stats, x, y, temperature, entropy_grad, use_reentrant=False)
+            for x, y in zip(features.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        ]
+        return torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks])
+
+    def _stats(
+        self, features: Float[Tensor, "N H"], targets: Int[Tensor, " N"], temperature: float, entropy_grad: bool
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        logits = self.logits(features).float()
+        if temperature not in (0, 1):  # each copy of the logits counts
+            logits = logits / temperature
+        log_p = torch.log_softmax(logits, dim=-1)
+        if entropy_grad and torch.is_grad_enabled():
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        else:
+            entropy = -log_p.detach().exp().mul_(log_p.detach()).sum(-1)
+        return log_p.gather(-1, targets[:, None])[:, 0], entropy
+
+    def logits(self, features: Float[Tensor, "N H"]) -> Float[Tensor, "N V"]:
+        """The head with the scalings that some families add in their own `forward` (Cohere, Granite, Gemma)."""
+        config = self.causal_lm.config.get_text_config()
+        logits = self.causal_lm.get_output_embeddings()(features)
+        if (scale := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+def _scatter(values: Float[Tensor, " N"], predicts: Bool[Tensor, "B T1"], mask: Bool[Tensor, "B T"]) -> Tensor:
+    """Puts the value predicted at t - 1 in position t; exactly 0, also in the gradient, where `mask` is False."""
+    out = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+    out[:, 1:] = out[:, 1:].masked_scatter(predicts, values)
+    return torch.where(mask, out, 0.0)

@@ -1,0 +1,161 @@
+"""How strategies divide the policy: FSDP2 and tensor parallelism by a mesh, FSDP1 by wrapping.
+
+`PolicyModule.configure_model` calls `divide`. `lightning.pytorch.strategies.ModelParallelStrategy` gives it a mesh;
+Lightning's `fsdp` a wrapper, which `torch.distributed.fsdp.wrap.wrap` finds; others leave the policy whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch.strategies as strategies
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import enable_wrap, wrap
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.weights import is_wrapped
+
+_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How `ModelParallelStrategy` divides the policy: one FSDP2 unit for each transformer block, one for the rest.
+
+    With a tensor-parallel mesh the linear layers of the blocks are divided as the model's own plan says
+    (`base_model_tp_plan` of transformers); embeddings and head are only sharded.
+
+    Args:
+        compute_dtype: dtype of forward and backward (`bfloat16`), while weights, their gradients' sums and the
+            optimizer keep `model.dtype`; None computes in that, too. Log-probabilities are always float32.
+        reshard_after_forward: frees a block's full weights after its forward pass and gathers them again for the
+            backward pass: less memory, more communication.
+        meta_device: read weights only after the policy was divided, each process its own, from safetensors files; no
+            process ever holds all of them. False: each process reads all of them first. Not for `random_init`, `lora`.
+    """
+
+    compute_dtype: str | None = None
+    reshard_after_forward: bool = True
+    meta_device: bool = False
+
+    def divide(self, policy: CausalPolicy, mesh: DeviceMesh | None, model: str) -> CausalPolicy:
+        """The policy as the strategy wants it, with its weights; a second call changes nothing.
+
+        Args:
+            policy: whole; its parameters may be on the meta device.
+            mesh: of FSDP2; None for other strategies, which may wrap (FSDP1) or leave it whole.
+            model: where weights are read that the policy lacks.
+        """
+        if mesh is not None:
+            self.apply(policy, mesh)
+            if is_on_meta(policy):
+                WeightFiles(model).read(policy.causal_lm, policy.causal_lm, torch.device(mesh.device_type))
+            return policy
+        if is_wrapped(policy):
+            return policy
+        files = WeightFiles(model) if is_on_meta(policy) else None
+        lm = policy.causal_lm
+        names = [name for name, module in lm.named_modules() if is_transformer_block(module)]
+        for name in names:
+            if files is not None:
+                files.read(lm, lm.get_submodule(name), torch.device("cpu"))
+            lm.set_submodule(name, wrap(lm.get_submodule(name)))
+        if files is not None:
+            files.read(lm, lm, torch.device("cpu"))
+        wrapped: Any = wrap(policy, auto_wrap_policy=None)
+        return wrapped
+
+    def apply(self, policy: CausalPolicy, mesh: DeviceMesh) -> None:
+        """Divides `policy` in place; a second call changes nothing.
+
+        Args:
+            policy: on any device.
+            mesh: with dimensions `data_parallel` and `tensor_parallel`.
+
+        Raises:
+            ValueError: the model has no plan for tensor parallelism, or one with an unknown style, or has adapters.
+        """
+        if any(isinstance(p, DTensor) for p in policy.parameters()):
+            return
+        if mesh["tensor_parallel"].size() > 1:
+            _divide_layers(policy, mesh["tensor_parallel"])
+        dtype = None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        options: dict[str, Any] = dict(mesh=mesh["data_parallel"], mp_policy=precision)
+        for module in policy.modules():
+            if is_transformer_block(module):
+                fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
+        fully_shard(policy, **options)
+
+
+def is_transformer_block(module: nn.Module) -> bool:
+    """Whether it is one of the repeated blocks of a transformers model."""
+    return isinstance(module, GradientCheckpointingLayer)
+
+
+class FSDPStrategy(strategies.FSDPStrategy):
+    """Lightning's `fsdp` (FSDP1), which also runs without an accelerator, to try it: torch wants the CPU by name."""
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """What `torch.distributed.fsdp.wrap.wrap` does inside.
+
+        Raises:
+            ValueError: checkpoints in one file on the CPU, where torch crashes.
+        """
+        if self.root_device.type != "cpu":
+            with super().model_sharded_context():
+                yield
+            return
+        if self._state_dict_type == "full":
+            raise ValueError("trainer.strategy.state_dict_type=full crashes in torch on the CPU; use sharded")
+        with enable_wrap(
+            wrapper_cls=FullyShardedDataParallel,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=self.root_device,
+            **self.kwargs,
+        ):
+            yield
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self.root_device.type != "cpu" or is_wrapped(model):
+            return super()._setup_model(model)
+        return FullyShardedDataParallel(module=model, device_id=self.root_device, **self.kwargs)
+
+
+def _divide_layers(policy: CausalPolicy, mesh: DeviceMesh) -> None:
+    if policy.has_adapters:
+        raise ValueError(
+            f"trainer.strategy.tensor_parallel_size={mesh.size()} does not go with model.lora, whose layers have no "
+            "plan; use 1"
+        )
+    body = policy.causal_lm.base_model
+    styles: dict[str, str] = policy.causal_lm.config.get_text_config().base_model_tp_plan or {}
+    if not styles:
+        raise ValueError(
+            f"trainer.strategy.tensor_parallel_size={mesh.size()}: transformers has no plan for {type(body).__name__}; "
+            "use 1"
+        )
+    heads = policy.causal_lm.config.get_text_config().num_key_value_heads
+    if heads % mesh.size():
+        raise ValueError(f"trainer.strategy.tensor_parallel_size={mesh.size()} does not divide {heads} key-value heads")
+    styles = {pattern: style for pattern, style in styles.items() if not style.startswith("embedding")}
+    for pattern, style in styles.items():
+        if style not in _STYLES:
+            raise ValueError(
+                f"trainer.strategy.tensor_parallel_size={mesh.size()}: {pattern} wants style {style!r}, which is not "
+                f"among {sorted(_STYLES)}; use 1"
+            )
+    parallelize_module(body, mesh, {pattern: _STYLES[style]() for pattern, style in styles.items()})

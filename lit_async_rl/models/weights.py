@@ -1,0 +1,91 @@
+"""Full weights out of a policy, one tensor at a time, whatever strategy shards it.
+
+Every rank must iterate to the end, in the same order: gathering a shard is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from lit_async_rl.models.policy import CausalPolicy
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether FSDP1 divides it or a part of it."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
+def is_sharded(root: nn.Module) -> bool:
+    """Whether ranks hold pieces of its parameters (FSDP1, FSDP2, tensor parallelism)."""
+    return is_wrapped(root) or any(isinstance(parameter, DTensor) for parameter in root.parameters())
+
+
+def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `PolicyModule.state_dict()` holds but for the frozen reference, which is never saved."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith("reference.")}
+
+
+@torch.no_grad()
+def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every parameter, tied ones once, LoRA merged into its base.
+
+    Args:
+        policy: the `CausalPolicy`.
+        root: the wrapped module when FSDP1 shards it (`trainer.strategy.model`).
+
+    Raises:
+        ValueError: a policy with adapters under FSDP1.
+    """
+    if root is not None and is_wrapped(root):
+        if policy.has_adapters:
+            raise ValueError("model.lora does not go with FSDP1; use FSDP2 (configs/strategies/fsdp2.yaml) or DDP")
+        yield from _stream_fsdp1(root)
+        return
+    causal_lm = policy.causal_lm
+    lora: dict[str, Any] = {
+        name: module for name, module in causal_lm.named_modules() if hasattr(module, "get_delta_weight")
+    }
+    for name, parameter in causal_lm.named_parameters():
+        name = _clean(name)
+        full = _gather(parameter.detach())
+        owner, _, leaf = name.partition(".base_layer.")
+        if owner in lora:
+            if leaf == "weight":
+                layer = lora[owner]
+                full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
+            yield f"{owner}.{leaf}", full
+        elif ".lora_" not in name:
+            yield name, full
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """One FSDP unit at a time: only that unit's parameters are gathered."""
+    for unit_name, unit in root.named_modules():
+        if not isinstance(unit, FullyShardedDataParallel):
+            continue
+        units = [name for name, module in unit.named_modules() if name and isinstance(module, FullyShardedDataParallel)]
+        inner = [_clean(f"{name}.") for name in units]  # parameters below lose their wrappers' names, too
+        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+            for name, parameter in unit.named_parameters():
+                if not _clean(name).startswith(tuple(inner)):
+                    before, found, own = _clean(f"{unit_name}.{name}" if unit_name else name).rpartition("policy.lm.")
+                    if found and not before:  # not those of a frozen reference
+                        yield own, parameter.detach()
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

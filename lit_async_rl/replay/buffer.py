@@ -1,0 +1,220 @@
+"""Rollouts that train more than once: a buffer beside the producer, for losses that take data of any age.
+
+A step of B groups is made of the fresh share m B (the "most on-policy" fraction of TBA, arXiv:2503.18929) and of groups
+drawn from what earlier steps left. Fresh groups keep the producer's bound on staleness; replayed ones have their own,
+`max_staleness` here, kept by leaving out what is older. All of it happens in the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+
+_Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
+_MIN_ROLLOUTS = 2  # a completion with none to compare it with says nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayStats:
+    """Totals since the start, and what the last step drew.
+
+    Attributes:
+        num_rollouts: stored now, of `num_prompts` prompts.
+        num_added: completions that were new; `num_duplicates`: those that replaced an equal older one.
+        num_evicted: left because the buffer was full; `num_expired`: because they were too old.
+        num_replayed: completions of the last step that came from the buffer, of `replayed_staleness` versions on
+            average and `replayed_staleness_max` at most.
+    """
+
+    num_rollouts: int
+    num_prompts: int
+    num_added: int
+    num_duplicates: int
+    num_evicted: int
+    num_expired: int
+    num_replayed: int
+    replayed_staleness: float
+    replayed_staleness_max: int
+
+
+@dataclass(frozen=True)
+class _Stored:
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    index: int
+    rollout: Rollout
+    version: int  # of its oldest token
+
+
+class ReplayBuffer:
+    """Completions by prompt, each text once, the newest of it.
+
+    Args:
+        fresh_fraction: share m of a step's groups that were not trained on before; the engine samples only those.
+        capacity: completions kept; the first in are the first out.
+        max_per_prompt: of one prompt.
+        max_staleness: versions after which a completion leaves.
+        min_prompts: replay starts when so many prompts are stored; until then steps have fresh groups only.
+        weighting: what is drawn how often; None is `UniformReplay()`.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        fresh_fraction: float = 0.5,
+        capacity: int = 10_000,
+        max_per_prompt: int = 100,
+        max_staleness: int = 100,
+        min_prompts: int = 1,
+        weighting: ReplayWeighting | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < fresh_fraction <= 1:
+            raise ValueError(f"data.replay.fresh_fraction must be in (0, 1], got {fresh_fraction}")
+        limits = dict(capacity=capacity, max_per_prompt=max_per_prompt, min_prompts=min_prompts)
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"data.replay.{name} must be >= 1, got {value}")
+        if max_staleness < 0:
+            raise ValueError(f"data.replay.max_staleness must be >= 0 versions, got {max_staleness}")
+        self.fresh_fraction, self.capacity, self.max_per_prompt = fresh_fraction, capacity, max_per_prompt
+        self.max_staleness, self.min_prompts = max_staleness, min_prompts
+        self.weighting = weighting or UniformReplay()
+        self._random = random.Random(seed)
+        self._prompts: dict[_Key, dict[tuple[int, ...], _Stored]] = {}
+        self._order: dict[tuple[_Key, tuple[int, ...]], None] = {}  # first in, first
+        self._counts = dict.fromkeys(("added", "duplicates", "evicted", "expired"), 0)
+        self._replayed_ages: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def num_fresh(self, groups_per_step: int) -> int:
+        """Groups of a step that come from the engine: at least one."""
+        return max(1, round(self.fresh_fraction * groups_per_step))
+
+    def mix(self, fresh: Sequence[RolloutGroup], groups_per_step: int, version: int) -> list[RolloutGroup]:
+        """The groups to train on now: the fresh ones, filled up from the buffer, which then takes the fresh ones in."""
+        self.expire(version)
+        replayed: list[RolloutGroup] = []
+        if len(self._prompts) >= self.min_prompts:
+            size = max(len(group.rollouts) for group in fresh)
+            replayed = self.sample(groups_per_step - len(fresh), size, version, {_key(group) for group in fresh})
+        self._replayed_ages = [version - _version(r, g) for g in replayed for r in g.rollouts]
+        assert all(age <= self.max_staleness for age in self._replayed_ages)
+        for group in fresh:
+            self.add(group)
+        return [*fresh, *replayed]
+
+    def add(self, group: RolloutGroup) -> None:
+        """Takes in every completion; an equal one that is stored already is replaced."""
+        key = _key(group)
+        for rollout in group.rollouts:
+            ids = rollout.completion_ids
+            self._counts["duplicates" if (key, ids) in self._order else "added"] += 1
+            self._remove(key, ids)
+            stored = _Stored(group.prompt, group.prompt_ids, group.index, rollout, _version(rollout, group))
+            self._prompts.setdefault(key, {})[ids] = stored
+            self._order[key, ids] = None
+            if len(self._prompts[key]) > self.max_per_prompt:
+                self._evict(key, next(iter(self._prompts[key])))
+            if len(self._order) > self.capacity:
+                self._evict(*next(iter(self._order)))
+
+    def expire(self, version: int) -> None:
+        """Drops what is older than `max_staleness` at `version`."""
+        old = [entry for entry in self._order if version - self._stored(*entry).version > self.max_staleness]
+        for key, ids in old:
+            self._remove(key, ids)
+        self._counts["expired"] += len(old)
+
+    def sample(
+        self, num_groups: int, group_size: int, version: int, exclude: set[_Key] | None = None
+    ) -> list[RolloutGroup]:
+        """Groups of different prompts, drawn without replacement; fewer where not enough is stored."""
+        ages = {
+            key: version - max(stored.version for stored in rollouts.values())
+            for key, rollouts in self._prompts.items()
+            if len(rollouts) >= _MIN_ROLLOUTS and key not in (exclude or ())
+        }
+        keys = self._draw(list(ages), [self.weighting.prompt_log_weight(age) for age in ages.values()], num_groups)
+        return [self._sample_group(key, group_size, version) for key in keys]
+
+    def _sample_group(self, key: _Key, group_size: int, version: int) -> RolloutGroup:
+        stored = list(self._prompts[key].values())
+        weights = [self.weighting.rollout_log_weight(s.rollout.reward, version - s.version) for s in stored]
+        drawn = self._draw(stored, weights, group_size)
+        return RolloutGroup(
+            index=max(s.index for s in stored),
+            prompt=drawn[0].prompt,
+            prompt_ids=drawn[0].prompt_ids,
+            rollouts=tuple(s.rollout for s in drawn),
+            admitted_version=min(s.version for s in drawn),
+        )
+
+    def _draw(self, items: Sequence[Any], log_weights: Sequence[float], number: int) -> list[Any]:
+        """Without replacement, in proportion to the weights: the largest log-weights plus Gumbel noise."""
+        noise = [w - math.log(self._random.expovariate(1) + 1e-300) for w in log_weights]
+        best = sorted(range(len(items)), key=lambda n: -noise[n])[: max(0, number)]
+        return [items[n] for n in best]
+
+    def _stored(self, key: _Key, ids: tuple[int, ...]) -> _Stored:
+        return self._prompts[key][ids]
+
+    def _evict(self, key: _Key, ids: tuple[int, ...]) -> None:
+        self._remove(key, ids)
+        self._counts["evicted"] += 1
+
+    def _remove(self, key: _Key, ids: tuple[int, ...]) -> None:
+        if (key, ids) in self._order:
+            del self._order[key, ids], self._prompts[key][ids]
+            if not self._prompts[key]:
+                del self._prompts[key]
+
+    def stats(self) -> ReplayStats:
+        """Totals, and what the last step drew."""
+        ages = self._replayed_ages
+        return ReplayStats(
+            num_rollouts=len(self),
+            num_prompts=len(self._prompts),
+            num_replayed=len(ages),
+            replayed_staleness=sum(ages) / max(1, len(ages)),
+            replayed_staleness_max=max(ages, default=0),
+            **{f"num_{name}": count for name, count in self._counts.items()},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything stored, in the order it came, as plain containers; and the state of the draws."""
+        entries = [dataclasses.asdict(self._stored(*entry)) for entry in self._order]
+        prompts = list(self._prompts)  # draws depend on their order
+        return {"stored": entries, "prompts": prompts, "counts": dict(self._counts), "random": self._random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts it back."""
+        self._prompts, self._order = {key: {} for key in state["prompts"]}, {}
+        for entry in state["stored"]:
+            fields = {**entry, "prompt": Prompt(**entry["prompt"]), "rollout": Rollout(**entry["rollout"])}
+            stored = _Stored(**fields)
+            key, ids = (stored.prompt_ids, stored.prompt.answer), stored.rollout.completion_ids
+            self._prompts[key][ids] = stored
+            self._order[key, ids] = None
+        self._counts = dict(state["counts"])
+        self._random.setstate(state["random"])
+
+
+def _key(group: RolloutGroup) -> _Key:
+    return group.prompt_ids, group.prompt.answer
+
+
+def _version(rollout: Rollout, group: RolloutGroup) -> int:
+    return min(rollout.versions, default=group.admitted_version)

@@ -1,0 +1,198 @@
+"""The rollout tape: every group that was trained on, in Arrow files that are whole or not there at all.
+
+A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row for each rollout, see
+`lit_async_rl.replay.tape_rows`), each written beside its name and renamed. The checksum in the name, 16 hexadecimal digits of
+the content's SHA-256, is compared before a file is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from lit_async_rl.replay.tape_rows import SCHEMA, from_rows, to_row
+from lit_async_rl.training.checkpoint_io import check_writable, is_disk_full, replacing
+from lit_async_rl.types import RolloutGroup
+
+log = logging.getLogger(__name__)
+NAME = re.compile(r"steps-(\d+)-(\d+)-([0-9a-f]{16})\.arrow")
+
+
+@dataclass(frozen=True)
+class TapeStep:
+    """What one optimizer step was trained on, and the version of the policy then."""
+
+    step: int
+    version: int
+    groups: tuple[RolloutGroup, ...]
+
+
+class TapeWriter:
+    """Appends steps to a tape.
+
+    When the disk is full nothing is lost: one line says so, the rows stay in memory and are written with the next step.
+    At the end `close` waits for room.
+
+    Args:
+        folder: made if it is not there.
+        first_step: of the run that writes, after a resume. What the tape holds of this step and later ones was undone
+            by the interruption: it is renamed to `*.undone`, which no reader looks at.
+
+        waiting: rows of earlier steps that are not on the disk yet (`waiting` of the run before).
+
+    Raises:
+        ValueError: a file was damaged.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path, first_step: int = 0, waiting: Sequence[dict[str, Any]] = ()) -> None:
+        self.folder = Path(folder)
+        check_writable(self.folder, "the tape's folder")
+        self._rows: list[dict[str, Any]] = list(waiting)
+        for file in _files(self.folder):
+            if file.last >= first_step:
+                if file.first < first_step:
+                    self._keep_before(first_step, file)
+                file.path.replace(file.path.with_suffix(".undone"))
+
+    def _keep_before(self, first_step: int, undone: _File) -> None:
+        """Writes a file's steps before `first_step` to one of their own."""
+        whole = {n for f in _files(self.folder) if f.last < first_step for n in range(f.first, f.last + 1)}
+        known = whole | {row["step"] for row in self._rows}
+        rows = _read(undone, None).to_pylist()
+        self._rows = [row for row in rows if row["step"] < first_step and row["step"] not in known] + self._rows
+        self.flush()
+
+    @property
+    def waiting(self) -> list[dict[str, Any]]:
+        """Rows that are not on the disk yet; plain values."""
+        return list(self._rows)
+
+    def append(self, step: int, version: int, groups: Sequence[RolloutGroup]) -> None:
+        """Adds a step; it is on the disk after `flush`."""
+        known = dict(step=step, policy_version=version, written_at=time.time())
+        self._rows += [known | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+
+    def close(self, timeout_s: float) -> None:
+        """Writes the rest, and tries again and again while the disk is full.
+
+        Raises:
+            OSError: it is still full after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.flush()
+        while self._rows:
+            if time.monotonic() > deadline:
+                steps = f"steps {self._rows[0]['step']} to {self._rows[-1]['step']} are not on the tape"
+                problem = f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: {steps}"
+                raise OSError(errno.ENOSPC, problem, str(self.folder))
+            time.sleep(min(1.0, timeout_s))
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was appended, as one file."""
+        if not self._rows:
+            return
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
+        data = sink.getvalue().to_pybytes()
+        first, last = self._rows[0]["step"], self._rows[-1]["step"]
+        try:
+            with replacing(self.folder / f"steps-{first:09d}-{last:09d}-{_checksum(data)}.arrow") as file:
+                file.write(data)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            log.warning("tape %s: the disk is full; steps %d to %d wait in memory", self.folder, first, last)
+            return
+        self._rows = []
+
+
+class Tape:
+    """Reads a tape.
+
+    Args:
+        folder: of a `TapeWriter`.
+
+    Raises:
+        FileNotFoundError: there is no tape.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._files = _files(self.folder)
+        if not self._files:
+            raise FileNotFoundError(f"{self.folder} holds no tape (no file steps-*.arrow)")
+
+    @property
+    def num_files(self) -> int:
+        """Files of the tape."""
+        return len(self._files)
+
+    def table(self, first_step: int = 0, columns: Sequence[str] | None = None) -> pa.Table:
+        """All rows from a step on, in the order of steps.
+
+        Raises:
+            ValueError: a file was damaged.
+        """
+        return pa.concat_tables([_read(f, columns) for f in self._files if f.last >= first_step] or [_empty(columns)])
+
+    def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
+        """Steps in order; one file at a time is in memory.
+
+        Raises:
+            ValueError: a file was damaged.
+        """
+        for file in self._files:
+            if file.last < first_step:
+                continue
+            rows = _read(file, None).to_pylist()
+            for step, of_step in itertools.groupby(rows, lambda row: row["step"]):
+                if step < first_step:
+                    continue
+                grouped = [list(rows) for _, rows in itertools.groupby(of_step, lambda row: row["group"])]
+                yield TapeStep(step, grouped[0][0]["policy_version"], tuple(from_rows(rows) for rows in grouped))
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    first: int
+    last: int
+    checksum: str
+
+
+def _files(folder: Path) -> list[_File]:
+    names = [(path, NAME.fullmatch(path.name)) for path in sorted(folder.glob("steps-*.arrow"))]
+    return [_File(path, int(match[1]), int(match[2]), match[3]) for path, match in names if match]
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _read(file: _File, columns: Sequence[str] | None) -> pa.Table:
+    data = file.path.read_bytes()
+    if _checksum(data) != file.checksum:
+        raise ValueError(
+            f"{file.path} was damaged: its {len(data)} bytes do not have the checksum in its name. Restore it "
+            f"from a copy, or move it away to go on without steps {file.first} to {file.last}"
+        )
+    table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    return table if columns is None else table.select(list(columns))
+
+
+def _empty(columns: Sequence[str] | None) -> pa.Table:
+    table = SCHEMA.empty_table()
+    return table if columns is None else table.select(list(columns))

@@ -1,0 +1,151 @@
+"""What a checkpoint holds of the background side: all that was admitted and not trained on, and how it comes back.
+
+Only tensors and plain numbers and texts, which load without pickle. `docs/checkpoints.md` says which settings may
+change between saving and resuming.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import Completion
+from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.rewards.scorer import reward_name
+from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
+
+START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
+FORMAT = 1  # of what `save_producer` returns; another number is another meaning
+log = logging.getLogger(__name__)
+
+
+def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
+    """State of a producer, in the trainer's thread.
+
+    In order (`fixed_lag`), waits until all that was admitted is finished, because after a resume the version that was
+    to sample it is gone; that lasts as long as sampling lasts, and nothing may happen for at most
+    `rollout_timeout_s` of it. Otherwise nothing waits: partial completions are saved, as far as the engine knows them.
+
+    Args:
+        producer: started.
+        step_is_done: the groups handed out last have been trained on; if not, they are among those saved.
+
+    An engine that hangs or breaks here is left to the next `take`; what was being sampled is sampled again after a
+    resume.
+
+    Raises:
+        StalledError: scoring hangs.
+        ProducerError: a background thread died while waiting.
+    """
+    partials, random_state = _ask_engine(producer)
+    with producer.changed:
+        if step_is_done:
+            producer.begin_step()
+        given_back = {index: deadline for index, (_, deadline) in producer.book.in_step.items()}
+        return {
+            "format": FORMAT,
+            "settings": _settings(producer),
+            "admission": producer.admission.state_dict(len(given_back)),
+            "groups": pack_groups(producer.book.save(producer.admission.deadlines | given_back, partials)),
+            "position": producer.stream.position,
+            "again": list(producer.again),
+            "pass_rates": producer.intake.pass_rates.state_dict(),
+            "random_state": {} if random_state is None else {"engine": random_state},
+        }
+
+
+def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
+    """Partial completions and random state, after the wait; nothing of an engine that cannot say."""
+    listener = producer.listener
+    if listener.is_working and producer.admission.in_order:
+        try:
+            with producer.changed:
+                producer.wait.until(lambda: None if producer.book.unfinished else 0)
+        except (StalledError, ProducerError):
+            if listener.engine_error is None:
+                raise
+    if listener.is_working:
+        try:
+            return producer.engine.partial_completions(), producer.engine.random_state()
+        except StalledError as error:
+            listener.break_engine(error, producer.engine)
+    return [], None
+
+
+def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
+    """Goes on where `save_producer` was called; before `producer.start`, with an engine that has weights.
+
+    Raises:
+        ValueError: settings changed that may not, or the checkpoint is from a version of this library that saved
+            something else.
+    """
+    if (found := state.get("format")) != FORMAT:
+        raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
+    saved = unpack_groups(state["groups"])
+    are_usable = _check_settings(state["settings"], _settings(producer))
+    deadlines = {group.index: group.deadline for group in saved}
+    kept = producer.admission.restore(state["admission"], deadlines if are_usable else {})
+    again = [group.position for group in saved if group.index not in kept]
+    if again:
+        log.warning("resume: settings have changed, so %d groups of the checkpoint are sampled anew", len(again))
+    num_finished = sum(group.is_finished for group in saved if group.index in kept)
+    log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
+    producer.stream.position = state["position"]
+    producer.again = deque([*again, *state["again"]])
+    producer.intake.pass_rates.load_state_dict(state["pass_rates"])
+    if state["random_state"]:
+        producer.engine.set_random_state(state["random_state"]["engine"].cpu())
+    _file(producer, [group for group in saved if group.index in kept])
+
+
+def _file(producer: Producer, groups: list[SavedGroup]) -> None:
+    """Each group goes to where it was: to be trained on, to be scored, to be sampled further."""
+    requests = []
+    for group in groups:
+        prompt = producer.stream.at(group.position)
+        if producer.book.codec.encode(prompt) != group.prompt_ids:
+            raise ValueError(
+                f"data.prompts: prompt {group.position} of the run is {prompt.text[:80]!r}, other tokens than in "
+                "the checkpoint: data.prompts, the tokenizer or data.use_chat_template has changed. " + START_ANEW
+            )
+        restored = producer.book.restore(group, prompt)
+        if group.is_finished:
+            producer.admission.finish(group.index)
+            continue
+        requests += producer.book.missing(restored, group.completions)
+        for sample in list(restored.completions):
+            producer.score(restored, sample)
+    if requests:
+        producer.engine.submit(requests)
+
+
+def _settings(producer: Producer) -> dict[str, Any]:
+    reward = producer.scorer.reward
+    return {
+        "data.seed": producer.stream.seed,
+        "number of data.prompts": len(producer.stream.source),
+        "data.group_size": producer.book.group_size,
+        "data.sampling": asdict(producer.book.sampling),
+        "data.reward": None if reward is None else reward_name(reward),
+    }
+
+
+def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether groups sampled under the saved settings can be trained on.
+
+    Raises:
+        ValueError: the order of prompts could not go on.
+    """
+    for name in ("data.seed", "number of data.prompts"):
+        if saved[name] != now[name]:
+            raise ValueError(
+                f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
+                "could not go on. " + START_ANEW
+            )
+    return all(saved[name] == value for name, value in now.items())

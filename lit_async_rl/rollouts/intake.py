@@ -1,0 +1,124 @@
+"""Which prompts are sampled and which groups are kept, and a count of what became of all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lit_async_rl.prompts.curriculum import Curriculum, PassRates
+from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.rollouts.filters import GroupFilter
+from lit_async_rl.scheduling.expiry import AtBound
+from lit_async_rl.types import RolloutGroup
+
+TRAINED, EXPIRED = "trained", "expired"
+UNBEGUN = "unbegun"  # too old before it had a token
+
+
+@dataclass(frozen=True, kw_only=True)
+class FateTotals:
+    """Totals over the groups that met one fate (`trained`, `expired`, `unbegun`, or what a filter says) so far.
+
+    Attributes:
+        num_groups: how many.
+        length: sum over groups of the mean tokens of a rollout; of groups that were cut off, as far as they had come.
+        seconds: sum of the seconds from admission to the last token, or to the end of the group.
+        num_measured: those whose prompt had a measured pass rate before; `pass_rate`: the sum of these rates.
+    """
+
+    num_groups: int = 0
+    length: float = 0.0
+    seconds: float = 0.0
+    num_measured: int = 0
+    pass_rate: float = 0.0
+
+    def __sub__(self, other: FateTotals) -> FateTotals:
+        changes = {name: value - vars(other)[name] for name, value in vars(self).items()}
+        return FateTotals(**changes)
+
+
+class Intake:
+    """The data policies of a run; all but the constructor is called with the producer's lock held.
+
+    Args:
+        filters: what a group goes through when it has its rewards.
+        curriculum: which prompts are skipped; None skips none.
+        at_bound: keeps the engine full, and says what happens to groups that are then too old; None admits no group
+            that could become so.
+        success_reward: a rollout with at least this reward is a success, before filters change rewards.
+    """
+
+    def __init__(
+        self,
+        filters: list[GroupFilter] | None = None,
+        curriculum: Curriculum | None = None,
+        at_bound: AtBound | None = None,
+        success_reward: float = 1.0,
+    ) -> None:
+        self.filters, self.curriculum, self.at_bound = tuple(filters or ()), curriculum, at_bound
+        self.success_reward = success_reward
+        self.pass_rates = PassRates()
+        self._fates: dict[str, FateTotals] = {}
+        self._num_lost: Counter[int] = Counter()  # position -> how often it was lost in a row
+        self._successes: dict[int, float] = {}  # group -> its pass rate, until it was trained on
+
+    def next_position(self, stream: PromptStream) -> int:
+        """The next prompt to sample."""
+        return stream.advance() if self.curriculum is None else self.curriculum.advance(stream, self.pass_rates)
+
+    def judge(self, group: RolloutGroup, number: int) -> RolloutGroup | None:
+        """A group of prompt `number` that has its rewards, as it is to be trained on; None if it is not to be."""
+        pass_rate = self._pass_rate(group)
+        kept: RolloutGroup | None = group
+        for one in self.filters:
+            kept = one(group)
+            if kept is None:
+                self._count(one.fate, number, _length(group), group.generation_s)
+                self.pass_rates.measure(number, pass_rate)
+                return None
+            group = kept
+        self._successes[group.index] = pass_rate
+        return kept
+
+    def trained(self, group: RolloutGroup, number: int, position: int) -> None:
+        """A group was trained on."""
+        self._count(TRAINED, number, _length(group), group.generation_s)
+        known = self._successes.pop(group.index, None)  # not there after a resume
+        self.pass_rates.measure(number, self._pass_rate(group) if known is None else known)
+        self._num_lost.pop(position, None)
+
+    def lose(self, index: int, number: int, position: int, length: float, seconds: float) -> bool:
+        """A group came too late; whether its prompt is to be sampled again."""
+        self._successes.pop(index, None)
+        self._count(EXPIRED if length else UNBEGUN, number, length, seconds)
+        if self.at_bound is None:  # redundant, or fallen out of a ring buffer
+            return False
+        self._num_lost[position] += 1
+        again = self.at_bound.samples_again(self._num_lost[position])
+        if not again:
+            del self._num_lost[position]
+        return again
+
+    @property
+    def fates(self) -> Mapping[str, FateTotals]:
+        """Totals so far, by fate."""
+        return dict(self._fates)
+
+    def _pass_rate(self, group: RolloutGroup) -> float:
+        return sum(rollout.reward >= self.success_reward for rollout in group.rollouts) / len(group.rollouts)
+
+    def _count(self, fate: str, number: int, length: float, seconds: float) -> None:
+        before, rate = self._fates.get(fate, FateTotals()), self.pass_rates.of(number)
+        self._fates[fate] = replace(
+            before,
+            num_groups=before.num_groups + 1,
+            length=before.length + length,
+            seconds=before.seconds + seconds,
+            num_measured=before.num_measured + (rate is not None),
+            pass_rate=before.pass_rate + (rate or 0.0),
+        )
+
+
+def _length(group: RolloutGroup) -> float:
+    return group.num_tokens / len(group.rollouts)

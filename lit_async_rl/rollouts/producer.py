@@ -1,0 +1,249 @@
+"""The background thread that keeps the engine busy within the staleness bound.
+
+| who | waits for | woken by |
+|---|---|---|
+| trainer, in `take` (see `GroupWait`) | a finished group that may be trained on | `_file_reward`, an error, `stop` |
+| producer thread, in `engine.poll` | a finished completion | the engine |
+| reward worker, in `Scorer` | a completion to score | `_collect` |
+
+Slots come back in `advance`, which the trainer calls after it has published weights; new prompts are submitted there,
+in one call, so that what the engine decodes together does not depend on timing. Whatever goes wrong in a thread is
+kept and raised by `take` with its cause; an engine that hangs or breaks can be replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from lit_async_rl.engines.base import Completion, RolloutEngine, SamplingParams
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.rollouts.evaluation import EvaluationRun
+from lit_async_rl.rollouts.group_book import GroupBook, OpenGroup
+from lit_async_rl.rollouts.group_wait import GroupWait
+from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.scheduling.admission import Admission
+from lit_async_rl.types import RolloutGroup
+
+
+class Producer:
+    """Admits prompts, collects completions, has them scored, and hands out finished groups.
+
+    Args:
+        engine: set up and loaded with the first weights.
+        stream: endless prompts; `codec`: text to ids and back; `admission`: the bound.
+        group_size: completions of each prompt.
+        sampling: how they are sampled.
+        timeout_s: longest time in which nothing at all may happen while the trainer waits.
+        replicate_prompts: ask the engine for each completion by itself, so that those of a prompt need not be sampled
+            in one place or at one time (ROLL Flash, arXiv:2510.11345).
+        intake: which prompts are sampled, and which groups kept; None is all.
+
+    Attributes:
+        listener: has the engine, and what it died of.
+        wait: how the trainer's thread waits for what the others do.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        stream: PromptStream,
+        codec: TextCodec,
+        scorer: Scorer,
+        admission: Admission,
+        group_size: int,
+        sampling: SamplingParams,
+        timeout_s: float,
+        replicate_prompts: bool = False,
+        intake: Intake | None = None,
+    ) -> None:
+        self.stream, self.scorer, self.admission = stream, scorer, admission
+        self.intake = intake or Intake()
+        self.version = 0
+        self.book = GroupBook(codec, group_size, sampling, replicate_prompts)
+        self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
+        self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
+        self._num_finished = self._num_scored = self._num_lost = 0
+        self.changed = threading.Condition(threading.RLock())
+        self.listener = EngineListener(engine, self.changed, self._collect, scorer.check)
+        self.wait = GroupWait(self.listener, self.book, scorer.clock, timeout_s, lambda: self._num_scored)
+        self._began = time.monotonic()
+        self._wait_s = 0.0
+
+    # -- trainer's thread ---------------------------------------------------------------------------------------------
+
+    def start(self, version: int) -> None:
+        """Starts sampling; `version` is already loaded in the engine."""
+        self.version = version
+        self._began = time.monotonic()
+        self._admit()
+        self.listener.start()
+
+    def advance(self, version: int) -> None:
+        """Ends a round: the engine has the weights of `version`; the slots of the groups trained on come back."""
+        with self.changed:
+            self.version = version
+            self.admission.advance()
+            self._drop_lost()
+            self._admit()
+            self.changed.notify_all()
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Changes the bound for groups admitted from now on."""
+        with self.changed:
+            self.admission.max_staleness = max_staleness
+            self._admit()
+
+    def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
+        """The next group to train on; None when `should_stop()` turned true while waiting.
+
+        Raises:
+            ProducerError: a background thread died (its error is the cause).
+            StalledError: nothing happened for `timeout_s`.
+        """
+        began = time.monotonic()
+        try:
+            with self.changed:
+                index = self.wait.until(self.admission.choose, should_stop)
+                if index is None:
+                    return None
+                group = self.book.hand_out(index, self.admission.take(index))
+                self._drop_lost()
+                self._admit()
+                return group
+        finally:
+            self._wait_s += time.monotonic() - began
+
+    def replace_engine(self, engine: RolloutEngine) -> int:
+        """Goes on with another engine, which has weights; returns how many groups begin again there.
+
+        What has come from the old one is kept: finished groups, and single completions.
+        """
+        with self.changed:
+            lacking = self.book.lacking
+            self.listener.replace(engine, [r for group in lacking for r in self.book.missing(group)])
+            self._admit()
+            return len(lacking)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine that samples now."""
+        return self.listener.engine
+
+    def begin_step(self) -> None:
+        """The groups handed out so far have been trained on."""
+        with self.changed:
+            for index, (group, _) in self.book.in_step.items():
+                position = self.book.positions[index]
+                self.intake.trained(group, self.stream.number_at(position), position)
+            self.book.begin_step()
+
+    def stats(self) -> ProducerStats:
+        """Totals since the start."""
+        with self.changed:
+            return ProducerStats(
+                wait_s=self._wait_s,
+                run_s=time.monotonic() - self._began,
+                engine_busy_s=self.listener.busy_s,
+                scoring_s=self.scorer.busy_s,
+                num_tokens=self.listener.num_tokens,
+                num_finished=self._num_finished,
+                num_queued=len(self.book.finished),
+                num_unfinished=len(self.book.unfinished),
+                num_lost=self._num_lost,
+                fates=self.intake.fates,
+            )
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Ends the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
+        with self.changed:
+            self.changed.notify_all()
+        is_ended = self.listener.stop(timeout_s)
+        self.scorer.close()
+        return is_ended
+
+    # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) ---------------------------------
+
+    def _admit(self) -> None:
+        """Submits as many prompts as there are slots, in one call."""
+        with self.changed:
+            requests = []
+            for _ in range(self.admission.num_admissible):
+                position = self.again.popleft() if self.again else self.intake.next_position(self.stream)
+                index = self.admission.admit()
+                requests += self.book.open(index, position, self.stream.at(position), self.version)
+            self.listener.submit(requests)
+
+    def _drop_lost(self) -> None:
+        """Groups that came too late: what is still being sampled of them is aborted."""
+        lost = self.admission.lose()
+        is_sampling = any(index in self.book.unfinished for index in lost)
+        partials = self.listener.partial_completions() if is_sampling else []
+        running: list[int] = []
+        for index in lost:
+            position, progress = self.book.positions[index], self.book.progress_of(index, partials)
+            running += self.book.give_up(index)
+            if self.intake.lose(index, self.stream.number_at(position), position, *progress):
+                self.again.append(position)
+        self._num_lost += len(lost)
+        self.listener.abort(running)
+
+    def _collect(self, completion: Completion) -> None:
+        if self.evaluation is not None and self.evaluation.collect(completion):
+            return
+        found = self.book.collect(completion)
+        if found is not None:
+            self.score(*found)
+
+    def score(self, group: OpenGroup, sample: int) -> None:
+        """Has a completion scored, as soon as it is there: its group may still be sampled."""
+        if (reward := group.completions[sample].reward) is not None:
+            self._file_reward(group, sample, reward)
+            return
+        self.scorer.submit(
+            group.prompt,
+            group.texts[sample],
+            done=partial(self._file_reward, group, sample),
+            give_up=partial(self._give_up, group),
+            is_wanted=partial(self.book.is_open, group),
+        )
+
+    def _give_up(self, group: OpenGroup) -> None:
+        """A group that cannot be scored: another prompt takes its slot."""
+        with self.changed:
+            if not self.book.is_open(group):
+                return
+            self.listener.abort(self.book.give_up(group.index))
+            self.admission.drop(group.index)
+            self._num_scored += 1  # something happened
+            self._admit()
+            self.changed.notify_all()
+
+    def _file_reward(self, group: OpenGroup, sample: int, reward: float) -> None:
+        with self.changed:
+            self._num_scored += 1
+            if self.book.reward(group, sample, reward):
+                self._num_finished += 1
+                self._judge(group)
+                self._drop_lost()
+                self._admit()
+                self.changed.notify_all()
+
+    def _judge(self, group: OpenGroup) -> None:
+        """A finished group may be trained on, or another prompt takes its slot."""
+        number = self.stream.number_at(group.position)
+        kept = self.intake.judge(self.book.finished[group.index], number)
+        if kept is None:
+            self.book.give_up(group.index)
+            self.admission.drop(group.index)
+        else:
+            self.book.finished[group.index] = kept
+            self.admission.finish(group.index)

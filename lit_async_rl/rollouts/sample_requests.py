@@ -1,0 +1,93 @@
+"""Which samples of which group a request of the engine stands for, and what a sample had before it was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.types import Prompt
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a sample of a request stands for, where that is not sample n of group `id`; with the tokens it has."""
+
+    index: int
+    sample: int
+    prefix: Completion | None = None
+
+
+class SampleRequests:
+    """Makes requests for the samples that groups lack, and puts what comes back under the groups' own numbers.
+
+    Args:
+        group_size: completions of each prompt.
+        sampling: how they are sampled.
+        replicate_prompts: ask for each completion by itself.
+    """
+
+    def __init__(self, group_size: int, sampling: SamplingParams, replicate_prompts: bool) -> None:
+        self.group_size, self.sampling, self.replicate_prompts = group_size, sampling, replicate_prompts
+        self._parts: dict[int, list[_Part]] = {}
+
+    def make(
+        self,
+        index: int,
+        prompt: Prompt,
+        prompt_ids: tuple[int, ...],
+        lacking: Sequence[int],
+        partials: Iterable[Completion],
+    ) -> list[GenerationRequest]:
+        """Requests for the samples `lacking` of group `index`; those in `partials` go on from what they have.
+
+        One request whose id is the group's index asks for all that have nothing yet. Others, of one sample each, have
+        negative ids.
+        """
+        prefixes = {c.sample_index: c for c in partials if c.token_ids and c.finish_reason == "abort"}
+        fresh = [n for n in lacking if n not in prefixes and not self.replicate_prompts]
+        requests = []
+        self._parts.pop(index, None)
+        if fresh:
+            if len(fresh) < self.group_size:
+                self._parts[index] = [_Part(index, n) for n in fresh]
+            requests.append(
+                GenerationRequest(
+                    id=index, prompt_ids=prompt_ids, num_samples=len(fresh), sampling=self.sampling, prompt=prompt
+                )
+            )
+        for n in lacking:
+            if n in fresh:
+                continue
+            part = _Part(index, n, prefixes.get(n))
+            known = () if part.prefix is None else part.prefix.token_ids
+            rest = dataclasses.replace(self.sampling, max_tokens=self.sampling.max_tokens - len(known))
+            request_id = -1 - (index * self.group_size + n)
+            requests.append(
+                GenerationRequest(
+                    id=request_id, prompt_ids=prompt_ids + known, num_samples=1, sampling=rest, prompt=prompt
+                )
+            )
+            self._parts[request_id] = [part]
+        return requests
+
+    def whole(self, completion: Completion) -> Completion:
+        """A completion, finished or not, under its group's id and its own number, with the tokens it had before."""
+        if completion.request_id not in self._parts:
+            return completion
+        part = self._parts[completion.request_id][completion.sample_index]
+        named = dataclasses.replace(completion, request_id=part.index, sample_index=part.sample)
+        if part.prefix is None:
+            return named
+        return dataclasses.replace(
+            named,
+            token_ids=part.prefix.token_ids + completion.token_ids,
+            logprobs=part.prefix.logprobs + completion.logprobs,
+            versions=part.prefix.versions + completion.versions,
+        )
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Nothing that comes under these ids is wanted any more."""
+        for request_id in request_ids:
+            self._parts.pop(request_id, None)

@@ -1,0 +1,48 @@
+"""Totals of the background side, for monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lit_async_rl.rollouts.intake import FateTotals
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProducerStats:
+    """Totals since the start.
+
+    Attributes:
+        wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
+        engine_busy_s: seconds the engine generated; `num_tokens`: tokens it generated.
+        scoring_s: seconds a reward worker scored, the mean over workers.
+        num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
+        num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
+        fates: what became of the groups, and how long they were.
+    """
+
+    wait_s: float
+    run_s: float
+    engine_busy_s: float
+    scoring_s: float
+    num_tokens: int
+    num_finished: int
+    num_queued: int
+    num_unfinished: int
+    num_lost: int
+    fates: Mapping[str, FateTotals] = field(default_factory=dict)
+
+    @classmethod
+    def zero(cls) -> ProducerStats:
+        """Before anything happened."""
+        return cls(
+            wait_s=0.0,
+            run_s=0.0,
+            engine_busy_s=0.0,
+            scoring_s=0.0,
+            num_tokens=0,
+            num_finished=0,
+            num_queued=0,
+            num_unfinished=0,
+            num_lost=0,
+        )

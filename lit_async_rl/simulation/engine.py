@@ -1,0 +1,239 @@
+"""An engine that only takes time: slots that are occupied for given latencies, no model and no computation.
+
+What asynchrony wins depends on how long completions take and how much their lengths differ; with this engine that can
+be chosen, and measured on any machine, because waiting needs no cores.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.types import FinishReason
+
+
+class Latency(ABC):
+    """Seconds that one sample occupies a slot."""
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> float:
+        """One sample's seconds."""
+
+
+@dataclass(frozen=True)
+class Constant(Latency):
+    """All samples take `mean_s`."""
+
+    mean_s: float
+
+    def draw(self, rng: random.Random) -> float:
+        """The mean."""
+        return self.mean_s
+
+
+@dataclass(frozen=True)
+class LogNormal(Latency):
+    """exp(N(mu, sigma^2)) with mean `mean_s`: mu = ln(mean_s) - sigma^2 / 2."""
+
+    mean_s: float
+    sigma: float = 1.0
+
+    def draw(self, rng: random.Random) -> float:
+        """One draw."""
+        return rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
+
+
+@dataclass(frozen=True)
+class Pareto(Latency):
+    """P(X > x) = (x_min / x)^alpha with mean `mean_s`: x_min = mean_s (alpha - 1) / alpha. Needs alpha > 1.
+
+    Raises:
+        ValueError: the mean would be infinite.
+    """
+
+    mean_s: float
+    alpha: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.alpha <= 1:
+            raise ValueError(f"alpha must be > 1, or the mean is infinite, got {self.alpha}")
+
+    def draw(self, rng: random.Random) -> float:
+        """One draw."""
+        return self.mean_s * (self.alpha - 1) / self.alpha * rng.paretovariate(self.alpha)
+
+
+@dataclass(frozen=True)
+class Stragglers(Latency):
+    """A share of the samples takes `factor` times as long as the others; `mean_s` is the mean of all."""
+
+    mean_s: float
+    share: float = 0.02
+    factor: float = 10.0
+
+    def draw(self, rng: random.Random) -> float:
+        """One draw."""
+        usual = self.mean_s / (1 + self.share * (self.factor - 1))
+        return usual * self.factor if rng.random() < self.share else usual
+
+
+@dataclass(frozen=True)
+class _Sample:
+    begin: float
+    end: float  # of the slot's work
+    completion: Completion
+
+
+def _cut(sample: _Sample, now: float) -> Completion:
+    whole = sample.completion
+    length = int(min(1.0, (now - sample.begin) / (sample.end - sample.begin)) * len(whole.token_ids))
+    fields = ("token_ids", "logprobs", "versions")
+    return replace(whole, finish_reason="abort", **{name: getattr(whole, name)[:length] for name in fields})
+
+
+class SimulatedEngine(RolloutEngine):
+    """Samples occupy `num_slots` slots, first come first served; their tokens are the prompt's last one, repeated.
+
+    Tokens are tagged with the version that was newest when their request was submitted, the oldest that the guarantee
+    of `RolloutEngine` allows.
+
+    Args:
+        latency: seconds that a sample occupies a slot.
+        num_slots: samples generated at the same time.
+        environment: seconds until a sample comes back after it has left its slot (tools, a sandbox); None is no delay.
+        in_flight_weight_updates: False: what one `submit` brings begins only when all before it is finished.
+        load_s: seconds that loading weights takes.
+        tokens_per_s: tokens of a sample for each second of its latency, at most `sampling.max_tokens`.
+        finish_reason: of all samples; `stop` lets an environment answer.
+        seed: of the latencies.
+    """
+
+    def __init__(
+        self,
+        latency: Latency,
+        num_slots: int = 64,
+        environment: Latency | None = None,
+        in_flight_weight_updates: bool = True,
+        load_s: float = 0.0,
+        tokens_per_s: float = 100.0,
+        finish_reason: FinishReason = "length",
+        seed: int = 0,
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"data.engine.num_slots must be >= 1, got {num_slots}")
+        self.latency, self.num_slots, self.environment = latency, num_slots, environment
+        self.in_flight_weight_updates = in_flight_weight_updates
+        self.load_s, self.tokens_per_s = load_s, tokens_per_s
+        self.finish_reason: FinishReason = finish_reason
+        self._rng = random.Random(seed)
+        self._changed = threading.Condition()
+        self._free_at = [0.0] * num_slots  # heap: when each slot has done what it was given
+        self._samples: list[tuple[float, int, _Sample]] = []  # heap: (when it comes back, counter, sample)
+        self._version = self._count = self._num_tokens = 0
+        self._returned_s = 0.0  # slot-seconds of samples no longer in `_samples`
+        self._last_end = 0.0
+        self._closed = False
+
+    def setup(self, model: str) -> None:
+        """Nothing to load."""
+
+    @property
+    def max_model_len(self) -> int:
+        """No limit."""
+        return 2**31 - 1
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Gives every sample the slot that is free first."""
+        with self._changed:
+            now = time.monotonic() if self.in_flight_weight_updates else max(time.monotonic(), self._last_end)
+            for request in requests:
+                for index in range(request.num_samples):
+                    self._schedule(request, index, now)
+            self._changed.notify_all()
+
+    def _schedule(self, request: GenerationRequest, index: int, earliest: float) -> None:
+        seconds = self.latency.draw(self._rng)
+        begin = max(earliest, self._free_at[0])
+        end = begin + seconds
+        heapq.heapreplace(self._free_at, end)
+        self._last_end = max(self._last_end, end)
+        num_tokens = min(request.sampling.max_tokens, max(1, round(seconds * self.tokens_per_s)))
+        completion = Completion(
+            request_id=request.id,
+            sample_index=index,
+            token_ids=(request.prompt_ids[-1],) * num_tokens,
+            logprobs=(-1.0,) * num_tokens,
+            versions=(self._version,) * num_tokens,
+            finish_reason=self.finish_reason,
+        )
+        back = end + (self.environment.draw(self._rng) if self.environment is not None else 0.0)
+        self._count += 1
+        heapq.heappush(self._samples, (back, self._count, _Sample(begin, end, completion)))
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Waits for the first sample that comes back; returns all that have."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                finished = []
+                while self._samples and self._samples[0][0] <= now:
+                    sample = heapq.heappop(self._samples)[2]
+                    self._returned_s += sample.end - sample.begin
+                    self._num_tokens += len(sample.completion.token_ids)
+                    finished.append(sample.completion)
+                if finished or now >= deadline:
+                    return finished
+                back = self._samples[0][0] if self._samples else deadline
+                self._changed.wait(max(0.0, min(back, deadline) - now))
+        return []
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes `load_s`; what is submitted later is tagged `version`."""
+        for _ in weights:
+            pass
+        if self.load_s:
+            time.sleep(self.load_s)
+        with self._changed:
+            self._version = version
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Forgets these requests; the slots stay occupied for as long as they would have been."""
+        gone = set(request_ids)
+        with self._changed:
+            self._samples = [item for item in self._samples if item[2].completion.request_id not in gone]
+            heapq.heapify(self._samples)
+
+    def partial_completions(self) -> list[Completion]:
+        """The tokens that running samples would have by now."""
+        with self._changed:
+            now = time.monotonic()
+            return [_cut(sample, now) for _, _, sample in self._samples if sample.begin < now]
+
+    def close(self) -> None:
+        """Lets `poll` return."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def busy_s(self) -> float:
+        """Slot-seconds of work done so far, divided by the number of slots."""
+        with self._changed:
+            now = time.monotonic()
+            running = sum(max(0.0, min(now, sample.end) - sample.begin) for _, _, sample in self._samples)
+            return (self._returned_s + running) / self.num_slots
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples that have come back."""
+        return self._num_tokens

@@ -1,0 +1,152 @@
+"""A scheduling rule in virtual time: no threads, no waiting, ten thousand rollouts at once in a second.
+
+Events are samples that end and training that ends. What an `Admission` promises is tested here under random latencies,
+and what it costs or saves can be read off before a run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from lit_async_rl.scheduling.admission import Admission
+from lit_async_rl.simulation.engine import Latency
+
+
+@dataclass
+class VirtualTrace:
+    """What happened.
+
+    Attributes:
+        trained: for each group trained on: index, round of admission, round of training.
+        most_rollouts: samples that were queued or being sampled at the same time.
+        most_groups: groups under way: admitted, and not trained on in a round past.
+        num_admitted: groups admitted when each round began, all rounds before included.
+        num_lost: groups dropped.
+        wall_s: virtual seconds.
+    """
+
+    trained: list[tuple[int, int, int]] = field(default_factory=list)
+    most_rollouts: int = 0
+    most_groups: int = 0
+    num_admitted: list[int] = field(default_factory=list)
+    num_lost: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def max_staleness(self) -> int:
+        """Largest age of a group when it was trained on, in rounds."""
+        return max(now - admitted for _, admitted, now in self.trained)
+
+
+class VirtualRun:
+    """Slots, a queue before them, and a trainer, under one scheduling rule.
+
+    Args:
+        admission: the rule; used up by `run`.
+        latency: seconds that a sample occupies a slot.
+        num_slots: samples generated at the same time.
+        train_s: seconds of training on the groups of a round.
+        group_size: samples of a group.
+        streams: train on each group when it is taken, not on all when all are there.
+        seed: of the latencies.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        latency: Latency,
+        num_slots: int,
+        train_s: float,
+        group_size: int = 1,
+        streams: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.admission, self.latency, self.train_s, self.streams = admission, latency, train_s, streams
+        self.group_size = group_size
+        self.trace = VirtualTrace()
+        self._rng = random.Random(seed)
+        self._now = 0.0
+        self._num_free = num_slots
+        self._queue: deque[tuple[int, float]] = deque()  # (group, seconds)
+        self._running: list[tuple[float, int]] = []  # heap of (end, group)
+        self._missing: dict[int, int] = {}  # samples that each unfinished group lacks
+        self._admitted_in: dict[int, int] = {}
+
+    def run(self, num_rounds: int) -> VirtualTrace:
+        """Trains on so many rounds of groups.
+
+        Raises:
+            AssertionError: the rule waits for ever.
+        """
+        self._admit()
+        for _ in range(num_rounds):
+            self.trace.num_admitted.append(self.admission.next_index)
+            self._run_round()
+        self.trace.wall_s = self._now
+        return self.trace
+
+    def _run_round(self) -> None:
+        admission = self.admission
+        while admission.num_left_in_round:
+            index = admission.choose()
+            self._forget_lost()
+            if index is None:
+                assert self._running, "nothing to wait for: a deadlock"
+                self._sample_until(self._running[0][0])
+                continue
+            admission.take(index)
+            self.trace.trained.append((index, self._admitted_in[index], admission.round))
+            self._forget_lost()
+            if self.streams:
+                self._sample_until(self._now + self.train_s / admission.groups_per_round)
+        if not self.streams:
+            self._sample_until(self._now + self.train_s)
+        admission.advance()
+        self._admit()
+
+    def _admit(self) -> None:
+        for _ in range(self.admission.num_admissible):
+            index = self.admission.admit()
+            self._admitted_in[index] = self.admission.round
+            self._missing[index] = self.group_size
+            self._queue.extend((index, self.latency.draw(self._rng)) for _ in range(self.group_size))
+        self._fill_slots()
+        taken = self.admission.round * self.admission.groups_per_round
+        under_way = self.admission.next_index - taken - self.trace.num_lost
+        self.trace.most_groups = max(self.trace.most_groups, under_way)
+        self.trace.most_rollouts = max(self.trace.most_rollouts, len(self._queue) + len(self._running))
+
+    def _fill_slots(self) -> None:
+        while self._num_free and self._queue:
+            index, seconds = self._queue.popleft()
+            if index in self._missing:
+                heapq.heappush(self._running, (self._now + seconds, index))
+                self._num_free -= 1
+
+    def _sample_until(self, then: float) -> None:
+        """Lets the time pass."""
+        while self._running and self._running[0][0] <= then:
+            self._now, index = heapq.heappop(self._running)
+            self._num_free += 1
+            self._missing[index] -= 1
+            if not self._missing[index]:
+                del self._missing[index]
+                self.admission.finish(index)
+                self._forget_lost()
+                self._admit()
+            self._fill_slots()
+        self._now = then
+
+    def _forget_lost(self) -> None:
+        """Aborts what the rule has dropped: its slots are free at once."""
+        lost = set(self.admission.lose())
+        self.trace.num_lost += len(lost)
+        aborted = {index for index in lost if self._missing.pop(index, None) is not None}
+        if aborted:
+            self._num_free += sum(index in aborted for _, index in self._running)
+            self._running = [sample for sample in self._running if sample[1] not in aborted]
+            heapq.heapify(self._running)
+            self._fill_slots()

@@ -1,0 +1,225 @@
+"""What to do when a run collapses: actions for `CollapseAlarm`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lit_async_rl.stabilizers.staleness_bound import bounded_data
+from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+
+class AlarmAction(ABC):
+    """Carried out after the step that raised the alarm, on all ranks alike."""
+
+    def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
+        """Called before each update whose data broke no limit: the weights as they are now have proved good."""
+
+    @abstractmethod
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        """Acts; says in words what was done."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to checkpoint; plain and the same on all ranks."""
+        return {}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:  # noqa: B027
+        """Restores it, after the first step of a resumed run."""
+
+
+class Warn(AlarmAction):
+    """Only says what happened."""
+
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        """See the class."""
+        return "Training goes on unchanged."
+
+
+class Stop(AlarmAction):
+    """Ends training after this step, in good order."""
+
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        """See the class."""
+        trainer.should_stop = True
+        return "Training stops."
+
+
+class LowerStaleness(AlarmAction):
+    """Lowers the data module's `max_staleness`.
+
+    Args:
+        by: versions at a time.
+        minimum: but not below.
+    """
+
+    def __init__(self, by: int = 1, minimum: int = 0) -> None:
+        if by < 1 or minimum < 0:
+            raise ValueError(f"LowerStaleness: by must be >= 1 and minimum >= 0, got {by} and {minimum}")
+        self.by, self.minimum = by, minimum
+        self._bound: int | None = None
+
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        """See the class."""
+        data = bounded_data(trainer, "LowerStaleness")
+        before, after = data.max_staleness, max(self.minimum, data.max_staleness - self.by)
+        if after >= before:
+            return f"max_staleness stays at {before}, its minimum."
+        data.set_max_staleness(after)
+        self._bound = after
+        return f"max_staleness was lowered from {before} to {after}."
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bound, if it was ever lowered."""
+        return {"bound": self._bound}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:
+        """Lowers it again: a data module starts at its configured bound."""
+        self._bound = state_dict["bound"]
+        data = bounded_data(trainer, "LowerStaleness")
+        if self._bound is not None and self._bound < data.max_staleness:
+            data.set_max_staleness(self._bound)
+
+
+class _Limited(AlarmAction):
+    """Stops instead when it was needed too often."""
+
+    def __init__(self, max_rollbacks: int) -> None:
+        if max_rollbacks < 1:
+            raise ValueError(f"max_rollbacks must be >= 1, got {max_rollbacks}")
+        self.max_rollbacks = max_rollbacks
+        self.num_rollbacks = 0
+
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        """See the class."""
+        if self.num_rollbacks >= self.max_rollbacks:
+            trainer.should_stop = True
+            return f"It was rolled back {self.num_rollbacks} times already: training stops."
+        learning_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        done = self.roll_back(trainer, pl_module)
+        # schedulers are not rolled back, and some compute the next rate from the present one
+        for optimizer, rates in zip(trainer.optimizers, learning_rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        if done is None:
+            return "There is nothing good to roll back to yet: training goes on unchanged."
+        if isinstance(pl_module, PolicyModule):
+            pl_module.mark_updated()
+        self.num_rollbacks += 1
+        return done
+
+    def state_dict(self) -> dict[str, Any]:
+        """How often it was needed."""
+        return {"num_rollbacks": self.num_rollbacks}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:
+        """Restores it."""
+        self.num_rollbacks = state_dict["num_rollbacks"]
+
+    @abstractmethod
+    def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
+        """Restores weights and moments; None if there is nothing to restore."""
+
+
+class RollBack(_Limited):
+    """Restores weights, buffers and optimizer moments of the last healthy copy in memory.
+
+    Each rank copies its own shards to the CPU: works under every strategy, without communication. Schedulers and data
+    go on: data sampled by the policies that were undone arrives for up to `max_staleness` more versions, and is for
+    importance weights or `ESSLearningRate` to deal with. The copies are not checkpointed.
+
+    Args:
+        every_n_steps: healthy steps between copies.
+        max_rollbacks: then it stops instead.
+    """
+
+    def __init__(self, every_n_steps: int = 50, max_rollbacks: int = 3) -> None:
+        super().__init__(max_rollbacks)
+        if every_n_steps < 1:
+            raise ValueError(f"RollBack: every_n_steps must be >= 1, got {every_n_steps}")
+        self.every_n_steps = every_n_steps
+        self._step: int | None = None
+        self._weights: list[Tensor] = []
+        self._moments: list[list[dict[str, object]]] = []
+
+    def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Takes a copy when it is time; not after the update, because nothing has judged that one yet."""
+        if self._step is not None and trainer.global_step - self._step < self.every_n_steps:
+            return
+        self._step = trainer.global_step
+        self._weights = [_piece(t).to("cpu", copy=True) for t in _tensors(pl_module)]
+        self._moments = [[_copied(o.state.get(p, {})) for p in _params(o)] for o in trainer.optimizers]
+
+    @torch.no_grad()
+    def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
+        """See the class."""
+        if self._step is None:
+            return None
+        for tensor, saved in zip(_tensors(pl_module), self._weights, strict=True):
+            _piece(tensor).copy_(saved)
+        for optimizer, all_saved in zip(trainer.optimizers, self._moments, strict=True):
+            for param, moments in zip(_params(optimizer), all_saved, strict=True):
+                _restore_moments(optimizer, param, moments)
+        return f"Weights and moments were rolled back to those after step {self._step}."
+
+
+class RollBackToCheckpoint(_Limited):
+    """Restores weights and moments from the newest checkpoint that was written while the run was healthy.
+
+    Args:
+        max_rollbacks: then it stops instead.
+    """
+
+    def __init__(self, max_rollbacks: int = 3) -> None:
+        super().__init__(max_rollbacks)
+        self.path: str | None = None
+
+    def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Remembers what the checkpoint callbacks have written up to now."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self.path = callback.last_model_path or callback.best_model_path or self.path
+
+    def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
+        """See the class."""
+        if self.path is None:
+            return None
+        checkpoint = trainer.strategy.load_checkpoint(self.path)
+        # not strict: a module may leave out of its checkpoints what never changes
+        trainer.strategy.load_model_state_dict(checkpoint, strict=False)
+        trainer.strategy.load_optimizer_state_dict(checkpoint)
+        return f"Weights and moments were rolled back to the checkpoint {self.path}."
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if p.requires_grad] + list(module.buffers())
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _piece(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _copied(moments: dict[str, object]) -> dict[str, object]:
+    return {k: _piece(v).to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in moments.items()}
+
+
+def _restore_moments(optimizer: Optimizer, param: nn.Parameter, saved: dict[str, object]) -> None:
+    """In place, because moments may be sharded; those that did not exist yet are taken away again."""
+    if not saved:
+        optimizer.state.pop(param, None)
+        return
+    for name, value in saved.items():
+        if isinstance(value, Tensor):
+            _piece(optimizer.state[param][name]).copy_(value)
+        else:
+            optimizer.state[param][name] = value

@@ -1,0 +1,123 @@
+"""What callbacks need of optimizers: which one is meant, unscaled gradients, a learning rate for one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+
+def raw_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside the wrappers that `self.optimizers()` and `fabric.setup` return."""
+    # lightning.pytorch, pytorch_lightning and Fabric have a wrapper class each; all keep it under this name
+    while "Lightning" in type(optimizer).__name__ or "Fabric" in type(optimizer).__name__:
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def chosen_index(
+    trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, choice: int | str | None
+) -> int | None:
+    """Position of `optimizer` among the trainer's if `choice` means it, else None.
+
+    Args:
+        trainer: the trainer.
+        pl_module: the module it trains.
+        optimizer: the one that is about to step.
+        choice: a position; the name of a submodule, which means the optimizers of its parameters; or None, all.
+    """
+    index = next(n for n, known in enumerate(trainer.optimizers) if raw_optimizer(known) is raw_optimizer(optimizer))
+    if isinstance(choice, str):
+        wanted = {id(p) for p in pl_module.get_submodule(choice).parameters()}
+        return index if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]) else None
+    return index if choice is None or choice == index else None
+
+
+def check_choice(trainer: AnyTrainer, pl_module: AnyModule, choice: int | str | None, owner: str) -> None:
+    """Refuses a choice that means no optimizer at all.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if isinstance(choice, str):
+        names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in pl_module.named_modules() if name]
+        if choice not in names:
+            raise ValueError(f"{owner}: optimizer={choice!r} is no submodule of {type(pl_module).__name__}")
+    elif choice is not None and not 0 <= choice < len(trainer.optimizers):
+        raise ValueError(f"{owner}: optimizer={choice}, but there are {len(trainer.optimizers)} optimizers")
+
+
+def metric_suffix(trainer: AnyTrainer, choice: int | str | None, index: int) -> str:
+    """What keeps metrics of several optimizers apart; empty where one was chosen or there is only one."""
+    return f"/{index}" if choice is None and len(trainer.optimizers) > 1 else ""
+
+
+def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
+    """Divides the gradients by the loss scale where a fused optimizer would do so only within its own step.
+
+    Lightning unscales for all others before `on_before_optimizer_step`. The scaler remembers, so nothing is done twice.
+    Without this a fused optimizer's gradients would be too large by a factor that changes from step to step.
+    """
+    precision: Any = trainer.precision_plugin
+    scaler = precision.scaler if hasattr(precision, "scaler") else None  # several plugin classes of two packages
+    if scaler is None or not scaler.is_enabled():
+        return
+    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":  # no public way to ask
+        scaler.unscale_(optimizer)
+
+
+class OneStepLearningRate:
+    """Multiplies an optimizer's learning rate during exactly one `step`.
+
+    The learning rate is changed within `optimizer.step` only: no scheduler, checkpoint or logger ever sees it. When
+    Lightning runs the closure inside the step, `scale` is called between the two hooks and acts at once; when the
+    gradients are made outside (loss scaling, manual optimization, Fabric), it acts when the step begins. A step that
+    never begins (the loss scaler found an overflow) changes nothing, and the next call replaces the factor.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._factor = 1.0
+        self._in_step = False
+        self._original: list[Any] | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def scale(self, factor: float) -> None:
+        """Sets the factor for the step that is running or, if none is, for the next one; 1 touches nothing."""
+        self._restore()
+        self._factor = factor
+        if self._in_step:
+            self._apply()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self._restore()
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore()  # after a step that raised
+        self._in_step = True
+        self._apply()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore()
+        self._in_step, self._factor = False, 1.0
+
+    def _apply(self) -> None:
+        if self._factor == 1:
+            return
+        self._original = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["lr"] * self._factor  # out of place: fused optimizers may keep it in a tensor
+
+    def _restore(self) -> None:
+        if self._original is not None:
+            for group, lr in zip(self._optimizer.param_groups, self._original, strict=True):
+                group["lr"] = lr
+            self._original = None

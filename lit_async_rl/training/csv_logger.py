@@ -1,0 +1,63 @@
+"""Metrics as a table in a text file, for runs that must not end because the disk is full."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+
+from lit_async_rl.training.checkpoint_io import append, replacing, tolerate_full_disk
+
+
+class CSVLog(CSVLogger):
+    """Lightning's `CSVLogger`, with the same arguments and the same file.
+
+    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
+    """
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """What keeps the rows and writes them."""
+        if self._experiment is None:
+            self._experiment = _Writer(log_dir=self.log_dir)
+        assert isinstance(self._experiment, _Writer)
+        return self._experiment
+
+
+class _Writer(ExperimentWriter):
+    def save(self) -> None:
+        """Appends the rows that wait; all or none of them."""
+        if "://" in self.log_dir:
+            super().save()
+            return
+        if not self.metrics:
+            return
+        path = Path(self.metrics_file_path)
+        with tolerate_full_disk(str(path)):
+            keys = sorted({*self.metrics_keys}.union(*self.metrics))
+            if keys != self.metrics_keys:
+                self._write_anew(path, keys)
+            text = io.StringIO(newline="")
+            csv.DictWriter(text, keys).writerows(self.metrics)
+            append(path, text.getvalue())
+            self.metrics = []
+
+    def _write_anew(self, path: Path, keys: list[str]) -> None:
+        """Another header, above the rows that there are."""
+        rows: list[dict[str, Any]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, keys)
+        writer.writeheader()
+        writer.writerows(rows)
+        with replacing(path) as file:
+            file.write(text.getvalue().encode())
+        self.metrics_keys = keys

@@ -1,0 +1,249 @@
+"""The LightningModule: the policy, its loss and its optimizer.
+
+One micro-batch is one Lightning batch, one optimizer step one version of the policy. Automatic optimization, so that
+clipping, precision, schedulers and every sharding strategy work as in any Lightning project.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_async_rl.baselines.optimal import OptimalBaseline
+from lit_async_rl.corrections import Correction
+from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.distributed.ranks import data_parallel
+from lit_async_rl.losses import PolicyLoss, PPOClip
+from lit_async_rl.models.loading import check_vocabulary, load_policy
+from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
+from lit_async_rl.models.meta_loading import is_on_meta
+from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.sharding import Sharding
+from lit_async_rl.models.weights import is_sharded, stream_weights, without_reference
+from lit_async_rl.training.checkpoint_io import check_same_model, count_whole_steps
+from lit_async_rl.training.compatibility import check_baseline, check_data_compatibility
+from lit_async_rl.training.objective import Objective, Reference
+from lit_async_rl.training.validation import Validator
+from lit_async_rl.types import PromptBatch, RolloutBatch
+from lit_async_rl.utils.checks import check_not_negative, check_positive
+
+
+class PolicyModule(pl.LightningModule):
+    """A causal language model trained by policy gradient on rollouts of older versions of itself.
+
+    Loss, averaging, correction and advantage are four independent choices; the first and third are made here, the
+    others in `RolloutDataModule`, where the whole step is known.
+
+    Args:
+        model: Hugging Face name or folder of a causal LM.
+        loss: per-token loss; None is `PPOClip()`.
+        proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, which sampled.
+        correction: importance weights between that anchor and the behavior policy; None is no correction.
+        baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
+        learning_rate: of AdamW, unless `optimizer` is given; `weight_decay`: likewise.
+        warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
+        optimizer: another optimizer.
+        scheduler: another learning-rate schedule, stepped every optimizer step.
+        kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
+            reference is the policy without its adapters; otherwise a frozen copy of the weights.
+        entropy_coefficient: weight of the entropy bonus.
+        logprob_chunk_tokens: logits of at most this many tokens exist at a time.
+        lora: train low-rank adapters instead of all weights.
+        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        sharding: how sharding strategies divide the policy, and when its weights are read.
+        dtype: of the weights.
+        attn_implementation: as in transformers; None is its default.
+        random_init: take only the architecture from `model`, with random weights.
+        packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
+
+    Attributes:
+        objective: loss, anchor, correction, baseline and penalties.
+        version: number of weight publications so far; checkpointed.
+        validator: holds the samples of the last validation.
+        stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.stabilizers.signals`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        loss: PolicyLoss | None = None,
+        proximal: Proximal | None = None,
+        correction: Correction | None = None,
+        baseline: OptimalBaseline | None = None,
+        learning_rate: float = 1e-6,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        optimizer: OptimizerCallable | None = None,
+        scheduler: LRSchedulerCallable | None = None,
+        kl_coefficient: float = 0.0,
+        entropy_coefficient: float = 0.0,
+        logprob_chunk_tokens: int = 4096,
+        lora: LoRA | None = None,
+        gradient_checkpointing: bool = False,
+        sharding: Sharding = Sharding(),  # noqa: B008  frozen
+        dtype: str = "float32",
+        attn_implementation: str | None = None,
+        random_init: bool = False,
+        packing: SharedPromptPacking | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("model", learning_rate=learning_rate)
+        check_not_negative("model", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient)
+        chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
+        self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
+        check_baseline(self.objective.loss, baseline, packing)
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
+        if sharding.meta_device and (random_init or lora):
+            raise ValueError("model.sharding.meta_device=true goes with neither model.random_init nor model.lora")
+        lm = load_policy(model, **load, device="meta" if sharding.meta_device else "cpu")
+        reference = None
+        if self.objective.needs_reference and lora is None:
+            reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
+        if gradient_checkpointing:
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
+        self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
+        self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
+        self.strict_loading = reference is None  # checkpoints may lack it
+        self.model, self.sharding = model, sharding
+        self.version = 0
+        self.stabilizer_signals: dict[str, Any] = {}
+        self._updated, self._gradient_scale = False, 1.0
+        self.validator = Validator()
+
+    @property
+    def wants_whole_groups(self) -> bool:
+        """Whether completions of one prompt should be in one micro-batch (`data.keep_groups_whole`)."""
+        objective = self.objective
+        return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
+
+    def configure_model(self) -> None:
+        """Divides policy and reference as the strategy wants it; reads their weights if that was put off.
+
+        Raises:
+            ValueError: `sharding.meta_device` with a baseline under FSDP1.
+        """
+        if self.objective.baseline is not None and self.device_mesh is None:
+            # its norms need the head after the forward pass, where FSDP1 has given the policy's weights back; if the
+            # strategy wraps the whole module instead, they are there until the end of `training_step`
+            if is_on_meta(self.policy):
+                raise ValueError("model.sharding.meta_device=true with model.baseline needs FSDP2 (configs/strategies)")
+            return
+        self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
+        if self.reference is not None:
+            self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)
+
+    def setup(self, stage: str) -> None:
+        """Checks that the prompts' tokenizer fits the model."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, RolloutDataModule):
+            vocab_size = self.policy.causal_lm.config.get_text_config().vocab_size
+            check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
+            chosen = self.objective.loss, self.objective.baseline
+            check_data_compatibility(*chosen, data.advantage, data.aggregation, data.keep_groups_whole)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """Lightning clears gradients after `training_step`, where FSDP1 would already take the old ones along."""
+        if self.objective.baseline is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
+        reference: Reference | None = self.reference
+        if self.objective.needs_reference and reference is None:
+            reference = partial(without_adapters, self.policy)
+        loss, self.stabilizer_signals = self.objective(self.policy, reference, batch, self.version)
+        self._gradient_scale = batch.gradient_scale
+        # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
+        return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
+
+    def on_after_backward(self) -> None:
+        """Before all that reads gradients: if groups were streamed, the step's average is known only now."""
+        if self._gradient_scale != 1.0:
+            for optimizer in self.trainer.optimizers:
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self._gradient_scale)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
+        self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+    def mark_updated(self) -> None:
+        """Says that weights were changed by other means than the optimizer (a rollback): they will be published."""
+        self._updated = True
+
+    def take_updated(self) -> bool:
+        """Whether the weights have changed since the last call."""
+        updated, self._updated = self._updated, False
+        return updated
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under their Hugging Face names, one at a time; every rank must iterate to the end."""
+        return stream_weights(self.policy, self.trainer.strategy.model)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with linear warm-up, unless others were given."""
+        # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
+        parameters = list(self.policy.parameters())
+        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or (
+            lambda params: torch.optim.AdamW(params, lr=self.learning_rate, weight_decay=self.weight_decay)
+        )
+        optimizer = make_optimizer(parameters)
+        if self.make_scheduler is not None:
+            scheduler = self.make_scheduler(optimizer)
+        elif self.warmup_steps:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / self.warmup_steps))
+        else:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # -- validation ---------------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts over."""
+        self.validator.begin(self)
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Samples completions of held-out prompts with the current weights and scores them."""
+        self.validator.step(self, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs pass@1, pass@k and mean reward."""
+        self.log_dict(self.validator.compute(), prog_bar=True)
+        self.validator.end()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds version and random state; leaves out the frozen reference, which is what `model` names.
+
+        Not where it is sharded: the parts of such a checkpoint are read for all there is, or not at all.
+        """
+        checkpoint["version"], checkpoint["updated"] = self.version, self._updated
+        checkpoint["random_state"] = torch.get_rng_state()
+        count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
+        if not is_sharded(self):
+            checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores version and random state."""
+        self.version, self._updated = checkpoint["version"], checkpoint["updated"]
+        torch.set_rng_state(checkpoint["random_state"].cpu())
+        if "state_dict" in checkpoint and not is_sharded(self):
+            check_same_model(without_reference(checkpoint["state_dict"]), without_reference(self.state_dict()))

@@ -1,0 +1,133 @@
+"""What one micro-batch adds to the gradient of an optimizer step: loss, anchor, correction, baseline and penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lit_async_rl.baselines.ghost_gradients import surrogate_loss
+from lit_async_rl.baselines.optimal import OptimalBaseline
+from lit_async_rl.corrections import Correction
+from lit_async_rl.corrections.proximal import Proximal
+from lit_async_rl.importance import kl_k3
+from lit_async_rl.losses import LossInputs, PolicyLoss
+from lit_async_rl.models.policy import CausalPolicy, TokenStats
+from lit_async_rl.training.compatibility import check_compatibility
+from lit_async_rl.types import RolloutBatch
+
+Reference = Callable[..., TokenStats]  # called as `CausalPolicy` is; what it says is constant
+
+
+@dataclass
+class Objective:
+    """Independent choices that make one number of a micro-batch. `PolicyModule` says what each is.
+
+    Raises:
+        ValueError: some of them make no sense together.
+    """
+
+    loss: PolicyLoss
+    proximal: Proximal
+    correction: Correction | None
+    baseline: OptimalBaseline | None
+    kl_coefficient: float
+    entropy_coefficient: float
+
+    def __post_init__(self) -> None:
+        check_compatibility(self.loss, self.proximal, self.correction)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probabilities of a frozen policy are part of it."""
+        return self.kl_coefficient > 0 or self.loss.needs_reference
+
+    def __call__(
+        self, policy: CausalPolicy, reference: Reference | None, batch: RolloutBatch, version: int
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+        """The micro-batch's share of the step's loss, and what `lit_async_rl.stabilizers.signals` reads of it."""
+        reference_logprobs = None
+        if reference is not None:
+            with torch.no_grad():
+                reference_logprobs = _token_stats(reference, batch).logprobs
+        with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
+            stats = _token_stats(policy, batch, entropy_grad=self.entropy_coefficient > 0)
+        detached = stats.logprobs.detach()
+        staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
+        anchor = self._anchor(detached, reference_logprobs, staleness, batch)
+        weights = torch.ones_like(detached)
+        if self.correction is not None:
+            weights = self.correction(anchor - batch.behavior_logprobs, batch.loss_mask).weights
+        advantages = batch.advantages
+        if self.baseline is not None:
+            advantages = self.baseline.advantages(policy, tape, stats.logprobs, weights, batch)
+        output = self.loss(_loss_inputs(stats.logprobs, anchor, advantages, staleness, batch))
+        loss = (batch.token_weights * output.per_token * weights).sum()
+        if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
+            rows = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
+            loss = surrogate_loss(tape, -rows, loss)
+        signals = {
+            "log_ratio": detached - batch.behavior_logprobs,
+            "mask": batch.loss_mask,
+            "entropy": stats.entropy.detach(),
+            "staleness": staleness,
+            "advantages": advantages,
+            "rewards": batch.rewards,
+            "clipped": output.clipped,
+            "correction_weights": weights,
+            "version": version,
+        }
+        if reference_logprobs is not None:
+            signals["ref_log_ratio"] = detached - reference_logprobs
+        return loss + self._penalty(stats, reference_logprobs, batch), signals
+
+    def _anchor(
+        self,
+        logprobs: Float[Tensor, "B T"],
+        reference: Float[Tensor, "B T"] | None,
+        staleness: Int[Tensor, "B T"],
+        batch: RolloutBatch,
+    ) -> Float[Tensor, "B T"]:
+        if not self.loss.needs_reference:
+            return self.proximal(logprobs, batch.behavior_logprobs, staleness)
+        assert reference is not None
+        return reference
+
+    def _penalty(
+        self, stats: TokenStats, reference: Float[Tensor, "B T"] | None, batch: RolloutBatch
+    ) -> Float[Tensor, ""]:
+        """KL to the reference less the entropy bonus."""
+        penalty = stats.logprobs.new_zeros(())
+        if reference is not None and self.kl_coefficient > 0:
+            penalty = self.kl_coefficient * (batch.token_weights * kl_k3(reference - stats.logprobs)).sum()
+        if self.entropy_coefficient > 0:
+            penalty = penalty - self.entropy_coefficient * (batch.token_weights * stats.entropy).sum()
+        return penalty
+
+
+def _loss_inputs(
+    logprobs: Float[Tensor, "B T"],
+    anchor: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    staleness: Int[Tensor, "B T"],
+    batch: RolloutBatch,
+) -> LossInputs:
+    return LossInputs(
+        logprobs=logprobs,
+        anchor_logprobs=anchor,
+        behavior_logprobs=batch.behavior_logprobs,
+        advantages=advantages,
+        loss_mask=batch.loss_mask,
+        staleness=staleness,
+        token_weights=batch.token_weights,
+        group_index=batch.group_index,
+    )
+
+
+def _token_stats(policy: Reference, batch: RolloutBatch, entropy_grad: bool = False) -> TokenStats:
+    return policy(batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index)

@@ -1,0 +1,126 @@
+"""Held-out accuracy, measured by sampling with the very weights that are validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
+
+from lit_async_rl.engines.base import GenerationRequest, run_requests
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.models.loading import evaluation_mode, load_policy, receive_weights
+from lit_async_rl.models.weights import is_sharded
+from lit_async_rl.rewards.scorer import score
+from lit_async_rl.types import Prompt, PromptBatch
+
+if TYPE_CHECKING:
+    from lit_async_rl.training.module import PolicyModule
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that at least one of k of the samples is correct.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    if not 0 < k <= num_samples:
+        raise ValueError(f"pass@k needs 0 < k <= samples, got k={k} of {num_samples}")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One held-out completion, to look at."""
+
+    prompt: Prompt
+    completion: str
+    reward: float
+
+
+class Validator(torch.nn.Module):
+    """Samples, scores and averages over all ranks; correct is a completion whose reward reaches `data.success_reward`.
+
+    Each validation draws the same random numbers, so that differences between two come from the policies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward, self.pass_at_1, self.pass_at_k = MeanMetric(), MeanMetric(), MeanMetric()
+        self.samples: list[Sample] = []
+        self.num_samples = 1
+        self._whole: list[PreTrainedModel] = []  # in a list, because it is not a part of the module
+
+    def begin(self, module: PolicyModule) -> None:
+        """Forgets the last validation; of a sharded policy every rank gets a whole copy, as long as this one lasts."""
+        for metric in (self.reward, self.pass_at_1, self.pass_at_k):
+            metric.reset()
+        self.samples = []
+        if is_sharded(module.trainer.strategy.model or module):
+            self._whole = [_whole_copy(module)]
+
+    def end(self) -> None:
+        """Frees the copy."""
+        self._whole = []
+
+    @torch.no_grad()
+    def step(self, module: PolicyModule, batch: PromptBatch) -> None:
+        """Samples `data.num_val_samples` completions of each prompt of the batch."""
+        data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+        self.num_samples = data.num_val_samples
+        if not batch.prompts:
+            return
+        requests = [
+            GenerationRequest(
+                id=n,
+                prompt_ids=data.codec.encode(prompt),
+                num_samples=data.num_val_samples,
+                sampling=data.val_sampling,
+                prompt=prompt,
+            )
+            for n, prompt in enumerate(batch.prompts)
+        ]
+        lm = self._whole[0] if self._whole else module.policy.causal_lm
+        engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch.index), data.codec)
+        with evaluation_mode(lm):
+            found = run_requests(engine, requests)
+        engine.close()
+        for prompt, completions in zip(batch.prompts, found, strict=True):
+            texts = [data.codec.decode(completion.token_ids) for completion in completions]
+            rewards = [
+                score(data.reward, prompt, text) if completion.reward is None else completion.reward
+                for completion, text in zip(completions, texts, strict=True)
+            ]
+            self._update(rewards, data.success_reward)
+            self.samples += [
+                Sample(prompt=prompt, completion=text, reward=reward)
+                for text, reward in zip(texts, rewards, strict=True)
+            ]
+
+    def _update(self, rewards: Sequence[float], success_reward: float) -> None:
+        correct = sum(reward >= success_reward for reward in rewards)
+        self.reward.update(sum(rewards) / len(rewards))
+        self.pass_at_1.update(pass_at_k(len(rewards), correct, 1))
+        self.pass_at_k.update(pass_at_k(len(rewards), correct, len(rewards)))
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Averages over all prompts of all ranks."""
+        metrics = {"val/reward": self.reward.compute(), "val/pass@1": self.pass_at_1.compute()}
+        if self.num_samples > 1:
+            metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
+        return metrics
+
+
+@torch.no_grad()
+def _whole_copy(module: PolicyModule) -> PreTrainedModel:
+    """The policy with all of its weights on this device. A collective."""
+    data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+    dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")
+    lm = load_policy(data.model, dtype=dtype, random_init=True, device=str(module.device))
+    received = receive_weights(lm, module.stream_weights())
+    for name, parameter in lm.named_parameters():
+        parameter.copy_(received.pop(name))
+    return lm

@@ -1,0 +1,183 @@
+"""CollapseAlarm: raises when a limit stays broken, in words, and what it does then is done."""
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from foreign_modules import Regression, fit, weights
+
+from lit_async_rl.callbacks import CollapseAlarm
+from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, RollBack, RollBackToCheckpoint, Stop
+from lit_async_rl.stabilizers.collapse import CollapseWatch, StepHealth
+
+NOTHING = dict(min_ess_ratio=None, max_kl=None, max_grad_norm_factor=None)
+
+
+def watch(patience=2, window=3, **limits):
+    none = dict(NOTHING, max_cosine=None, min_entropy=None, max_reward_drop=None)
+    return CollapseWatch(**(none | limits), patience=patience, window=window)
+
+
+@pytest.mark.parametrize(
+    ("limit", "good", "bad", "words"),
+    [
+        ({"min_ess_ratio": 0.1}, {"ess_ratio": 0.5}, {"ess_ratio": 0.01}, "effective sample size"),
+        ({"max_kl": 1.0}, {"kl": 0.1}, {"kl": 2.0}, "KL"),
+        ({"max_kl": 1.0}, {"kl": 0.1}, {"kl": math.nan}, "KL"),
+        ({"max_cosine": 0.5}, {"cosine": 0.1}, {"cosine": 0.9}, "drifts"),
+        ({"min_entropy": 0.5}, {"entropy": 1.0}, {"entropy": 0.1}, "entropy"),
+        ({"max_grad_norm_factor": 10.0}, {"grad_norm": 1.0}, {"grad_norm": 11.0}, "11 times its median"),
+        ({"max_grad_norm_factor": 10.0}, {"grad_norm": 1.0}, {"grad_norm": math.inf}, "NaN or infinity"),
+    ],
+)
+def test_each_limit_says_so_after_patience_and_not_before(limit, good, bad, words):
+    w = watch(**limit)
+    for _ in range(4):
+        assert w.observe(StepHealth(**good)) == []
+    assert w.observe(StepHealth(**bad)) == []
+    assert not w.is_healthy
+    assert w.observe(StepHealth(**good)) == []
+    assert w.is_healthy
+    assert w.observe(StepHealth(**bad)) == []
+    (sentence,) = w.observe(StepHealth(**bad))
+    assert words in sentence
+
+
+def test_reward_is_compared_with_its_best_mean():
+    w = watch(patience=1, max_reward_drop=0.3)
+    rewards = [0.1, 0.2, 0.3, 0.9, 0.9, 0.9, 0.9, 0.1]
+    assert not any(w.observe(StepHealth(reward=r)) for r in rewards)
+    (sentence,) = w.observe(StepHealth(reward=0.1))
+    assert "fell to 0.367 from 0.9" in sentence
+
+
+def test_nothing_measured_breaks_nothing():
+    w = watch(patience=1, min_ess_ratio=0.5, max_kl=0.1, max_grad_norm_factor=1.0, max_cosine=0.0, min_entropy=9.0)
+    assert w.observe(StepHealth()) == []
+
+
+class Collapsing(Regression):
+    """From step 4 on its weights are disturbed and the log-ratios are hopeless."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step >= 4:
+            signals = self.stabilizer_signals
+            self.stabilizer_signals = signals | {"log_ratio": signals["log_ratio"] * 100}
+            return loss * 1e3
+        return loss
+
+
+class Bounded(pl.LightningDataModule):
+    """Rows with a bound on staleness that does nothing."""
+
+    def __init__(self, max_staleness=4):
+        super().__init__()
+        self.max_staleness = max_staleness
+        self.history = []
+
+    def set_max_staleness(self, max_staleness):
+        if max_staleness != self.max_staleness:
+            self.history.append(max_staleness)
+        self.max_staleness = max_staleness
+
+    def train_dataloader(self):
+        from foreign_modules import ROWS, Rows
+        from torch.utils.data import DataLoader
+
+        return DataLoader(Rows(200), batch_size=ROWS)
+
+
+def alarm(action, **changes):
+    return CollapseAlarm(action, **(NOTHING | dict(min_ess_ratio=0.18, patience=2, cooldown_steps=3) | changes))
+
+
+class Weights(pl.Callback):
+    def __init__(self):
+        self.after = {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.after[trainer.global_step] = weights(pl_module)
+
+
+def test_stops_with_a_report_in_words():
+    callback = alarm(Stop())
+    with pytest.warns(UserWarning, match="effective sample size was 0.1"):
+        trainer = fit(Collapsing(), callback, max_steps=20)
+    assert trainer.global_step == 6
+    (report,) = callback.reports
+    assert report.startswith("CollapseAlarm at step 6: ")
+    assert report.endswith("Training stops.")
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+def test_rolls_back_weights_and_moments_to_the_last_healthy_copy():
+    seen, module = Weights(), Collapsing(lambda p: torch.optim.AdamW(p, lr=0.01))
+    callback = alarm(RollBack(every_n_steps=2))
+    trainer = fit(module, callback, seen, max_steps=6)
+    assert "after step 2" in callback.reports[0]
+    assert torch.equal(seen.after[6], seen.after[2])
+    assert not torch.equal(seen.after[5], seen.after[2])
+    assert {int(state["step"]) for state in trainer.optimizers[0].state.values()} == {2}
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+def test_the_update_that_did_the_damage_is_undone_too():
+    """Data of step 5 condemns the weights that step 4 made, so those of step 3 are the last good ones."""
+    seen = Weights()
+    callback = alarm(RollBack(every_n_steps=1))
+    fit(Collapsing(), callback, seen, max_steps=6)
+    assert torch.equal(seen.after[6], seen.after[3])
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+def test_stops_after_too_many_rollbacks():
+    callback = alarm(RollBack(every_n_steps=1, max_rollbacks=2))
+    trainer = fit(Collapsing(), callback, max_steps=40)
+    assert len(callback.reports) == 3
+    assert "training stops" in callback.reports[-1]
+    assert trainer.global_step < 40
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+def test_rolls_back_to_the_last_checkpoint_written_while_healthy_and_keeps_the_schedule(tmp_path):
+    seen = Weights()
+    checkpoints = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    callback = alarm(RollBackToCheckpoint())
+    module = Collapsing(make_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+    trainer = fit(module, callback, seen, checkpoints, max_steps=6, enable_checkpointing=True)
+    assert "step=3" in callback.reports[0]
+    assert torch.equal(seen.after[6], seen.after[3])
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**6)
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+def test_lowers_the_staleness_bound_down_to_its_minimum():
+    data, callback = Bounded(2), alarm(LowerStaleness(minimum=1), cooldown_steps=0)
+    fit(Collapsing(), callback, data=data, max_steps=12)
+    assert data.history == [1]
+    assert "from 2 to 1" in callback.reports[0]
+    assert "stays at 1" in callback.reports[1]
+
+
+def test_a_data_module_without_a_bound_is_refused_by_name():
+    with pytest.raises(ValueError, match="LowerStaleness needs a data module"):
+        fit(Collapsing(), alarm(LowerStaleness()), max_steps=8)
+
+
+def test_watches_the_cosine_of_consecutive_gradients():
+    class Drifting(Regression):
+        def loss(self, batch):
+            return self.net[2].bias.sum()
+
+    callback = CollapseAlarm(**NOTHING, max_cosine=0.9, patience=2, cooldown_steps=50)
+    with pytest.warns(UserWarning, match="cosine of 1"):
+        fit(Drifting(), callback)
+    assert "step 3" in callback.reports[0]
+
+
+@pytest.mark.parametrize("setting", [{"patience": 0}, {"window": 0}, {"cooldown_steps": -1}])
+def test_senseless_settings_are_refused(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        CollapseAlarm(**setting)

@@ -1,0 +1,108 @@
+"""Weights that are read after the policy was divided are those of the plain load, and no process holds all of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launch import launch
+from tiny_models import ALL, save, tiny_llama
+
+from lit_async_rl.models.loading import eos_token_ids, load_policy
+from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta, parameters_on_meta
+from lit_async_rl.models.sharding import Sharding
+from lit_async_rl.training.module import PolicyModule
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "sharded_loading.py"
+
+
+@pytest.mark.parametrize("family", sorted(ALL.keys() - {"gpt-neox"}))
+def test_later_reading_gives_what_transformers_loads(family, tmp_path):
+    folder = save(ALL[family](), tmp_path)
+    plain, later = load_policy(folder), load_policy(folder, device="meta")
+    assert all(p.is_meta for p in later.parameters())
+    WeightFiles(folder).read(later, later, torch.device("cpu"))
+    expected, own = plain.state_dict(), later.state_dict()
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], expected[name]) for name in expected)
+    assert all(torch.equal(a, b) for a, b in zip(later.buffers(), plain.buffers(), strict=True))
+    assert len(list(later.parameters())) == len(list(plain.parameters())), "tied weights are one parameter"
+    assert eos_token_ids(later) == eos_token_ids(plain)
+    ids = torch.arange(2, 14)[None]
+    assert torch.equal(later(ids).logits, plain(ids).logits)
+
+
+def test_only_what_is_made_inside_has_no_memory_and_nothing_else_changes(tmp_path):
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    with pytest.raises(KeyError), parameters_on_meta():
+        raise KeyError
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    with parameters_on_meta():
+        mixed = torch.nn.Module()
+        mixed.register_parameter("inside", frozen)
+        mixed.register_parameter("none", None)
+    assert mixed.inside.is_meta
+    assert not mixed.inside.requires_grad
+    mixed.register_parameter("outside", frozen)
+    assert not mixed.outside.is_meta
+    assert is_on_meta(mixed), "one is enough"
+    assert not is_on_meta(torch.nn.Linear(2, 2))
+    folder = save(tiny_llama(), tmp_path)
+    later = load_policy(folder, device="meta")
+    files, block = WeightFiles(folder), later.model.layers[0]
+    files.read(later, block, torch.device("cpu"))
+    assert not is_on_meta(block)
+    assert is_on_meta(later.model.layers[1]), "read only when it is its turn"
+    with torch.no_grad():
+        block.input_layernorm.weight.fill_(7.0)
+    files.read(later, later, torch.device("cpu"))
+    assert not is_on_meta(later)
+    assert (block.input_layernorm.weight == 7.0).all(), "what has values keeps them"
+    assert torch.__future__.get_swap_module_params_on_conversion() == swaps
+
+
+def test_a_lower_precision_is_that_of_the_plain_load(tmp_path):
+    folder = save(tiny_llama(), tmp_path)
+    plain, later = load_policy(folder, dtype="bfloat16"), load_policy(folder, dtype="bfloat16", device="meta")
+    WeightFiles(folder).read(later, later, torch.device("cpu"))
+    for a, b in zip(later.parameters(), plain.parameters(), strict=True):
+        assert a.dtype == torch.bfloat16
+        assert torch.equal(a, b)
+
+
+def test_a_model_that_cannot_be_read_in_pieces_is_refused(tmp_path):
+    lm = tiny_llama()
+    (tmp_path / "none").mkdir()
+    lm.config.save_pretrained(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"meta_device.*has none"):
+        WeightFiles(str(tmp_path / "none"))
+    folder = save(tiny_llama(layers=1), tmp_path / "small")
+    lm = load_policy(save(tiny_llama(layers=2), tmp_path / "large"), device="meta")
+    with pytest.raises(ValueError, match=r"no weight 'model\.layers\.1"):
+        WeightFiles(folder).read(lm, lm, torch.device("cpu"))
+    renamed = save(ALL["gpt-neox"](), tmp_path / "renamed")
+    lm = load_policy(renamed, device="meta")
+    with pytest.raises(ValueError, match=r"transformers renames them"):
+        WeightFiles(renamed).read(lm, lm, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"model\.sharding\.meta_device"):
+        PolicyModule(folder, random_init=True, sharding=Sharding(meta_device=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "tp", "ddp"])
+def test_two_processes_never_hold_a_whole_policy(strategy, tmp_path, monkeypatch):
+    """25 MB of weights; allocations are given back at once, so that memory says what is held."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    lm = tiny_llama(hidden=256, layers=10)
+    whole = sum(p.numel() * p.element_size() for p in lm.parameters()) / 2**20
+    folder = save(lm, tmp_path / "model")
+    launch(SCRIPT, [strategy, folder, str(tmp_path / "out")], 2, timeout_s=150)
+    for rank in range(2):
+        result = json.loads((tmp_path / f"out.{rank}").read_text())
+        assert result["equal"], strategy
+        assert result["buffers"], strategy
+        assert result["logprob_error"] < 1e-5, strategy
+        assert result["built_mb"] < whole / 10
+        if strategy != "ddp":
+            assert result["kept_mb"] < 0.6 * whole
+            assert result["peak_mb"] < 0.8 * whole, f"{strategy}: {result}, all weights are {whole:.0f} MB"

@@ -1,0 +1,127 @@
+"""What an update that fails means for an engine in other processes; with real ones: test_vllm_*.py."""
+
+import pytest
+import torch
+from flow import MODEL
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.errors import EngineError, StalledError
+
+
+class InstantEngine(BackgroundEngine[FileTransfer]):
+    """Answers at once; takes the first tensor of an update and then raises `error`, if there is one."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__("the engine", FileTransfer(), in_flight_weight_updates=True, clear_cache=False)
+        self.error = error
+
+    def setup(self, model: str) -> None:
+        self._read_config(model)
+        self._max_model_len = 20
+
+    def _publish(self, version, weights):
+        next(weights)
+        if self.error is not None:
+            raise self.error
+        return 0.5
+
+    def _launch(self, requests):
+        for request in requests:
+            self._book.begin([request.id])
+            done = Completion(
+                request_id=request.id,
+                sample_index=0,
+                token_ids=(1,),
+                logprobs=(0.0,),
+                versions=(0,),
+                finish_reason="stop",
+            )
+            self._book.add(request.id, 1, [done])
+            self._book.end([request.id])
+
+    def _cancel(self, request_ids):
+        pass
+
+    def close(self):
+        self._book.close()
+
+
+def engine_with(error: BaseException | None = None) -> InstantEngine:
+    engine = InstantEngine(error)
+    engine.setup(MODEL)
+    return engine
+
+
+def request(prompt_ids=(1, 2)) -> GenerationRequest:
+    return GenerationRequest(id=0, prompt_ids=prompt_ids, num_samples=1, sampling=SamplingParams(max_tokens=4))
+
+
+def weights(read: list[int]):
+    for number in range(5):
+        read.append(number)
+        yield "weight", torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("half loaded"),
+            "^the engine did not take the weights of version 3 and was stopped: half loaded$",
+        ),
+        (MemoryError(), "of version 3 and was stopped: MemoryError$"),
+        (OSError(28, "No space left on device"), r"was stopped: \[Errno 28\] No space left on device$"),
+        (EngineError("it died"), "^it died$"),
+    ],
+)
+def test_after_a_failed_update_nothing_is_sampled_and_every_call_says_why(error, message):
+    engine, read = engine_with(error), []
+    engine.submit([request()])
+    with pytest.raises(EngineError, match=message) as raised:
+        engine.load_weights(3, weights(read))
+    assert raised.value is error or raised.value.__cause__ is error
+    assert read == list(range(5)), "other ranks would wait for this one"
+    again = []
+    for call in (lambda: engine.poll(1.0), lambda: engine.submit([]), lambda: engine.load_weights(4, weights(again))):
+        with pytest.raises(EngineError, match=r"^the engine broke and was stopped: "):
+            call()
+    assert again == list(range(5))
+    assert engine.update_pauses_s == []
+
+
+def test_a_step_that_takes_too_long_stays_what_it_is():
+    engine = engine_with(StalledError("too long"))
+    with pytest.raises(StalledError, match="too long"):
+        engine.load_weights(1, weights([]))
+    with pytest.raises(EngineError, match="broke and was stopped: too long"):
+        engine.poll(1.0)
+
+
+def test_ctrl_c_in_the_middle_of_an_update_stays_ctrl_c_and_is_not_made_to_wait():
+    engine, read = engine_with(KeyboardInterrupt()), []
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_weights(1, weights(read))
+    assert read == [0]
+    with pytest.raises(EngineError, match="broke and was stopped"):
+        engine.poll(1.0)
+
+
+def test_what_could_never_run_is_refused_and_the_rest_is_counted():
+    engine = engine_with()
+    engine.load_weights(1, weights([]))
+    with pytest.raises(ValueError, match="max_model_len=20"):
+        engine.submit([request(prompt_ids=(1,) * 17)])
+    with pytest.raises(ValueError, match="vocabulary has only 98"):
+        engine.submit([request(prompt_ids=(98,))])
+    engine.submit([request()])
+    assert [c.token_ids for c in engine.poll(1.0)] == [(1,)]
+    engine.submit([request()])
+    engine.abort([0])
+    assert engine.poll(0.01) == []
+    assert engine.num_tokens == 2
+    assert engine.update_pauses_s == [0.5]
+    engine.close()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        engine.submit([])

@@ -1,0 +1,94 @@
+"""Weights written by the trainer are, bit for bit, those a worker reads; vLLM is in test_vllm_engine.py."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
+from lit_async_rl.engines.vllm.weight_transfer import EngineControl, FileTransfer, SharedMemoryTransfer
+from lit_async_rl.engines.vllm.worker import read_folder
+
+
+class Control(EngineControl):
+    """Reads what a worker would."""
+
+    num_workers = 1
+
+    def __init__(self):
+        self.seen = []
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "load_policy_weights"
+        self.seen.append({name: tensor.clone() for name, tensor in read_folder(**kwargs)})
+
+
+def some_weights(seed=0):
+    torch.manual_seed(seed)
+    yield "transposed", torch.randn(7, 5).T
+    yield "half", torch.randn(11, 3).bfloat16()
+    yield "scalar", torch.tensor(2.5)
+    yield "large", torch.randn(64, 64)
+    yield "part", torch.randn(10)[::2]
+
+
+@pytest.mark.parametrize("kind", ["files", "shared memory"])
+@pytest.mark.parametrize("shard_gb", [1.0, 1e-9])
+def test_a_worker_reads_what_the_trainer_wrote_any_number_of_times(kind, shard_gb, tmp_path):
+    transfer = FileTransfer(str(tmp_path / "new"), shard_gb) if kind == "files" else SharedMemoryTransfer(shard_gb)
+    for update in range(3):
+        control = Control()
+        transfer.stage(some_weights(update))
+        transfer.deliver(control)
+        transfer.deliver(control)
+        expected = dict(some_weights(update))
+        for seen in control.seen:
+            assert seen.keys() == expected.keys()
+            assert all(torch.equal(seen[n], expected[n]) and seen[n].dtype == expected[n].dtype for n in expected)
+        folder = Path(transfer.staged)
+        assert len(list(folder.iterdir())) == (1 if shard_gb == 1 else 5)
+        assert len(list(folder.parent.glob(f"{folder.name}*"))) == 1
+    transfer.close()
+    transfer.close()
+    assert not folder.exists()
+    if kind == "files":
+        assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_tensor_is_taken_before_the_next_is_asked_for():
+    shared = torch.zeros(4)
+
+    def gathered():
+        for n in range(3):
+            shared.fill_(n)
+            yield str(n), shared
+        shared.fill_(-1)
+
+    control, transfer = Control(), SharedMemoryTransfer()
+    transfer.stage(gathered())
+    transfer.deliver(control)
+    transfer.close()
+    assert {name: tensor.tolist() for name, tensor in control.seen[0].items()} == {str(n): [n] * 4 for n in range(3)}
+
+
+def test_floating_point_weights_travel_in_the_dtype_asked_for():
+    control, transfer = Control(), SharedMemoryTransfer(dtype="bfloat16")
+    transfer.stage([("a", torch.tensor([1.0, 1 / 3])), ("index", torch.tensor([300, 70001]))])
+    transfer.deliver(control)
+    transfer.close()
+    assert torch.equal(control.seen[0]["a"], torch.tensor([1.0, 1 / 3]).bfloat16())
+    assert torch.equal(control.seen[0]["index"], torch.tensor([300, 70001]))
+
+
+def test_wrong_things_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"transfer\.shard_gb must be > 0, got 0"):
+        FileTransfer(shard_gb=0.0)
+    with pytest.raises(ValueError, match=r"transfer\.dtype .* got 'float33'"):
+        SharedMemoryTransfer(dtype="float33")
+    if not torch.cuda.is_available():
+        for kind in (IpcTransfer, NcclTransfer):
+            with pytest.raises(ValueError, match=rf"transfer={kind.__name__} .* sees none: use SharedMemoryTransfer"):
+                kind().engine_arguments()
+    with pytest.raises(FileNotFoundError, match="can this machine see"):
+        list(read_folder(str(tmp_path)))

@@ -1,0 +1,212 @@
+"""The staleness benchmark's machinery: what a suite says is trained, once, and the report says what the table says."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.staleness.cell import RESULT
+from benchmarks.staleness.dropping import DropLongest
+from benchmarks.staleness.grid import Grid
+from benchmarks.staleness.report import write_report
+from benchmarks.staleness.statistics import best_scales, gain_share, interval, per_cell, summarize, warning_time
+from benchmarks.staleness.suite import Block, Cell, load_suite
+from benchmarks.staleness.table import CELL, COLUMNS, read_cells, read_table, write_table
+from lit_async_rl.losses.aggregation import SequenceMean
+
+ROOT = Path(__file__).parents[2]
+SMOKE = Cell("smoke", "uncorrected", 2, 1.0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def made_up(finals: dict[tuple[str, int], list[float]], fall_at: int | None = None) -> pd.DataFrame:
+    """A table whose runs go from 0.4 in a straight line to `finals[method, lag][seed]`, in 10 steps."""
+    rows = []
+    for (method, lag), values in finals.items():
+        for seed, final in enumerate(values):
+            for step in range(11):
+                row = dict.fromkeys(COLUMNS.values(), 0.1) | dict(
+                    zip(CELL, ("heavy_tails", method, lag, 1.0, seed), strict=True)
+                )
+                row |= {"step": step, "accuracy": 0.4 + (final - 0.4) * min(step, 9) / 9, "staleness_mean": float(lag)}
+                row |= {"ess_ratio": 1.0 if step < 2 else 0.2, "error": None, "wall_s": 1.0}
+                rows.append(row)
+    return pd.DataFrame(rows)
+
+
+# -- suites --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [p.stem for p in (ROOT / "configs/bench/suites").glob("*.yaml")])
+def test_every_suite_loads_and_names_what_exists(name):
+    suite = load_suite(name)
+    cells = [cell for block in suite.blocks if block.learning_rate_scales != "best" for cell in block.cells({})]
+    assert all(Path(a).is_file() for c in cells for a in c.arguments() if a.endswith(".yaml"))
+
+
+@given(lag=st.integers(0, 999), seed=st.integers(0, 99), scale=st.sampled_from([0.3, 1.0, 3.0]))
+def test_a_folder_names_its_cell(lag, seed, scale):
+    cell = Cell("heavy_tails", "vcpo+gac_project", lag, scale, seed)
+    assert Cell.of(cell.folder) == cell
+
+
+def test_a_block_uses_the_best_rates_of_the_search():
+    block = Block("heavy_tails", ("vcpo", "topr"), (8,), (0, 1), "best")
+    cells = block.cells({("heavy_tails", "vcpo", 8): 3.0, ("heavy_tails", "topr", 8): 0.3})
+    assert {(c.method, c.learning_rate_scale, c.seed) for c in cells} == {
+        ("vcpo", 3.0, 0), ("vcpo", 3.0, 1), ("topr", 0.3, 0), ("topr", 0.3, 1)
+    }  # fmt: skip
+
+
+def test_wrong_names_are_named(monkeypatch, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"'nightly': no such suite.*full.*quick"):
+        load_suite("nightly")
+    with pytest.raises(FileNotFoundError, match=r"method 'vpco': no vpco\.yaml"):
+        Cell("smoke", "vpco", 0, 1.0, 0).arguments()
+    suites = tmp_path / "configs/bench/suites"
+    suites.mkdir(parents=True)
+    (suites / "odd.yaml").write_text("blocks: [{regime: smoke, methods: [vcpo], lags: [0], seeds: [0], lag: 3}]")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown keys \['lag'\]"):
+        load_suite("odd")
+
+
+# -- running -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_grid_trains_each_cell_once_and_goes_on_where_it_was_stopped(tmp_path, capsys):
+    failing = Cell("smoke", "uncorrected", 2, -1.0, 0)  # a learning rate below 0 is refused
+    folder = tmp_path / SMOKE.folder
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step\n1\n")  # what a killed run leaves
+    Grid(tmp_path, 2, 120.0).run([SMOKE, failing, SMOKE])
+    assert json.loads((folder / RESULT).read_text())["error"] is None
+    assert "learning_rate must be positive" in json.loads((tmp_path / failing.folder / RESULT).read_text())["error"]
+    assert capsys.readouterr().out.count("\n") == 2
+    before = (folder / RESULT).stat().st_mtime_ns
+    Grid(tmp_path, 2, 120.0).run([SMOKE, failing])
+    assert (folder / RESULT).stat().st_mtime_ns == before
+    table = read_cells(tmp_path)
+    rows = table[table["learning_rate_scale"] == 1.0]
+    assert rows.dropna(subset=["accuracy"])["step"].tolist() == [0, 4, 8, 12]
+    assert rows["staleness_max"].max() == 2
+    assert rows["tokens"].dropna().is_monotonic_increasing
+
+
+def test_a_run_that_takes_too_long_is_ended_and_says_so(tmp_path):
+    Grid(tmp_path, 1, 0.3).run([SMOKE])
+    assert json.loads((tmp_path / SMOKE.folder / RESULT).read_text())["error"] == "took more than 0.3 s"
+
+
+# -- statistics ----------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_is_students():
+    mean, half = interval(pd.Series([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert mean == 3
+    assert half == pytest.approx(2.7764 * math.sqrt(2.5) / math.sqrt(5), rel=1e-4)
+    assert math.isnan(interval(pd.Series([1.0]))[1])
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    random = np.random.default_rng(0)
+    hits = 0
+    for _ in range(400):
+        finals, reference = (pd.Series(random.normal(m, 0.03, 5)) for m in (0.8, 0.9))
+        share, half = gain_share(finals, 0.4, reference)
+        hits += abs(share - 0.8) < half
+    assert 0.92 < hits / 400 <= 1
+
+
+def test_runs_are_summed_up_as_they_were():
+    table = made_up({("uncorrected", 0): [0.9, 0.9], ("uncorrected", 8): [0.1, 0.7], ("vcpo", 8): [0.85, 0.85]})
+    table.loc[(table["method"] == "vcpo") & (table["seed"] == 1), "error"] = "ValueError: loss is nan"
+    runs = per_cell(table)
+    rows = summarize(runs).set_index(["method", "lag"])
+    assert rows.loc[("uncorrected", 8), "collapsed"] == 1
+    assert rows.loc[("uncorrected", 8), "gain_share"] == pytest.approx(0.0)
+    assert rows.loc[("vcpo", 8), "failed"] == 1
+    assert rows.loc[("vcpo", 8), "final"] == pytest.approx(0.425)  # a run that broke ends with nothing
+    assert best_scales(runs)["heavy_tails", "vcpo", 8] == 1.0
+    searched = table.assign(seed=table["seed"].where(table["method"] != "vcpo", 100))
+    assert set(summarize(per_cell(searched))["method"]) == {"uncorrected"}  # a search is not a result
+    # 0.4 -> 0.1 is below half of 0.4 after step 6, the mean ESS of five steps below one half at step 5
+    assert warning_time(runs[runs["lag"] == 8]) in [(1, 1, 1.0), (1, 1, 2.0)]
+
+
+def test_the_report_says_what_the_table_says(tmp_path):
+    naive = {("uncorrected", lag): [0.9 if lag == 0 else 0.3] * 3 for lag in (0, 8)}
+    table = made_up(naive | {("vcpo", 8): [0.88, 0.9, 0.9], ("topr", 8): [0.5, 0.5, 0.6]})
+    write_table(table, tmp_path / "results.parquet")
+    said = write_report(read_table(tmp_path / "results.parquet"), tmp_path, "the command")
+    assert "uncorrected collapses, it keeps -0.20" in said
+    assert said.index("vcpo 0.99") < said.index("topr 0.27")
+    page = (tmp_path / "report.html").read_text()
+    assert "the command" in page
+    assert page.count("<img") == 6 == len(list((tmp_path / "pictures").glob("*.png")))
+
+
+def test_tables_that_are_none_are_refused(tmp_path):
+    command = [sys.executable, "scripts/plot_bench.py", "--out", str(tmp_path), "--table"]
+    done = subprocess.run([*command, str(tmp_path / "no.parquet")], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "there is no such table" in done.stderr
+    assert "Traceback" not in done.stderr
+    pd.DataFrame({"step": [1]}).to_parquet(tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="not a table of the staleness benchmark"):
+        read_table(tmp_path / "other.parquet")
+    with pytest.raises(FileNotFoundError, match="no finished run"):
+        read_cells(tmp_path)
+
+
+def test_nothing_is_trained_when_the_suite_is_unknown(tmp_path):
+    command = [sys.executable, "scripts/staleness_bench.py", "--suite", "nightly", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "nightly" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_end_with_their_grid(tmp_path):
+    code = "import sys; from pathlib import Path; from benchmarks.staleness.grid import Grid; "
+    code += "from benchmarks.staleness.suite import Cell; "
+    code += "Grid(Path(sys.argv[1]), 1, 99.0).run([Cell('very_stale', 'uncorrected', 0, 1.0, 0)])"
+    grid = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    until = time.monotonic() + 60
+    while not (children := psutil.Process(grid.pid).children()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    grid.kill()
+    grid.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.floats(0, 0.99))
+def test_the_longest_rollouts_are_dropped_and_the_others_averaged(lengths, share):
+    weights = DropLongest(share)(lengths, [len(lengths)])
+    kept = [length for length, weight in zip(lengths, weights, strict=True) if weight > 0]
+    dropped = [length for length, weight in zip(lengths, weights, strict=True) if weight == 0 and length]
+    assert len(dropped) <= share * len(lengths)
+    assert not kept or not dropped or max(kept) < min(dropped)
+    assert sum(w * n for w, n in zip(weights, lengths, strict=True)) == pytest.approx(1.0 if kept else 0.0)
+
+
+def test_without_a_share_nothing_is_dropped():
+    assert DropLongest(0.0)([3, 1, 2], [3]) == SequenceMean()([3, 1, 2], [3])
+    with pytest.raises(ValueError, match=r"share must be in \[0, 1\), got 1"):
+        DropLongest(1.0)

@@ -1,0 +1,152 @@
+"""Every shipped YAML is a test: it parses, and what it names can be built."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_async_rl.cli.app import AsyncRLCLI, evaluate, export, main
+
+ROOT = Path(__file__).parents[2]
+BASE = ["--config", "configs/quickstart.yaml"]
+NEEDS_HUB = {name: ["gsm8k_grpo.yaml"] for name in ("gsm8k_grpo_vllm.yaml", "multi_node_vllm.yaml")}  # behind others
+NEEDS_HUB["gsm8k_grpo.yaml"] = []
+OTHERS = {"quickstart.yaml", *NEEDS_HUB}
+ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
+STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}
+ADDED = [p for p in ADDED if p.parent.name != "strategies"]
+TINY = [
+    *("--data.groups_per_step", "4", "--data.group_size", "4", "--trainer.max_steps", "2", "--num_threads", "1"),
+    *("--trainer.val_check_interval", "2", "--data.val_prompts.init_args.size", "8"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def logs(tmp_path) -> list[str]:
+    return ["--trainer.logger.init_args.save_dir", str(tmp_path)]
+
+
+@pytest.mark.parametrize("path", ADDED, ids=lambda p: str(p.relative_to(ROOT / "configs")))
+def test_added_behind_the_quick_start_it_builds(path, tmp_path):
+    cli = AsyncRLCLI([*BASE, "--config", str(path), *logs(tmp_path)])
+    assert cli.datamodule.model == cli.config["model"]["model"]
+
+
+def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
+    off = ["--trainer.callbacks", "[]", *("--trainer.enable_checkpointing", "false")]
+    cli = AsyncRLCLI([*BASE, *logs(tmp_path), *off, "--trainer.enable_progress_bar", "false"])
+    assert not {"Progress", "SaveOnSigterm"} & {type(c).__name__ for c in cli.trainer.callbacks}
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_HUB))
+def test_a_configuration_that_needs_the_hub_parses(name):
+    code = (
+        "import sys; from lit_async_rl.cli.app import AsyncRLCLI; AsyncRLCLI.instantiate_classes = lambda self: None; "
+    )
+    code += "AsyncRLCLI(sys.argv[1:])"
+    flags = [flag for one in [*NEEDS_HUB[name], name] for flag in ("--config", f"configs/{one}")]
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_strategy_builds(name):
+    flags = ["--trainer.accelerator", "cpu", "--trainer.devices", "8"]
+    cli = AsyncRLCLI([*BASE, "--config", f"configs/strategies/{name}.yaml", *flags])
+    assert cli.trainer.world_size == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_two_processes_train_from_the_command_line(name, tmp_path):
+    """Validation before and after, monitors, a checkpoint that one process resumes from and exports."""
+    flags = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
+    sizes = {"fsdp2": (2, 1), "fsdp2_tp": (1, 2)}.get(name, ())
+    for dimension, size in zip(("data_parallel_size", "tensor_parallel_size"), sizes, strict=False):
+        flags += [f"--trainer.strategy.init_args.{dimension}", str(size)]
+    strategy = ["--config", f"configs/strategies/{name}.yaml", *TINY, *flags, *logs(tmp_path)]
+    often = ["--trainer.callbacks.every_n_train_steps", "2"]  # of the last callback so far
+    command = [sys.executable, "scripts/train.py", *BASE, *often, *strategy]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=350, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("held-out accuracy before, after") == 1
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    if checkpoint.is_dir():  # FSDP1's
+        consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(checkpoint)]
+        subprocess.run([sys.executable, *consolidate], check=True, timeout=120)
+        checkpoint = Path(f"{checkpoint}.consolidated")
+    main([*BASE, *TINY, *logs(tmp_path), "--trainer.max_steps", "3", "--ckpt_path", str(checkpoint)])
+    export([*BASE, "--ckpt_path", str(checkpoint), "--out", str(tmp_path / "exported")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+
+
+def test_train_evaluate_export_and_chat(tmp_path, capsys):
+    main([*BASE, *TINY, *logs(tmp_path), "--trainer.callbacks.init_args.every_n_train_steps", "2"])
+    printed = capsys.readouterr().out
+    for line in (
+        "held-out accuracy before, after",
+        "staleness mean, max",
+        "trainer waited",
+        "engine idle",
+        "wall time",
+    ):
+        assert line in printed
+    (run,) = (tmp_path / "quickstart").iterdir()
+    assert {"metrics.csv", "samples.jsonl", "config.yaml", "checkpoints"} <= {p.name for p in run.iterdir()}
+    header = (run / "metrics.csv").read_text().splitlines()[0]
+    for name in ("sample/staleness_max", "importance/ess_ratio", "grad/cosine", "perf/weight_sync_s", "val/pass@1"):
+        assert name in header
+    checkpoint = str(run / "checkpoints" / "last.ckpt")
+    evaluate([*BASE, *TINY, *logs(tmp_path), "--ckpt_path", checkpoint, "--data.num_val_samples", "3"])
+    printed = capsys.readouterr().out
+    assert "val/pass@1" in printed
+    assert "val/pass@3" in printed
+    out = tmp_path / "exported"
+    export([*BASE, "--ckpt_path", checkpoint, "--out", str(out)])
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert all(torch.equal(p, saved[f"policy.lm.{name}"]) for name, p in lm.named_parameters())
+    assert tokenizer("12=")["input_ids"]
+    with pytest.raises(SystemExit, match="not empty"):
+        export([*BASE, "--ckpt_path", checkpoint, "--out", str(out)])
+    command = [sys.executable, "scripts/chat.py", "--model", str(out), "--prompt", "31424210="]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_other_loggers_run_beside_the_csv_log(name, tmp_path):
+    quiet = ["--trainer.enable_progress_bar", "false"]
+    main([*BASE, "--config", f"configs/loggers/{name}.yaml", *TINY, *logs(tmp_path), *quiet])
+    assert list(tmp_path.rglob("metrics.csv"))
+    assert list(tmp_path.rglob("*.wandb" if name == "wandb" else "events.out*"))
+
+
+def test_a_lora_run_trains_and_exports_merged_weights(tmp_path):
+    lora = ["--config", "configs/lora.yaml"]
+    main([*BASE, *lora, *TINY, *logs(tmp_path), "--trainer.callbacks.init_args.every_n_train_steps", "2"])
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    out = tmp_path / "merged"
+    export([*BASE, *lora, "--ckpt_path", str(checkpoint), "--out", str(out)])
+    merged = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    base = AutoModelForCausalLM.from_pretrained("lit_async_rl/assets/sort_policy").state_dict()
+    assert merged.keys() == base.keys()
+    assert not torch.equal(
+        merged["model.layers.0.self_attn.q_proj.weight"], base["model.layers.0.self_attn.q_proj.weight"]
+    )
+    assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"])

@@ -1,0 +1,240 @@
+"""Engines that hang or break: another one takes their place, and nothing is lost."""
+
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from failing_engines import Watch, failing, said
+from flow import MODEL, fit, make_data, make_module
+from launch import finish, start
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_async_rl.callbacks import SaveOnFailure
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.simulation.engine import Constant, SimulatedEngine
+from lit_async_rl.tasks.calculator import Calculator
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "in_flight"),
+    [
+        ("_step", "hang", True),
+        ("poll", "hang", False),
+        ("_step", "crash", False),
+        ("submit", "crash", True),
+        ("load_weights", "crash", True),
+    ],
+)
+def test_an_engine_that_fails_is_restarted_and_nothing_is_lost(where, how, in_flight, caplog, monkeypatch):
+    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.CLOSE_S", 0.2)
+    engine = failing(where, how, 1, in_flight_weight_updates=in_flight)
+    data, watch = make_data(engine=engine, groups_per_step=2, max_staleness=2, rollout_timeout_s=2.0), Watch()
+    module = make_module()
+    fit(module, data, 8, [watch])
+    assert module.version == 8
+    assert len(set(watch.trained)) == len(watch.trained) == 16
+    assert set(range(16)) <= set(watch.trained) | set(data.admission.deadlines)
+    lines = said(caplog, "the engine was restarted (1 of data.engine_restarts=3 in a row)")
+    assert len(lines) == 1
+    assert ("StalledError" if how == "hang" else "KeyError") in lines[0]
+    assert data.engine is not engine
+    assert data.stats().num_tokens > 100
+
+
+@pytest.mark.parametrize("num_before", [3, 7])
+def test_completions_that_have_come_are_kept_when_the_engine_is_restarted(num_before):
+    class Half(SimulatedEngine):
+        """Hands completions out one by one; the first one breaks in the middle of the first or second group."""
+
+        given, breaks = [], [True]
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.waiting = []
+
+        def poll(self, timeout_s):
+            if self.breaks and len(self.given) == num_before:
+                time.sleep(0.2)  # a finished group is taken
+                self.breaks.clear()
+                raise RuntimeError("broke")
+            self.waiting = self.waiting or super().poll(timeout_s)
+            found, self.waiting = self.waiting[:1], self.waiting[1:]
+            self.given.extend(found)
+            return found
+
+    data, seen = make_data(engine=Half(Constant(0.01), num_slots=1), max_staleness=0, reward=lambda *_: 1.0), {}
+
+    class Keep(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            assert sorted(data._source._producer.book.in_step) == [0, 1, 2, 3], "what a checkpoint would hold"
+
+        def on_train_batch_end(self, trainer, *_):
+            seen.update({group.index: group for group in trainer.datamodule.last_step_groups})
+
+    fit(make_module(), data, 1, [Keep()])
+    assert not Half.breaks
+    assert sorted(seen) == [0, 1, 2, 3], "those taken already train in the same step"
+    assert all(len(group.rollouts) == 4 for group in seen.values())
+    assert sum(c.request_id < 4 for c in Half.given) == 16, "only what was lacking is sampled again"
+
+
+def test_out_of_memory_halves_the_slots(caplog):
+    data = make_data(engine=failing("_step", "out of memory", 2, num_slots=32), groups_per_step=2)
+    fit(make_module(), data, 6)
+    assert data.engine.num_slots == 8
+    assert said(caplog, "data.engine.num_slots is now 16 instead of 32")
+
+
+def test_an_engine_that_fails_again_and_again_ends_the_run_with_a_checkpoint_that_goes_on(tmp_path, caplog):
+    data, watch = make_data(engine=failing("_step", "crash", 99), groups_per_step=2, max_staleness=3), Watch()
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
+    with pytest.raises(ProducerError, match="broken"):
+        fit(make_module(), data, 30, [watch, keep, SaveOnFailure()], enable_checkpointing=True)
+    assert said(caplog, "the engine fails still after data.engine_restarts=3 in a row")
+    finished, path = set(data._source._producer.book.finished), tmp_path / "failed.ckpt"
+    saved = torch.load(path, weights_only=True)["RolloutDataModule"]["groups"]["groups"]
+    assert {int(row[0]) for row in saved if row[4]} == finished
+    rest = Watch()
+    fit(make_module(), make_data(groups_per_step=2, max_staleness=3), 12, [rest], ckpt_path=str(path))
+    everything = watch.trained + rest.trained
+    assert len(set(everything)) == len(everything) == 24
+    assert finished <= set(everything)
+
+
+@pytest.mark.slow
+def test_with_several_ranks_all_send_their_weights_to_the_new_engine():
+    processes = start(Path(__file__).parents[1] / "helpers" / "distributed_faults.py", [], 2)
+    first, _ = finish(processes, 100.0)
+    assert [process.returncode for process in processes] == [0, 0], first[-3000:]
+    assert first.count("the engine was restarted") == 2
+
+
+def test_with_no_restarts_the_first_failure_ends_the_run():
+    data = make_data(engine=failing("_step", "crash", 1), groups_per_step=2, engine_restarts=0)
+    with pytest.raises(ProducerError, match="broken"):
+        fit(make_module(), data, 30)
+    with pytest.raises(ValueError, match=r"data\.engine_restarts must be >= 0, got -1"):
+        make_data(engine_restarts=-1)
+
+
+def test_nobody_waits_for_ever_for_an_engine_that_hangs_in_a_token(monkeypatch):
+    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.CLOSE_S", 0.2)
+    engine = failing("_step", "hang", 1, update_timeout_s=0.3)
+    engine.setup(MODEL)
+    weights = dict(stream_weights(make_module().policy))
+    engine.load_weights(0, weights.items())
+    request = GenerationRequest(id=0, prompt_ids=(5, 6), num_samples=40, sampling=SamplingParams(max_tokens=30))
+    engine.submit([request])
+    poll = threading.Thread(target=lambda: [engine.poll(9.0) for _ in range(9)], daemon=True)
+    poll.start()
+    while engine.num_tokens <= 100:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    calls = {
+        "submit": lambda: engine.submit([request]),
+        "load_weights": lambda: engine.load_weights(1, weights.items()),
+        "partial_completions": engine.partial_completions,
+        "abort": lambda: engine.abort([0]),
+    }
+    for call in calls.values():
+        with pytest.raises(StalledError, match=r"data\.engine\.update_timeout_s=0\.3"):
+            call()
+    engine.close()
+    assert poll.is_alive()
+
+
+def test_a_fresh_engine_has_the_arguments_of_the_first_also_inside_another():
+    inner = EmbeddedEngine(num_slots=7, seed=3)
+    outer = EpisodeEngine(inner, environment=Calculator(), max_turns=5)
+    again = outer.fresh()
+    assert isinstance(again, EpisodeEngine)
+    assert (again.max_turns, again.environment, again.engine.seed) == (5, outer.environment, 3)
+    assert again.engine is not inner
+    assert [outer.fresh(out_of_memory=True).engine.num_slots, again.engine.num_slots] == [3, 7]
+
+
+class Reluctant(EmbeddedEngine):
+    """Breaks after some tokens, never returns from `close`; notes what was called on it and its successors."""
+
+    calls: ClassVar[list[tuple[int, str, int]]] = []
+    num_broken = 1
+    starts = True
+
+    def note(self, what, value=0):
+        self.calls.append((id(self), what, value))
+
+    def setup(self, model):
+        self.note("setup")
+        if not self.starts and len(self.calls) > 2:
+            raise OSError("does not start")
+        super().setup(model)
+
+    def load_weights(self, version, weights):
+        self.note("load", version)
+        super().load_weights(version, weights)
+
+    def _step(self):
+        if self.num_tokens > 100 and self.num_broken:
+            type(self).num_broken -= 1
+            raise KeyError("broken")
+        return super()._step()
+
+    def close(self):
+        self.note("close")
+        if self.num_tokens > 0 and sum(what == "close" for _, what, _ in self.calls) == 1:
+            time.sleep(1e6)
+        super().close()
+
+
+def test_the_old_engine_is_closed_without_waiting_for_it_and_the_new_one_has_the_same_weights(monkeypatch):
+    monkeypatch.setattr("lit_async_rl.data.rollout_source.CLOSE_S", 0.2)
+    kind = type("Reluctant", (Reluctant,), {"calls": []})
+    data = make_data(engine=(old := kind()), groups_per_step=2, max_staleness=2)
+    fit(make_module(), data, 8)
+    new = data.engine
+    of_old = [what for number, what, _ in kind.calls if number == id(old)]
+    assert of_old[-1] == "close"
+    versions = [version for _, what, version in kind.calls if what == "load"]
+    before = of_old.count("load")
+    assert versions == [*range(before), before - 1, *range(before, 9)]
+    assert data.stats().num_tokens > new.num_tokens, "those of the old engine count"
+
+
+def test_an_engine_that_does_not_start_counts_as_a_restart(caplog):
+    kind = type("Reluctant", (Reluctant,), {"calls": [], "starts": False, "close": EmbeddedEngine.close})
+    with pytest.raises(ProducerError, match="does not start"):
+        fit(make_module(), make_data(engine=kind(), groups_per_step=2, engine_restarts=2), 30)
+    assert len(said(caplog, "a new engine did not start after")) == 2
+
+
+def test_restarts_with_steps_between_them_do_not_add_up(caplog):
+    data = make_data(engine=failing("_step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
+    fit(make_module(), data, 20)
+    assert len(said(caplog, "the engine was restarted (1 of data.engine_restarts=1 in a row)")) == 3
+
+
+def test_a_run_that_an_engine_stalls_leaves_a_checkpoint_and_one_with_a_mistake_in_a_step_does_not(tmp_path):
+    class Mistake(pl.Callback):
+        def on_before_backward(self, *_):
+            raise KeyError("mine")
+
+    settings = dict(groups_per_step=2, rollout_timeout_s=1.0, engine_restarts=0)
+    for engine, callbacks, error in (
+        (EmbeddedEngine(), [Mistake()], KeyError),
+        (failing("poll", "hang", 1), [], StalledError),
+    ):
+        assert not (tmp_path / "failed.ckpt").exists()
+        callbacks += [ModelCheckpoint(tmp_path, every_n_train_steps=1000), SaveOnFailure()]
+        with pytest.raises(error):
+            fit(make_module(), make_data(engine=engine, **settings), 30, callbacks, enable_checkpointing=True)
+    assert (tmp_path / "failed.ckpt").exists()

@@ -1,0 +1,147 @@
+"""The tape: a replay is the run again, other choices see the same data, damage is noticed, nothing is lost."""
+
+import logging
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from disk import full_disk
+from flow import fit, make_data, make_module, parameters
+from test_resume import Watch, saving
+
+from lit_async_rl.callbacks import RolloutTape
+from lit_async_rl.losses import Reinforce
+from lit_async_rl.replay.tape import Tape, TapeWriter
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run of 20 steps in two micro-batches, its tape and its final weights."""
+    folder = tmp_path_factory.mktemp("tape")
+    module, watch = make_module(), Watch()
+    settings = dict(max_staleness=2, groups_per_step=2, micro_batches_per_step=2)
+    fit(module, make_data(**settings), 20, [watch, RolloutTape(str(folder), every_n_steps=3)])
+    return folder, parameters(module).clone(), watch.trained
+
+
+def replay(folder, **changes):
+    changes = dict(groups_per_step=2, micro_batches_per_step=2, max_staleness=2) | changes
+    return make_data(schedule="replay", tape=str(folder), **changes)
+
+
+def test_a_replay_is_bit_for_bit_the_recorded_run(recorded):
+    folder, expected, trained = recorded
+    module, watch = make_module(), Watch()
+    fit(module, replay(folder), 20, [watch])
+    assert torch.equal(parameters(module), expected)
+    assert watch.trained == trained
+
+
+def test_another_loss_sees_the_same_data_and_the_run_ends_with_the_tape(recorded, caplog):
+    folder, expected, trained = recorded
+    module, watch = make_module(loss=Reinforce()), Watch()
+    with caplog.at_level(logging.WARNING):
+        trainer = fit(module, replay(folder, max_staleness=0), 30, [watch])
+    assert trainer.global_step == 20
+    assert "the tape has ended" in caplog.text
+    assert sorted(set(watch.trained)) == sorted(set(trained))
+    assert not torch.equal(parameters(module), expected)
+
+
+def test_a_resumed_replay_goes_on_at_its_step(recorded, tmp_path):
+    folder, expected, _ = recorded
+    fit(make_module(), replay(folder), 7, [saving(tmp_path)], enable_checkpointing=True)
+    module = make_module()
+    fit(module, replay(folder), 20, ckpt_path=str(tmp_path / "step=7.ckpt"))
+    assert torch.equal(parameters(module), expected)
+
+
+def test_a_damaged_tape_ends_in_a_clear_message(recorded, tmp_path):
+    folder, *_ = recorded
+    file = sorted(folder.iterdir())[2]
+    data = bytearray(file.read_bytes())
+    for damaged in (data[:-7], data[:1000] + bytes([data[1000] ^ 1]) + data[1001:]):
+        (tmp_path / file.name).write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{file.name} was damaged"):
+            list(Tape(tmp_path).steps())
+    with pytest.raises(FileNotFoundError, match="holds no tape"):
+        Tape(tmp_path / "nowhere")
+
+
+def test_steps_that_an_interruption_undid_are_set_aside(recorded, tmp_path):
+    folder, *_ = recorded
+    writer = TapeWriter(tmp_path)
+    for step in Tape(folder).steps():
+        writer.append(step.step, step.version, step.groups)
+        writer.flush()
+    TapeWriter(tmp_path, first_step=17)
+    assert [step.step for step in Tape(tmp_path).steps()] == list(range(17))
+    assert len(list(tmp_path.glob("*.undone"))) == 3, "they are still there"
+
+
+def test_a_full_disk_loses_no_step(recorded, tmp_path, caplog):
+    folder, *_ = recorded
+    writer, steps = TapeWriter(tmp_path), list(Tape(folder).steps())
+    writer.append(steps[0].step, steps[0].version, steps[0].groups)
+    with full_disk(), caplog.at_level(logging.WARNING):
+        writer.flush()
+    assert "the disk is full" in caplog.text
+    writer.append(steps[1].step, steps[1].version, steps[1].groups)
+    writer.flush()
+    assert list(Tape(tmp_path).steps()) == steps[:2]
+
+
+def test_the_script_lists_filters_samples_and_plots(recorded, tmp_path, capsys, monkeypatch):
+    folder, *_ = recorded
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tape.py", *map(str, arguments)])
+        runpy.run_path(str(ROOT / "scripts/tape.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    assert "20 steps, 40 groups, 160 rollouts" in run("list", folder)
+    assert "0 steps" not in run("filter", folder, "--out", tmp_path / "part", "--first_step", 5, "--last_step", 9)
+    assert [step.step for step in Tape(tmp_path / "part").steps()] == [5, 6, 7, 8, 9]
+    assert "reward" in run("sample", folder, "--num", 2)
+    run("plot", folder, "--out", tmp_path / "tape.png")
+    assert (tmp_path / "tape.png").stat().st_size > 10_000
+
+
+def test_rows_that_a_full_disk_did_not_take_come_back_with_the_checkpoint(recorded, tmp_path):
+    steps = [step.groups[:1] for step in Tape(recorded[0]).steps()]
+    first = TapeWriter(tmp_path)
+    first.append(0, 0, steps[0])
+    first.flush()
+    with full_disk(10):
+        for step in (1, 2):
+            first.append(step, step, steps[step])
+            first.flush()
+    in_checkpoint = first.waiting
+    assert {row["step"] for row in in_checkpoint} == {1, 2}
+    first.append(3, 3, steps[3])
+    first.flush()  # one file with steps 1 to 3, before the run is killed and resumes after step 2
+    TapeWriter(tmp_path, 3, in_checkpoint).flush()
+    assert [step.step for step in Tape(tmp_path).steps()] == [0, 1, 2]
+    TapeWriter(tmp_path, 2).flush()
+    assert [(step.step, len(step.groups)) for step in Tape(tmp_path).steps()] == [(0, 1), (1, 1)]
+
+
+def test_the_end_of_training_waits_for_room_and_ends_in_an_error_without(recorded, tmp_path):
+    steps = list(Tape(recorded[0]).steps())
+    writer = TapeWriter(tmp_path)
+    writer.append(steps[0].step, steps[0].version, steps[0].groups)
+    with full_disk(), pytest.raises(OSError, match=r"full_disk_timeout_s=0: steps 0 to 0 are not on the tape"):
+        writer.close(0.0)
+    with full_disk():
+        closing = threading.Thread(target=writer.close, args=(30.0,))
+        closing.start()
+        time.sleep(0.5)
+        assert closing.is_alive()
+    closing.join(10)
+    assert list(Tape(tmp_path).steps()) == steps[:1]

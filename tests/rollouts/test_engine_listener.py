@@ -1,0 +1,144 @@
+"""Who listens to an engine keeps what goes wrong, and hears nothing more from one that was replaced."""
+
+import threading
+import time
+
+import pytest
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.errors import ProducerError
+from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.simulation.engine import Constant, SimulatedEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def request(number):
+    return GenerationRequest(id=number, prompt_ids=(1, 2), num_samples=1, sampling=SamplingParams(max_tokens=4))
+
+
+class Held(SimulatedEngine):
+    """Its `poll` returns or raises when it is told to, as often as it was asked to."""
+
+    def __init__(self):
+        super().__init__(Constant(0.0))
+        self.go, self.polls, self.result = threading.Event(), 0, None
+
+    def poll(self, timeout_s):
+        self.polls += 1
+        assert self.go.wait(20)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return super().poll(timeout_s)
+
+
+class Broken(SimulatedEngine):
+    """Whatever it is asked."""
+
+    def __init__(self, error):
+        super().__init__(Constant(0.0))
+        self.error, self.calls = error, []
+
+    def submit(self, requests):
+        self.calls.append("submit")
+        raise self.error
+
+    def abort(self, request_ids):
+        self.calls.append("abort")
+        raise self.error
+
+    def partial_completions(self):
+        self.calls.append("partial_completions")
+        raise self.error
+
+    def poll(self, timeout_s):
+        self.calls.append("poll")
+        raise self.error
+
+
+def make_listener(engine, found=None):
+    found = [] if found is None else found
+    return EngineListener(engine, threading.Condition(threading.RLock()), found.append, lambda: None)
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("result", [None, RuntimeError("late")])
+def test_nothing_comes_any_more_from_an_engine_that_was_replaced(result):
+    found: list[Completion] = []
+    old, new = Held(), SimulatedEngine(Constant(0.0))
+    old.result = result
+    listener = make_listener(old, found)
+    listener.start()
+    listener.submit([request(1)])
+    until(lambda: old.polls == 1)
+    listener.break_engine(TimeoutError("hangs"), old)
+    listener.replace(new, [request(2)])
+    old.go.set()
+    until(lambda: found)
+    time.sleep(0.1)
+    assert [completion.request_id for completion in found] == [2]
+    assert old.polls == 1, "its thread has ended"
+    assert listener.is_working
+    assert listener.stop(5.0)
+
+
+def test_totals_are_those_of_all_engines():
+    found: list[Completion] = []
+    engines = [SimulatedEngine(Constant(0.01)) for _ in range(3)]
+    listener = make_listener(engines[0], found)
+    listener.start()
+    listener.submit([request(0)])
+    for number, engine in enumerate(engines[1:], start=1):
+        until(lambda number=number: len(found) == number)
+        listener.break_engine(TimeoutError("hangs"), listener.engine)
+        listener.replace(engine, [request(number)])
+    until(lambda: len(found) == 3)
+    assert listener.num_tokens == sum(engine.num_tokens for engine in engines) == 3
+    assert listener.busy_s == pytest.approx(sum(engine.busy_s for engine in engines))
+    assert listener.stop(5.0)
+
+
+@pytest.mark.parametrize("call", ["submit", "abort", "partial_completions"])
+def test_an_engine_that_breaks_is_asked_for_nothing_more(call):
+    engine = Broken(KeyError("first"))
+    listener = make_listener(engine)
+    calls = {
+        "submit": lambda: listener.submit([request(1)]),
+        "abort": lambda: listener.abort([1]),
+        "partial_completions": listener.partial_completions,
+    }
+    assert not calls[call]()
+    for other in calls.values():
+        assert not other()
+    listener.break_engine(KeyError("second"), engine)
+    listener.start()
+    time.sleep(0.05)
+    assert engine.calls == [call]
+    assert listener.engine_error is engine.error
+    listener.check_thread()
+    with pytest.raises(ProducerError, match="first"):
+        listener.check_engine()
+    assert listener.stop(5.0)
+
+
+def test_a_request_that_no_engine_could_serve_is_the_callers_mistake():
+    listener = make_listener(Broken(ValueError("too long")))
+    with pytest.raises(ValueError, match="too long"):
+        listener.submit([request(1)])
+    assert listener.engine_error is None
+
+
+def test_who_waits_hears_at_once_that_the_engine_broke():
+    listener = make_listener(Broken(KeyError("broken")))
+    with listener.changed:
+        listener.start()
+        began = time.monotonic()
+        assert listener.changed.wait_for(lambda: listener.engine_error is not None, 20)
+    assert time.monotonic() - began < 5
+    assert listener.stop(5.0)

@@ -1,0 +1,43 @@
+"""Groups under way come back from a checkpoint's tensors as they were."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_async_rl.engines.base import Completion
+from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
+
+completions = st.builds(
+    lambda n, reason, reward, masked: Completion(
+        request_id=0,
+        sample_index=n,
+        token_ids=tuple(range(n)),
+        logprobs=tuple(-0.1 * k for k in range(n)),
+        versions=(n,) * n,
+        finish_reason=reason,
+        loss_mask=(True, False, True, False, True)[:n] if masked else None,
+        reward=reward,
+    ),
+    st.integers(0, 5),
+    st.sampled_from(["stop", "length", "abort"]),
+    st.none() | st.floats(-1, 1),
+    st.booleans(),
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(completions, max_size=3), max_size=4))
+def test_packed_groups_come_back_as_they_were(rows):
+    groups = [
+        SavedGroup(
+            index=0,
+            position=3 * n,
+            prompt_ids=tuple(range(n)),
+            admitted_version=n,
+            deadline=n + 1,
+            generation_s=0.5 * n,
+            is_finished=bool(n % 2),
+            completions=tuple(row),
+        )
+        for n, row in enumerate(rows)
+    ]
+    assert unpack_groups(pack_groups(groups)) == groups

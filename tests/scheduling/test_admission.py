@@ -1,0 +1,128 @@
+"""The bound as counting: random arrivals, random order of finishing, bounds that change."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_async_rl.scheduling.admission import Admission
+
+
+def run(admission: Admission, rounds: int, pick, bounds=None) -> list[tuple[int, int, int]]:
+    """(index, admitted, trained) of each group; `pick(n)` chooses which of n unfinished groups finishes next."""
+    unfinished: dict[int, int] = {}
+    admitted: dict[int, int] = {}
+    trained = []
+    for _ in range(rounds):
+        while admission.num_left_in_round:
+            for _ in range(admission.num_admissible):
+                index = admission.admit()
+                unfinished[index] = admitted[index] = admission.round
+            chosen = admission.choose()
+            if chosen is not None:
+                admission.take(chosen)
+                trained.append((chosen, admitted[chosen], admission.round))
+                continue
+            assert unfinished, "nothing to wait for: a deadlock"
+            index = sorted(unfinished)[pick(len(unfinished))]
+            del unfinished[index]
+            admission.finish(index)
+        admission.advance()
+        if bounds is not None:
+            admission.max_staleness = bounds()
+    return trained
+
+
+@given(st.integers(1, 5), st.integers(0, 6), st.booleans(), st.data())
+def test_no_group_is_trained_on_beyond_the_bound_and_none_is_lost(groups, bound, in_order, data):
+    admission = Admission(groups, bound, in_order)
+    trained = run(admission, 12, lambda n: data.draw(st.integers(0, n - 1)))
+    assert all(0 <= now - admitted <= bound for _, admitted, now in trained)
+    assert len({index for index, _, _ in trained}) == len(trained) == 12 * groups
+    if in_order:
+        assert [index for index, _, _ in trained] == list(range(12 * groups))
+
+
+@given(st.integers(1, 8), st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.75]), st.data())
+def test_a_fractional_ratio_bounds_what_is_under_way_and_its_age(groups, ratio, data):
+    admission = Admission(groups, 3, async_ratio=ratio)
+    under_way = []
+
+    def pick(n):
+        under_way.append(
+            admission.next_index - admission.round * groups
+        )  # admitted, and not trained on in a round past
+        return data.draw(st.integers(0, n - 1))
+
+    trained = run(admission, 10, pick)
+    assert all(0 <= now - admitted <= math.ceil(ratio) for _, admitted, now in trained)
+    assert len({index for index, _, _ in trained}) == 10 * groups
+    assert max(under_way) == math.floor((1 + ratio) * groups)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 1, False, 1.5), "between 0 and max_staleness=1"),
+        ((2, 1, True, 0.5), "fixed_lag"),
+        ((2, 1, False, -0.1), "0"),
+    ],
+)
+def test_a_ratio_that_cannot_be_kept_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Admission(*arguments)
+
+
+@given(st.integers(1, 4), st.data())
+def test_a_changed_bound_holds_for_the_groups_admitted_under_it(groups, data):
+    admission = Admission(groups, data.draw(st.integers(0, 5)))
+    history = [admission.max_staleness]
+
+    def change() -> int:
+        history.append(data.draw(st.integers(0, 5)))
+        return history[-1]
+
+    for _, admitted, now in run(admission, 15, lambda n: data.draw(st.integers(0, n - 1)), change):
+        assert now - admitted <= history[admitted]
+
+
+def test_synchronous_admits_one_round_at_a_time():
+    admission = Admission(3, 0)
+    assert admission.num_admissible == 3
+    indices = [admission.admit() for _ in range(3)]
+    assert admission.num_admissible == 0
+    for index in indices:
+        admission.take(index)
+    assert admission.num_admissible == 0, "slots must not come back before the weights are live"
+    admission.advance()
+    assert admission.num_admissible == 3
+
+
+def test_fixed_lag_trains_what_was_sampled_exactly_lag_versions_ago():
+    trained = run(Admission(2, 3, in_order=True), 20, lambda n: n - 1)
+    assert all(now - admitted == min(now, 3) for _, admitted, now in trained)
+
+
+def test_a_slow_group_does_not_hold_up_those_behind_it():
+    admission = Admission(1, 2)
+    slow, quick = admission.admit(), admission.admit()
+    admission.finish(quick)
+    assert admission.choose() == quick
+    admission.take(quick)
+    admission.advance()
+    second = admission.admit()
+    admission.finish(second)
+    assert admission.choose() == second
+    admission.take(second)
+    admission.advance()
+    admission.finish(admission.admit())
+    assert admission.choose() is None, "the slow one is due now"
+    admission.finish(slow)
+    assert admission.choose() == slow
+
+
+@pytest.mark.parametrize(("groups", "bound", "name"), [(0, 1, "groups_per_step"), (1, -1, "max_staleness")])
+def test_bad_settings_are_named(groups, bound, name):
+    with pytest.raises(ValueError, match=name):
+        Admission(groups, bound)

