@@ -1,4 +1,4 @@
-"""What must hold for a disturbed run, from its tape and its journal (see `benchmarks/chaos/chaos_run.py`), and the table."""
+"""Checks a disturbed run by its tape and its journal (see `benchmarks/chaos/chaos_run.py`), and prints the table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whether a long run leaks: memory, threads and open files over thousands of steps of a configuration.
 
-python benchmarks/performance/leaks.py [--steps 3000] [--minutes 30] [--config configs/quickstart.yaml] [further flags of train.py]
+python benchmarks/performance/leaks.py [--steps 3000] [--minutes 30] [--config configs/quickstart.yaml] [further flags]
 
 Ends at what comes first. Growth is that of resident memory from the second quarter of the run to its last.
 """

@@ -2,8 +2,8 @@
 
     python benchmarks/performance/packing.py --output packing.json
 
-Turns alternate between the two; seconds are medians. The formula counts tokens (lit_async_rl.models.packing); attention over
-them and the head, which sees completions only, are not in it.
+Turns alternate between the two; seconds are medians. The formula counts tokens
+(lit_async_rl.models.packing); attention over them and the head, which sees completions only, are not in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How far each phase is from what the machine can do: model FLOPs against its matrix-multiply rate, bytes against its
 memory bandwidth, both measured by a small probe.
 
-    OMP_NUM_THREADS=1 python benchmarks/performance/roof.py --output roof.json                       # the shipped policy's shape
+    OMP_NUM_THREADS=1 python benchmarks/performance/roof.py --output roof.json  # the shipped policy's shape
     python benchmarks/performance/roof.py --device cuda --dtype bfloat16 --models 0.5B 1.5B --rows 64 --completion 512
 
 On the CPU seconds are processor time of one thread, so that other programs count little; on CUDA they are wall time.

@@ -1,0 +1,1 @@
+"""Monitors: callbacks that log and change nothing."""

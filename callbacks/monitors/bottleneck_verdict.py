@@ -44,7 +44,7 @@ class _Load:
 
 
 class BottleneckVerdict(pl.Callback):
-    """Prints `lit_async_rl.scheduling.bottleneck`'s verdict every `every_n_steps` steps and, on the whole run, at the end.
+    """Prints the verdict of `scheduling.bottleneck` every `every_n_steps` steps, and on the whole run at the end.
 
     Logs, with each, `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`, `perf/scoring_share` and
     `perf/share_to_win`. Validation is left out of the window. Changes nothing.

@@ -1,0 +1,1 @@
+"""Callbacks that run the training: weight synchronisation, evaluation, progress, tape, samples, saving."""

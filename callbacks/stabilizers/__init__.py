@@ -1,0 +1,1 @@
+"""Stabilizers: callbacks that change the step."""

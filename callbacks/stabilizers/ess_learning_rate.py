@@ -32,8 +32,8 @@ class ESSLearningRate(pl.Callback):
     Logs `ess/ratio` (rho), `ess/lr_scale`, `ess/num_samples`, `ess/num_broken`.
 
     Example: `Trainer(callbacks=[ESSLearningRate(base_ess_ratio=0.55)])` for a module that sets `stabilizer_signals`
-    (see `lit_async_rl.stabilizers.signals`). In a loop of your own: `add(signals)` for each micro-batch, then `apply(optimizer)`
-    before `optimizer.step()`.
+    (see `lit_async_rl.stabilizers.signals`). In a loop of your own: `add(signals)` for each micro-batch, then
+    `apply(optimizer)` before `optimizer.step()`.
 
     Args:
         power: 0.5 is the square-root rule, 1 the linear one.

@@ -1,0 +1,5 @@
+"""Environments with several turns, and the engine that plays episodes in them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -19,7 +19,7 @@ class LossInputs:
 
     Attributes:
         logprobs: of the policy being trained, with gradient.
-        anchor_logprobs: of the policy that ratios are taken against (see `lit_async_rl.corrections.proximal`), without gradient.
+        anchor_logprobs: of the policy that ratios are taken against (see `corrections.proximal`), without gradient.
         behavior_logprobs: of the policy that sampled.
         staleness: versions between sampling and now.
         token_weights: what each token counts in the average over the step.

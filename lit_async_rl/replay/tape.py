@@ -1,8 +1,8 @@
 """The rollout tape: every group that was trained on, in Arrow files that are whole or not there at all.
 
-A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row for each rollout, see
-`lit_async_rl.replay.tape_rows`), each written beside its name and renamed. The checksum in the name, 16 hexadecimal digits of
-the content's SHA-256, is compared before a file is read.
+A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row for each rollout, see `tape_rows`), each
+written beside its name and renamed. The checksum in the name, 16 hexadecimal digits of the content's SHA-256, is
+compared before a file is read.
 """
 
 from __future__ import annotations

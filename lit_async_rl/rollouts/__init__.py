@@ -1,0 +1,1 @@
+"""The background side: admits prompts, collects and scores completions, filters groups, hands out finished ones."""

@@ -1,0 +1,1 @@
+"""The LightningModule: objective, validation, checkpoints."""

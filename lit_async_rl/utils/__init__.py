@@ -1,0 +1,1 @@
+"""Argument checks, clocks, locks, the event-loop thread, files, and isolated child processes."""

@@ -1,7 +1,8 @@
-"""What runs inside vLLM's worker processes. The package's only file that is imported there, so it imports little.
+"""Extension of vLLM's worker processes: loads weights there. Imports little, because every worker imports it.
 
-Found by its name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's arguments, or
-`--worker-extension-cls` of a server. The trainer then calls, in all workers at once and between two decode steps,
+Found by its name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's
+arguments, or `--worker-extension-cls` of a server. The trainer then calls, in all workers at once and between two
+decode steps,
 
     collective_rpc("load_policy_weights", kwargs={"folder": "/dev/shm/..."})
 

@@ -1,0 +1,1 @@
+"""vLLM servers reached over HTTP: a fleet that may lose and regain members."""

@@ -1,0 +1,12 @@
+from .group import AdvantageEstimator as AdvantageEstimator
+from .group import AsymRE as AsymRE
+from .group import GlobalMeanStd as GlobalMeanStd
+from .group import GroupMean as GroupMean
+from .group import GroupMeanStd as GroupMeanStd
+from .group import LeaveOneOut as LeaveOneOut
+from .group import LengthWeighted as LengthWeighted
+from .group import LogMeanExp as LogMeanExp
+from .group import Raw as Raw
+from .turns import GiGPO as GiGPO
+from .turns import TurnAdvantageEstimator as TurnAdvantageEstimator
+from .turns import TurnReturns as TurnReturns

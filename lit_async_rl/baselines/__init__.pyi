@@ -1,0 +1,1 @@
+from .optimal import OptimalBaseline as OptimalBaseline

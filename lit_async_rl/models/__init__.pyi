@@ -1,0 +1,5 @@
+from .lora import LoRA as LoRA
+from .packing import SharedPromptPacking as SharedPromptPacking
+from .sharding import FSDPStrategy as FSDPStrategy
+from .sharding import Sharding as Sharding
+from .tokenizer import TextCodec as TextCodec

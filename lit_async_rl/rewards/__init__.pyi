@@ -1,0 +1,4 @@
+from .functions import IsolatedReward as IsolatedReward
+from .functions import MathVerify as MathVerify
+from .functions import exact_match as exact_match
+from .functions import share_correct as share_correct
