@@ -1,3 +1,5 @@
+__all__: list[str]
+
 from .monitors.bottleneck_verdict import BottleneckVerdict as BottleneckVerdict
 from .monitors.gradient_monitor import GradientMonitor as GradientMonitor
 from .monitors.importance_monitor import ImportanceMonitor as ImportanceMonitor

@@ -1,3 +1,4 @@
+__all__: list[str]
 __version__: str
 
 from .advantages.group import AdvantageEstimator as AdvantageEstimator

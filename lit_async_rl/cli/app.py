@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from lit_async_rl import callbacks
+import lit_async_rl
 from lit_async_rl.callbacks import (
     BottleneckVerdict,
     GradientMonitor,
@@ -58,8 +58,8 @@ from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_writab
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.training.module import PolicyModule
 
-for _name in callbacks.__all__:
-    getattr(callbacks, _name)  # a configuration may name any of them without its module: they must be there to be found
+for _name in lit_async_rl.__all__:
+    getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
 
 USER_ERRORS = (
     *(ValueError, OSError, ModuleNotFoundError),

@@ -7,7 +7,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import ModuleType
 
 MOVED = {
@@ -74,7 +74,7 @@ class _MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Comes last on `sys.meta_path`, so that it is asked only for modules that do not exist."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         is_moved = fullname.removeprefix("lit_async_rl.") in MOVED
         return importlib.machinery.ModuleSpec(fullname, self) if is_moved else None

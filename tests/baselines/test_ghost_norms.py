@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from families import FAMILIES, SIZE
 from peft import LoraConfig, get_peft_model
-from test_network import FAMILIES, SIZE
 from torch.func import functional_call, grad
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 

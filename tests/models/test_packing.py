@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from families import FAMILIES, SIZE
 from flow import fit, make_data, make_module, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_network import FAMILIES, SIZE
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
