@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "performance"
 
 
 @pytest.fixture
 def systems(monkeypatch):
-    monkeypatch.chdir(BENCHMARKS.parent)
+    monkeypatch.chdir(BENCHMARKS.parents[1])
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module("systems")
 

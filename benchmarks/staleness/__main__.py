@@ -1,0 +1,58 @@
+"""Does it stay stable at lag k, and which stabilizer helps? Trains a grid {method} x {lag} x {seed} of small policies.
+
+    python scripts/staleness_bench.py --suite quick
+
+Writes `results.parquet`, `report.html` and its pictures to `--out`. A grid that was stopped goes on where it was; a
+finished run is never run again. `scripts/plot_bench.py` draws everything again from the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from benchmarks.staleness.grid import Grid
+from benchmarks.staleness.report import write_report
+from benchmarks.staleness.statistics import best_scales, per_cell
+from benchmarks.staleness.suite import BEST, Suite, load_suite
+from benchmarks.staleness.table import read_cells, write_table
+
+
+def train(suite: Suite, out: Path, num_processes: int) -> None:
+    """Block by block: a block may use the learning rates that an earlier one found."""
+    grid = Grid(out, num_processes, suite.cell_timeout_s)
+    for block in suite.blocks:
+        best = {}
+        if block.learning_rate_scales == BEST:
+            searched = [cell for b in suite.blocks if b.is_search for cell in b.cells({})]
+            best = best_scales(per_cell(read_cells(out, searched)))
+        grid.run(block.cells(best))
+
+
+def main() -> None:
+    """Trains, then reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", default="quick", help="name of a file in configs/bench/suites")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: runs/bench/<suite>")
+    parser.add_argument("--num_processes", type=int, default=max(1, min(2, os.cpu_count() or 1)), help="runs at a time")
+    args = parser.parse_args()
+    out = args.out or Path("runs/bench", args.suite)
+    try:
+        suite = load_suite(args.suite)
+        train(suite, out, args.num_processes)
+        table = read_cells(out)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"stopped; the same command goes on from {out}")
+    write_table(table, out / "results.parquet")
+    print(write_report(table, out, command=f"python scripts/staleness_bench.py --suite {args.suite}"))
+
+
+if __name__ == "__main__":
+    main()
