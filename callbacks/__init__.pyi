@@ -6,12 +6,12 @@ from .monitors.importance_monitor import ImportanceMonitor as ImportanceMonitor
 from .monitors.length_bias_monitor import LengthBiasMonitor as LengthBiasMonitor
 from .monitors.replay_monitor import ReplayMonitor as ReplayMonitor
 from .monitors.rollout_monitor import RolloutMonitor as RolloutMonitor
+from .monitors.run_summary import RunSummary as RunSummary
 from .monitors.staleness_monitor import StalenessMonitor as StalenessMonitor
 from .monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
 from .run.evaluation import Evaluation as Evaluation
 from .run.progress import Progress as Progress
 from .run.rollout_tape import RolloutTape as RolloutTape
-from .run.run_summary import RunSummary as RunSummary
 from .run.sample_logger import SampleLogger as SampleLogger
 from .run.save_on_failure import SaveOnFailure as SaveOnFailure
 from .run.save_on_sigterm import SaveOnSigterm as SaveOnSigterm

@@ -58,6 +58,9 @@ from .corrections.proximal import CurrentProximal as CurrentProximal
 from .corrections.proximal import InterpolatedProximal as InterpolatedProximal
 from .corrections.proximal import Proximal as Proximal
 from .data.module import RolloutDataModule as RolloutDataModule
+from .data.settings import Limits as Limits
+from .data.settings import Scoring as Scoring
+from .data.settings import Validation as Validation
 from .engines.base import Completion as Completion
 from .engines.base import GenerationRequest as GenerationRequest
 from .engines.base import RolloutEngine as RolloutEngine
@@ -146,10 +149,13 @@ from .rollouts.filters import GroupFilter as GroupFilter
 from .rollouts.filters import OverlongFilter as OverlongFilter
 from .rollouts.filters import OverlongPenalty as OverlongPenalty
 from .rollouts.intake import Intake as Intake
-from .scheduling.expiry import AtBound as AtBound
-from .scheduling.expiry import Drop as Drop
-from .scheduling.expiry import Retry as Retry
-from .scheduling.ring import RingBuffer as RingBuffer
+from .scheduling.policies import AdmissionPolicy as AdmissionPolicy
+from .scheduling.policies import Bounded as Bounded
+from .scheduling.policies import Drop as Drop
+from .scheduling.policies import FixedLag as FixedLag
+from .scheduling.policies import FromTape as FromTape
+from .scheduling.policies import Retry as Retry
+from .scheduling.policies import Ring as Ring
 from .simulation.engine import Constant as Constant
 from .simulation.engine import Latency as Latency
 from .simulation.engine import LogNormal as LogNormal

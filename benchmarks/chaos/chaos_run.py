@@ -24,10 +24,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_async_rl.assets import asset
 from lit_async_rl.callbacks import RolloutTape, SaveOnFailure, SaveOnSigterm, SkipNonFinite, WeightSync
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.data.settings import Limits, Scoring
 from lit_async_rl.engines.base import Completion, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.functions import share_correct
 from lit_async_rl.rollouts.group_book import GroupBook
+from lit_async_rl.scheduling.policies import Bounded, FixedLag
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.module import PolicyModule
@@ -198,14 +200,13 @@ def train(folder: Path, steps: int, schedule: Any, checkpoint: Path | None, pipe
         SortDigits(8, size=1000),
         DisturbedReward(faults),
         engine=DisturbedEngine(num_slots=16, in_flight_weight_updates=schedule == "free", update_timeout_s=15.0),
-        schedule=schedule,
+        admission=Bounded() if schedule == "free" else FixedLag(),
         max_staleness=LAG,
         groups_per_step=GROUPS,
         group_size=4,
         sampling=SamplingParams(max_tokens=10),
-        rollout_timeout_s=ROLLOUT_TIMEOUT_S,
-        reward_timeout_s=REWARD_TIMEOUT_S,
-        reward_tries=3,
+        limits=Limits(rollout_timeout_s=ROLLOUT_TIMEOUT_S),
+        scoring=Scoring(timeout_s=REWARD_TIMEOUT_S, tries=3),
     )
     module = PolicyModule(model, learning_rate=1e-4)
     keep = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -223,6 +224,6 @@ def train(folder: Path, steps: int, schedule: Any, checkpoint: Path | None, pipe
     say("begun", checkpoint.name if checkpoint else "anew")
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.global_step == steps:
-        say("left", *sorted(data.admission.deadlines))
+        say("left", *sorted(data._slots.deadlines))
         weights = b"".join(p.detach().numpy().tobytes() for p in module.policy.parameters())
         (folder / "digest").write_text(hashlib.sha256(weights).hexdigest())

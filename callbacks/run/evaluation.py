@@ -100,7 +100,7 @@ class Evaluation(pl.Callback):
         """Reads the prompts, on rank 0."""
         data = _data(trainer)
         if data.tape is not None:
-            raise ValueError("Evaluation needs an engine, and data.schedule=replay has none")
+            raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")
         if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
             raise ValueError(f"Evaluation.num_samples={self.num_samples} at temperature 0 are copies of one completion")
         if trainer.is_global_zero and not self._questions:
@@ -174,7 +174,7 @@ class Evaluation(pl.Callback):
 
     def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
         assert self._run is not None
-        result = self._run.result(_data(trainer).success_reward, self.ks)
+        result = self._run.result(_data(trainer).validation.success_reward, self.ks)
         self._run = None
         self.results.append(result)
         metrics = {f"eval/{name}": value for name, value in result.metrics.items()}

@@ -1,4 +1,4 @@
-"""Closes the circle: hands the engine the new weights, counts the version, gives the producer its slots back."""
+"""Publishes the trained weights to the engine, counts versions, and links module, data module and trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.models.loading import check_vocabulary
+from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 
 
@@ -18,23 +20,37 @@ class WeightSync(pl.Callback):
     last publication was skipped (by `GradientAlignmentControl`, say) the engine keeps what it has. The slots of the
     groups trained on come back either way. Logs `perf/weight_sync_s`, the seconds the trainer spent publishing.
 
-    Args:
-        weight_sync_steps: optimizer steps between publications.
+    Before training it links the parts, so that each setting is stated once: `accumulate_grad_batches` follows
+    `data.micro_batches_per_step`, groups are kept whole where the module needs it, and model and tokenizer must agree.
 
     Attributes:
+        weight_sync_steps: optimizer steps between publications, those of the data module.
         total_s: seconds spent publishing since training began.
 
     Raises:
-        ValueError: `weight_sync_steps` is not positive.
+        ValueError: settings of module, data module and trainer contradict each other.
     """
 
-    def __init__(self, weight_sync_steps: int = 1) -> None:
-        if weight_sync_steps < 1:
-            raise ValueError(f"weight_sync_steps must be >= 1, got {weight_sync_steps}")
-        self.weight_sync_steps = weight_sync_steps
+    def __init__(self) -> None:
+        self.weight_sync_steps = 1
         self.total_s = 0.0
         self._published_step = 0
         self._steps_before = 0  # a resume: steps since the last publication
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        module, data = _parts(trainer, pl_module)
+        if data.model != module.model:
+            raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
+        vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
+        check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
+        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
+        data.keep_groups_whole = module.wants_whole_groups
+        self.weight_sync_steps = data.weight_sync_steps
+        wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
+        if present not in (1, wanted):
+            given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
+            raise ValueError(f"{given}: leave the former out")
+        trainer.accumulate_grad_batches = wanted
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""

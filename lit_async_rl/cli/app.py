@@ -88,7 +88,7 @@ class AsyncRLCLI(LightningCLI):
             trainer_defaults={
                 "callbacks": [
                     *(RolloutMonitor(), StalenessMonitor(), ImportanceMonitor(), ThroughputMonitor()),
-                    *(GradientMonitor(), SampleLogger(), Progress()),
+                    *(GradientMonitor(), SampleLogger(), Progress(), WeightSync()),
                     *(BottleneckVerdict(), self.summary),
                     *(SkipNonFinite(), SaveOnFailure(), SaveOnSigterm()),
                 ]
@@ -101,13 +101,7 @@ class AsyncRLCLI(LightningCLI):
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint to resume from or evaluate")
         for name, options in self._extra.items():
             parser.add_argument(name, **options)
-        parser.add_lightning_class_args(WeightSync, "weight_sync")
-        parser.link_arguments("data.weight_sync_steps", "weight_sync.weight_sync_steps")
         parser.link_arguments("model.model", "data.model")
-        parser.link_arguments(
-            "model", "data.keep_groups_whole", lambda module: module.wants_whole_groups, apply_on="instantiate"
-        )
-        parser.link_arguments("data.micro_batches_per_step", "trainer.accumulate_grad_batches")
 
     def before_instantiate_classes(self) -> None:
         """Refuses what would fail late; threads must be set before any parallel work."""
@@ -138,10 +132,10 @@ def main(args: Sequence[str] | None = None) -> None:
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
         check_folders(trainer)
         ckpt_path = cli.config["ckpt_path"]
-        if data.val_prompts is not None:
+        if data.validation.prompts is not None:
             trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
         trainer.fit(model, data, ckpt_path=ckpt_path)
-        if data.val_prompts is not None and not trainer.interrupted:
+        if data.validation.prompts is not None and not trainer.interrupted:
             trainer.validate(model, data, verbose=False)
         cli.summary.print(trainer)
 
@@ -150,11 +144,11 @@ def evaluate(args: Sequence[str] | None = None) -> None:
     """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
     with _user_errors():
         cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
-        if cli.datamodule.val_prompts is None:
-            raise ValueError("data.val_prompts is not set: there is nothing to evaluate on")
+        if cli.datamodule.validation.prompts is None:
+            raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
         table = Table("prompt", "completion", "answer", "reward", title="samples")
-        one_of_each = cli.model.validator.samples[:: cli.datamodule.num_val_samples]
+        one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
         for sample in one_of_each[: cli.config["num_shown"]]:
             row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
             table.add_row(*map(escape, row))

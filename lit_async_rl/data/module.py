@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data.collate import collate_step
+from lit_async_rl.data.compatibility import check_average, check_bound, check_engine, check_intake, check_streamable
 from lit_async_rl.data.dataloaders import PromptFeed, StepFeed
 from lit_async_rl.data.rollout_source import RolloutSource
+from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.data.step_batches import StepBatches
-from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.distributed.scatter import RELOAD, Exchanged, OneProcess, StepScatter, connect
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -35,15 +36,11 @@ from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
-from lit_async_rl.scheduling.ring import RingBuffer, make_admission
-from lit_async_rl.training.compatibility import check_engine, check_intake, check_sources, check_step_compatibility
+from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
-from lit_async_rl.utils.checks import check_not_negative, check_positive
+from lit_async_rl.utils.checks import check_positive
 
-POSITIVE = (
-    *("groups_per_step", "group_size", "micro_batches_per_step", "weight_sync_steps", "num_val_samples"),
-    *("val_batch_size", "reward_workers", "reward_timeout_s", "rollout_timeout_s", "rank_timeout_s"),
-)
+POSITIVE = ("groups_per_step", "group_size", "micro_batches_per_step", "weight_sync_steps")
 Weights = Iterator[tuple[str, Tensor]]
 
 
@@ -55,46 +52,29 @@ class RolloutDataModule(pl.LightningDataModule):
         prompts: training prompts.
         reward: `reward(prompt, completion) -> float`, a function named by its dotted path or a callable class; None
             only where the engine scores.
-        val_prompts: held-out prompts for validation.
         engine: where completions come from; None is `EmbeddedEngine()`.
         max_staleness: how many versions older than the policy a token may be when it is trained on; 0 is synchronous.
-        schedule: `free` samples as fast as the bound allows; `fixed_lag` trains step n on what version
-            n - `max_staleness` sampled, reproducible to the bit (needs an engine without in-flight updates); `replay`
-            trains on `tape`, without an engine.
-        tape: folder that the `RolloutTape` callback wrote.
+        admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
         groups_per_step: prompts in one optimizer step.
         group_size: completions of each prompt.
         micro_batches_per_step: forward-backward passes of one optimizer step.
         weight_sync_steps: optimizer steps between publications of the weights.
         sampling: how training completions are sampled.
-        advantage: what a reward is worth relative to others.
-        aggregation: what a token counts in the average over the step.
-        keep_groups_whole: never split a group over micro-batches (`model.baseline` and `packing` need it, and set it).
-        use_chat_template: wrap each prompt as a user's turn with the tokenizer's chat template.
-        seed: order of the prompts.
-        num_val_samples: completions of each held-out prompt.
-        val_batch_size: held-out prompts sampled together.
-        val_sampling: how held-out completions are sampled; None is `sampling`.
-        success_reward: a held-out completion with at least this reward counts as correct.
-        reward_workers: completions scored at the same time, each as soon as it is there.
-        reward_timeout_s: longest that scoring one may take.
-        reward_tries: a prompt whose completions cannot be scored (the reward raises, or does not return) so often is
-            left out, with a line in the log, and another takes its place; null ends the run at the first time.
-        rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
-        engine_restarts: an engine that hangs so long, or breaks, is replaced by a new one with the current weights, so
-            often in a row (without a step in between); then, or with 0 at once, the run ends.
-        rank_timeout_s: a training process that is not heard from for so long counts as dead, and ends the run.
-        async_ratio: sample at most this fraction (or multiple) of a round ahead; None is `max_staleness`.
+        advantage: estimator of advantages from the rewards of a group; None is `GroupMeanStd()`.
+        aggregation: weight of each token in the average over the step; None is `TokenMean()`.
+        scoring: threads, time limit and tries of the reward.
+        validation: held-out prompts, and how they are sampled and judged.
+        intake: which prompts are sampled and which groups kept (order, dynamic sampling, overlong rollouts, a
+            curriculum), and how they reach a step; None takes all.
         replay: train on earlier groups again; `max_staleness` then bounds the new ones, `replay.max_staleness` those.
-        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
-        redundant_groups: sample so many more groups than are needed, and abort the last of each round.
-        replicate_prompts: ask the engine for each completion by itself.
-        ring: never let sampling wait, and drop what is too old; see `lit_async_rl.scheduling.ring`.
-        intake: which prompts are sampled and which groups kept (dynamic sampling, overlong rollouts, a curriculum, what
-            happens at the bound); None takes all.
+        limits: how long is waited, and how often an engine is restarted, before the run ends with an error.
+
+    Attributes:
+        keep_groups_whole: never split a group over micro-batches; set from the module that is trained (see
+            `PolicyModule.wants_whole_groups`).
 
     Raises:
-        ValueError: a setting is out of range, or the engine cannot keep a fixed lag.
+        ValueError: a setting is out of range, or two of them contradict each other.
     """
 
     def __init__(
@@ -102,11 +82,9 @@ class RolloutDataModule(pl.LightningDataModule):
         model: str,
         prompts: PromptSource,
         reward: Reward | None = None,
-        val_prompts: PromptSource | None = None,
         engine: RolloutEngine | None = None,
         max_staleness: int = 4,
-        schedule: Literal["free", "fixed_lag", "replay"] = "free",
-        tape: str | None = None,
+        admission: AdmissionPolicy | None = None,
         groups_per_step: int = 16,
         group_size: int = 8,
         micro_batches_per_step: int = 1,
@@ -114,73 +92,52 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         advantage: AdvantageEstimator | None = None,
         aggregation: Aggregation | None = None,
-        keep_groups_whole: bool = False,
-        use_chat_template: bool = False,
-        seed: int = 0,
-        num_val_samples: int = 1,
-        val_batch_size: int = 128,
-        val_sampling: SamplingParams | None = None,
-        success_reward: float = 1.0,
-        reward_workers: int = 1,
-        reward_timeout_s: float = 60.0,
-        reward_tries: int | None = None,
-        rollout_timeout_s: float = 600.0,
-        rank_timeout_s: float = 60.0,
-        async_ratio: float | None = None,
-        replay: ReplayBuffer | None = None,
-        stream_groups: bool = False,
-        redundant_groups: int = 0,
-        replicate_prompts: bool = False,
-        ring: RingBuffer | None = None,
+        scoring: Scoring = Scoring(),  # noqa: B008  frozen
+        validation: Validation = Validation(),  # noqa: B008  frozen
         intake: Intake | None = None,
-        engine_restarts: int = 3,
+        replay: ReplayBuffer | None = None,
+        limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         super().__init__()
-        check_sources(schedule, tape, replay, stream_groups)
-        if schedule == "replay":
+        self.admission, self.intake = admission or Bounded(), intake or Intake()
+        self.tape = Tape(self.admission.folder) if isinstance(self.admission, FromTape) else None
+        if self.tape is not None:
             engine = NoEngine(scores=reward is None)
-        self.tape = None if tape is None else Tape(tape)
-        engine = engine or EmbeddedEngine(in_flight_weight_updates=schedule == "free")
-        check_engine(engine, reward, schedule)
-        self.model, self.prompts, self.val_prompts, self.reward = model, prompts, val_prompts, reward
-        self.schedule = schedule
+        engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
+        self.model, self.prompts, self.reward = model, prompts, reward
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
-        self.sampling, self.val_sampling = sampling, val_sampling or sampling
-        self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
-        check_step_compatibility(self.advantage, self.aggregation)
-        self.keep_groups_whole = keep_groups_whole
-        self.num_val_samples, self.val_batch_size = num_val_samples, val_batch_size
-        self.success_reward = success_reward
-        self.reward_workers, self.reward_timeout_s = reward_workers, reward_timeout_s
-        self.reward_tries = reward_tries
-        self.rollout_timeout_s, self.rank_timeout_s = rollout_timeout_s, rank_timeout_s
         check_positive("data", **{name: vars(self)[name] for name in POSITIVE})
-        check_not_negative("data", engine_restarts=engine_restarts)
-        if stream_groups:
+        self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
+        self.sampling, self.scoring, self.limits, self.replay = sampling, scoring, limits, replay
+        self.validation, self.val_sampling = validation, validation.sampling or sampling
+        check_bound(self.admission, max_staleness)
+        check_engine(engine, reward, self.admission)
+        check_intake(self.intake, self.admission, replay is not None)
+        check_average(self.advantage, self.aggregation)
+        if self.intake.stream_groups:
             check_streamable(self.advantage, self.aggregation, groups_per_step, micro_batches_per_step)
-        self.replay, self.replicate_prompts = replay, replicate_prompts
+        self.keep_groups_whole = False
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        per_round = self.fresh_per_step * weight_sync_steps
-        others: dict[str, Any] = dict(async_ratio=async_ratio, redundant_groups=redundant_groups)
-        self.intake = intake or Intake()
-        check_intake(self.intake, schedule)
-        self.admission = make_admission(per_round, max_staleness, schedule, ring, self.intake.at_bound, **others)
-        made = engine, model, self.admission, self._make_producer
-        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, engine_restarts)
-        self.stream = PromptStream(prompts, seed=seed)
-        self.codec = TextCodec(model, use_chat_template)
-        collate = partial(
-            collate_step,
-            advantage=self.advantage,
-            pad_token_id=self.codec.pad_token_id,
-            temperature=sampling.temperature,
-            keep_groups_whole=keep_groups_whole,
-        )
-        sizes = groups_per_step, micro_batches_per_step
-        self._batches = StepBatches(self._source, collate, self.aggregation, *sizes, stream_groups)
+        self._slots = self.admission.make(self.fresh_per_step * weight_sync_steps, max_staleness)
+        made = engine, model, self._slots, self._make_producer
+        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, limits.engine_restarts)
+        self.stream = PromptStream(prompts, seed=self.intake.seed)
+        self.codec = TextCodec(model)
+        sizes = groups_per_step, micro_batches_per_step, self.intake.stream_groups
+        self._batches = StepBatches(self._source, self._collate, self.aggregation, *sizes)
         self._ranks: StepScatter | OneProcess = OneProcess()
         self._stream_weights: Callable[[], Weights] | None = None
+
+    def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
+        return collate_step(
+            groups,
+            advantage=self.advantage,
+            pad_token_id=self.codec.pad_token_id,
+            temperature=self.sampling.temperature,
+            keep_groups_whole=self.keep_groups_whole,
+            **settings,
+        )
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
@@ -232,7 +189,12 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def max_staleness(self) -> int:
         """The bound for groups admitted from now on, in versions."""
-        return self.admission.max_staleness
+        return self._slots.max_staleness
+
+    @property
+    def groups_per_round(self) -> int:
+        """New groups that are trained on between two publications of the weights."""
+        return self._slots.groups_per_round
 
     @property
     def is_asked_to_stop(self) -> bool:
@@ -241,16 +203,17 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound while running; groups admitted before keep theirs."""
-        if self.schedule == "fixed_lag":
-            raise ValueError("data.schedule=fixed_lag has no bound to change: its lag is data.max_staleness")
+        if self.admission.in_order:
+            kind = type(self.admission).__name__
+            raise ValueError(f"data.admission={kind} has no bound to change: its lag is data.max_staleness")
         if max_staleness < 0:
-            raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
+            raise ValueError(f"data.max_staleness must be >= 0, got {max_staleness}")
         if max_staleness == self.max_staleness:
             return
         if self._ranks.leads:
             self._source.set_max_staleness(max_staleness)
         else:
-            self.admission.max_staleness = max_staleness
+            self._slots.max_staleness = max_staleness
 
     @property
     def last_step_groups(self) -> Sequence[RolloutGroup]:
@@ -269,15 +232,19 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        if self.val_prompts is None:
+        if self.validation.prompts is None:
             return []
         assert self.trainer is not None
-        return PromptFeed(self.val_prompts, self.val_batch_size, self.trainer.global_rank, self.trainer.world_size)
+        return PromptFeed(
+            self.validation.prompts, self.validation.batch_size, self.trainer.global_rank, self.trainer.world_size
+        )
 
     def setup(self, stage: str) -> None:
         """Joins the ranks of the run."""
         assert self.trainer is not None
-        self._ranks = connect(self.trainer, self.rollout_timeout_s, self.rank_timeout_s, on_abandon=self.stop)
+        self._ranks = connect(
+            self.trainer, self.limits.rollout_timeout_s, self.limits.rank_timeout_s, on_abandon=self.stop
+        )
 
     def next_step(self) -> list[RolloutBatch] | None:
         """This rank's micro-batches of the next optimizer step, or the next one of them where groups are streamed.
@@ -299,17 +266,16 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _make_producer(self, step: int) -> Producer | Replay:
         if self.tape is not None:
-            return Replay(self.tape, step, self.admission)
+            return Replay(self.tape, step, self._slots)
         return Producer(
             engine=self.engine,
             stream=self.stream,
             codec=self.codec,
-            scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s, self.reward_tries),
-            admission=self.admission,
+            scorer=Scorer(self.reward, self.scoring.workers, self.scoring.timeout_s, self.scoring.tries),
+            admission=self._slots,
             group_size=self.group_size,
             sampling=self.sampling,
-            timeout_s=self.rollout_timeout_s,
-            replicate_prompts=self.replicate_prompts,
+            timeout_s=self.limits.rollout_timeout_s,
             intake=self.intake,
         )
 

@@ -21,9 +21,9 @@ from functools import partial
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.rewards.metrics import pass_at_k
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.training.validation import pass_at_k
 from lit_async_rl.types import Prompt
 
 FIRST_ID = 2**40  # ids of groups count from 0, those of their continued samples down from -1

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from lit_async_rl.prompts.curriculum import Curriculum, PassRates
 from lit_async_rl.prompts.sources import PromptStream
 from lit_async_rl.rollouts.filters import GroupFilter
-from lit_async_rl.scheduling.expiry import AtBound
 from lit_async_rl.types import RolloutGroup
 
 TRAINED, EXPIRED = "trained", "expired"
@@ -39,24 +38,31 @@ class FateTotals:
 
 
 class Intake:
-    """The data policies of a run; all but the constructor is called with the producer's lock held.
+    """Data policies of a run: which prompts are sampled, which groups are kept, and how they reach a step.
+
+    All methods are called with the producer's lock held.
 
     Args:
-        filters: what a group goes through when it has its rewards.
+        filters: applied in turn to a group that has its rewards; each may change or drop it.
         curriculum: which prompts are skipped; None skips none.
-        at_bound: keeps the engine full, and says what happens to groups that are then too old; None admits no group
-            that could become so.
+        seed: order of the prompts.
         success_reward: a rollout with at least this reward is a success, before filters change rewards.
+        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
+        replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
+            place or at one time (ROLL Flash, arXiv:2510.11345).
     """
 
     def __init__(
         self,
         filters: list[GroupFilter] | None = None,
         curriculum: Curriculum | None = None,
-        at_bound: AtBound | None = None,
+        seed: int = 0,
         success_reward: float = 1.0,
+        stream_groups: bool = False,
+        replicate_prompts: bool = False,
     ) -> None:
-        self.filters, self.curriculum, self.at_bound = tuple(filters or ()), curriculum, at_bound
+        self.filters, self.curriculum, self.seed = tuple(filters or ()), curriculum, seed
+        self.stream_groups, self.replicate_prompts = stream_groups, replicate_prompts
         self.success_reward = success_reward
         self.pass_rates = PassRates()
         self._fates: dict[str, FateTotals] = {}
@@ -88,14 +94,12 @@ class Intake:
         self.pass_rates.measure(number, self._pass_rate(group) if known is None else known)
         self._num_lost.pop(position, None)
 
-    def lose(self, index: int, number: int, position: int, length: float, seconds: float) -> bool:
-        """A group came too late; whether its prompt is to be sampled again."""
+    def lose(self, index: int, number: int, position: int, length: float, seconds: float, max_tries: int = 1) -> bool:
+        """Counts a group that came too late; whether its prompt is to be sampled again."""
         self._successes.pop(index, None)
         self._count(EXPIRED if length else UNBEGUN, number, length, seconds)
-        if self.at_bound is None:  # redundant, or fallen out of a ring buffer
-            return False
         self._num_lost[position] += 1
-        again = self.at_bound.samples_again(self._num_lost[position])
+        again = self._num_lost[position] < max_tries
         if not again:
             del self._num_lost[position]
         return again

@@ -42,8 +42,6 @@ class Producer:
         group_size: completions of each prompt.
         sampling: how they are sampled.
         timeout_s: longest time in which nothing at all may happen while the trainer waits.
-        replicate_prompts: ask the engine for each completion by itself, so that those of a prompt need not be sampled
-            in one place or at one time (ROLL Flash, arXiv:2510.11345).
         intake: which prompts are sampled, and which groups kept; None is all.
 
     Attributes:
@@ -62,13 +60,12 @@ class Producer:
         group_size: int,
         sampling: SamplingParams,
         timeout_s: float,
-        replicate_prompts: bool = False,
         intake: Intake | None = None,
     ) -> None:
         self.stream, self.scorer, self.admission = stream, scorer, admission
         self.intake = intake or Intake()
         self.version = 0
-        self.book = GroupBook(codec, group_size, sampling, replicate_prompts)
+        self.book = GroupBook(codec, group_size, sampling, self.intake.replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_finished = self._num_scored = self._num_lost = 0
@@ -191,7 +188,8 @@ class Producer:
         for index in lost:
             position, progress = self.book.positions[index], self.book.progress_of(index, partials)
             running += self.book.give_up(index)
-            if self.intake.lose(index, self.stream.number_at(position), position, *progress):
+            number = self.stream.number_at(position)
+            if self.intake.lose(index, number, position, *progress, self.admission.max_tries):
                 self.again.append(position)
         self._num_lost += len(lost)
         self.listener.abort(running)

@@ -73,6 +73,7 @@ class Admission:
         self.in_order = in_order
         self.round = 0
         self.num_taken = self.num_lost = 0  # in this round
+        self.max_tries = 1  # how often a prompt is sampled before its group is trained on
         self.next_index = 0
         self._deadlines: dict[int, int] = {}  # group index -> last round it may train in, for groups not yet taken
         self._due: Counter[int] = Counter()  # deadline -> groups not yet taken

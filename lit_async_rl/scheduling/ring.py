@@ -1,44 +1,16 @@
-"""A ring buffer between sampling and training that drops the oldest, so that sampling never waits.
+"""Admission where sampling never waits: a ring buffer between sampling and training drops its oldest group (`Ring`).
 
-As in PipelineRL (arXiv:2509.19128). `Admission` bounds staleness by what it lets begin, and throws nothing away. Here a
-fixed number of groups is being sampled all the time; those that finish wait in a ring of C. Where it is full, the one
-that has waited longest is dropped, and so is one that has become older than `max_staleness` while it waited. Which
-prompts are lost depends on how long they take: slow ones are older when they finish.
-
-What differs from PipelineRL's code: its lag is counted in samples, ours in versions; it drops single samples, we drop
-groups. Its other mode, a largest lag in samples that holds sampling up, is `Admission` with
-`async_ratio` = lag / (samples of a step).
+`Admission` bounds staleness by admitting no more than can be trained on in time, and throws nothing away. Here a fixed
+number of groups is being sampled at any time, and finished ones wait in a buffer of C. When it is full, the group that
+has waited longest is dropped, as is one that has become older than `max_staleness` while it waited. Which prompts are
+lost depends on how long they take: slow groups are older when they finish.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
 
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.expiry import AtBound, ExpiringAdmission
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingBuffer:
-    """Sizes of the ring.
-
-    Args:
-        num_sampling: groups being sampled at any time.
-        capacity: C, finished groups that wait.
-
-    Raises:
-        ValueError: a number is not positive.
-    """
-
-    num_sampling: int
-    capacity: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"data.ring.{name} must be >= 1, got {value}")
 
 
 class RingAdmission(Admission):
@@ -47,24 +19,25 @@ class RingAdmission(Admission):
     Args:
         groups_per_round: P, groups trained on between two publications.
         max_staleness: S; a group that could not be trained on within it is dropped.
-        ring: sizes.
+        num_sampling: groups being sampled at any time.
+        capacity: C, finished groups that wait.
     """
 
-    def __init__(self, groups_per_round: int, max_staleness: int, ring: RingBuffer) -> None:
+    def __init__(self, groups_per_round: int, max_staleness: int, num_sampling: int, capacity: int) -> None:
         super().__init__(groups_per_round, max_staleness)
-        self.ring = ring
+        self.num_sampling, self.capacity = num_sampling, capacity
         self._waiting: deque[int] = deque()  # finished, in the order in which they finished
         self._lost: list[int] = []
 
     @property
     def num_admissible(self) -> int:
         """Groups that may start to be sampled now, to keep as many being sampled as there should be."""
-        return max(0, self.ring.num_sampling - (len(self._deadlines) - len(self._waiting)))
+        return max(0, self.num_sampling - (len(self._deadlines) - len(self._waiting)))
 
     def finish(self, index: int) -> None:
         """Into the ring; the one that waited longest falls out if it is full."""
         self._waiting.append(index)
-        if len(self._waiting) > self.ring.capacity:
+        if len(self._waiting) > self.capacity:
             self._lose_oldest()
 
     def choose(self) -> int | None:
@@ -88,36 +61,3 @@ class RingAdmission(Admission):
         index = self._waiting.popleft()
         self.drop(index)
         self._lost.append(index)
-
-
-def make_admission(
-    groups_per_round: int,
-    max_staleness: int,
-    schedule: str,
-    ring: RingBuffer | None,
-    at_bound: AtBound | None = None,
-    **others: Any,
-) -> Admission:
-    """The rule that these settings of `RolloutDataModule` stand for.
-
-    Raises:
-        ValueError: some of them contradict each other.
-    """
-    if ring is None and at_bound is None:
-        return Admission(groups_per_round, max_staleness, in_order=schedule == "fixed_lag", **others)
-    given = [f"data.{name}={value}" for name, value in others.items() if value]
-    if schedule != "free":
-        given.append(f"data.schedule={schedule}")
-    if ring is not None and at_bound is not None:
-        given.append(f"data.intake.at_bound={type(at_bound).__name__}")
-    if given and ring is not None:
-        raise ValueError(f"data.ring with {' and '.join(given)}: with a ring buffer sampling waits for nothing")
-    if given:
-        at = f"data.intake.at_bound={type(at_bound).__name__}"
-        raise ValueError(
-            f"{at} with {' and '.join(given)}: it says by itself how many groups are sampled, and which lost"
-        )
-    if ring is not None:
-        return RingAdmission(groups_per_round, max_staleness, ring)
-    assert at_bound is not None
-    return ExpiringAdmission(groups_per_round, max_staleness, at_bound.ahead)

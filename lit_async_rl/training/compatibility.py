@@ -1,21 +1,18 @@
-"""Refuses combinations of loss, anchor, correction, advantage and averaging, and of data, that make no sense, by name.
+"""Refuses combinations of loss, proximal policy, correction, advantage and averaging that make no sense, by name.
 
-Those are independent choices, and most combinations are methods of their own. Refused is what would silently do
-something else than its names say: a part that cannot act, or a ratio that is counted twice or not at all.
+These are independent choices, and most combinations are methods of their own. Refused are those in which a part cannot
+act, or an importance ratio is counted twice or not at all.
 """
 
 from __future__ import annotations
 
-from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted, LogMeanExp
+from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LogMeanExp
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, Proximal
-from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean
 from lit_async_rl.models.packing import SharedPromptPacking
-from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.rollouts.intake import Intake
 
 
 def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
@@ -79,37 +76,12 @@ def check_baseline(
         )
 
 
-def check_step_compatibility(advantage: AdvantageEstimator, aggregation: Aggregation) -> None:
-    """Checks that an advantage's assumption about the average holds.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if isinstance(advantage, LengthWeighted) and isinstance(aggregation, SequenceMean):
-        raise ValueError(
-            "data.advantage=LengthWeighted with data.aggregation=SequenceMean: its baseline is for gradients that grow "
-            "with the length of a rollout, which SequenceMean divides out. Use TokenMean, FixedLength or GroupMean."
-        )
-
-
-def check_data_compatibility(
-    loss: PolicyLoss,
-    baseline: OptimalBaseline | None,
-    advantage: AdvantageEstimator,
-    aggregation: Aggregation,
-    keep_groups_whole: bool,
-) -> None:
-    """Checks that groups are whole where they must be, and that regression losses get what their formulas stand for.
+def check_data_compatibility(loss: PolicyLoss, advantage: AdvantageEstimator, aggregation: Aggregation) -> None:
+    """Checks that regression losses get the advantages and weights that their formulas are stated for.
 
     Raises:
         ValueError: they do not.
     """
-    if loss.needs_whole_groups and not keep_groups_whole:
-        raise ValueError(
-            f"model.loss={_name(loss)} compares a group's completions: data.keep_groups_whole must be true"
-        )
-    if baseline is not None and not keep_groups_whole:
-        raise ValueError("model.baseline needs data.keep_groups_whole=true: it compares a group's gradients")
     expected = {TrajectoryBalance: GroupMean, OAPL: LogMeanExp}
     for regression, estimator in expected.items():
         if not isinstance(loss, regression):
@@ -128,47 +100,3 @@ def check_data_compatibility(
 
 def _name(choice: object) -> str:
     return type(choice).__name__
-
-
-def check_sources(schedule: str, tape: str | None, replay: ReplayBuffer | None, stream_groups: bool) -> None:
-    """Checks that the settings which say where a step's groups come from agree.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if (schedule == "replay") != (tape is not None):
-        raise ValueError(f"data.tape={tape}, but data.schedule={schedule}: a tape is what `replay` trains on")
-    if replay is not None and tape is not None:
-        raise ValueError(f"data.replay with data.tape={tape}: a tape holds whole steps. Leave one of them out.")
-    if replay is not None and stream_groups:
-        raise ValueError("data.stream_groups with data.replay: a step is mixed when all its new groups are there")
-
-
-def check_engine(engine: RolloutEngine, reward: object, schedule: str) -> None:
-    """Checks that somebody gives rewards, and that a fixed lag can be kept.
-
-    Raises:
-        ValueError: nobody does, or both; or the engine changes weights within a completion.
-    """
-    if (reward is None) != engine.scores:
-        does = "gives rewards itself" if engine.scores else "gives no rewards"
-        raise ValueError(f"data.reward={reward}, but data.engine ({type(engine).__name__}) {does}")
-    if schedule == "fixed_lag" and engine.in_flight_weight_updates:
-        raise ValueError(
-            "data.schedule=fixed_lag needs data.engine.in_flight_weight_updates=false: a completion must come from "
-            "one version, or a run could not be repeated"
-        )
-
-
-def check_intake(intake: Intake, schedule: str) -> None:
-    """Checks that filters which drop groups meet a schedule that can spare them.
-
-    Raises:
-        ValueError: they do not.
-    """
-    dropping = [one for one in intake.filters if one.drops]
-    if dropping and schedule != "free":
-        raise ValueError(
-            f"data.schedule={schedule} with data.intake.filters holding {_name(dropping[0])}: which groups are "
-            "dropped, and when others take their place, depends on timing. Use schedule=free."
-        )

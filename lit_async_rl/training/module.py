@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
-from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.losses import PolicyLoss, PPOClip
-from lit_async_rl.models.loading import check_vocabulary, load_policy
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
 from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
@@ -31,7 +30,7 @@ from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights, without_reference
 from lit_async_rl.training.checkpoint_io import check_same_model, count_whole_steps
-from lit_async_rl.training.compatibility import check_baseline, check_data_compatibility
+from lit_async_rl.training.compatibility import check_baseline
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.types import PromptBatch, RolloutBatch
@@ -125,7 +124,7 @@ class PolicyModule(pl.LightningModule):
 
     @property
     def wants_whole_groups(self) -> bool:
-        """Whether completions of one prompt should be in one micro-batch (`data.keep_groups_whole`)."""
+        """Whether the completions of a prompt must be in one micro-batch."""
         objective = self.objective
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
@@ -144,15 +143,6 @@ class PolicyModule(pl.LightningModule):
         self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
         if self.reference is not None:
             self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)
-
-    def setup(self, stage: str) -> None:
-        """Checks that the prompts' tokenizer fits the model."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(data, RolloutDataModule):
-            vocab_size = self.policy.causal_lm.config.get_text_config().vocab_size
-            check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
-            chosen = self.objective.loss, self.objective.baseline
-            check_data_compatibility(*chosen, data.advantage, data.aggregation, data.keep_groups_whole)
 
     # -- training -----------------------------------------------------------------------------------------------------
 

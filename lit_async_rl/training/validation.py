@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,21 +14,12 @@ from lit_async_rl.engines.base import GenerationRequest, run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import evaluation_mode, load_policy, receive_weights
 from lit_async_rl.models.weights import is_sharded
+from lit_async_rl.rewards.metrics import pass_at_k
 from lit_async_rl.rewards.scorer import score
 from lit_async_rl.types import Prompt, PromptBatch
 
 if TYPE_CHECKING:
     from lit_async_rl.training.module import PolicyModule
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that at least one of k of the samples is correct.
-
-    pass@k = 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374, eq. 1.
-    """
-    if not 0 < k <= num_samples:
-        raise ValueError(f"pass@k needs 0 < k <= samples, got k={k} of {num_samples}")
-    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +32,7 @@ class Sample:
 
 
 class Validator(torch.nn.Module):
-    """Samples, scores and averages over all ranks; correct is a completion whose reward reaches `data.success_reward`.
+    """Samples, scores and averages over all ranks; correct are rewards of at least `data.validation.success_reward`.
 
     Each validation draws the same random numbers, so that differences between two come from the policies.
     """
@@ -68,16 +58,16 @@ class Validator(torch.nn.Module):
 
     @torch.no_grad()
     def step(self, module: PolicyModule, batch: PromptBatch) -> None:
-        """Samples `data.num_val_samples` completions of each prompt of the batch."""
+        """Samples `data.validation.num_samples` completions of each prompt of the batch."""
         data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
-        self.num_samples = data.num_val_samples
+        self.num_samples = data.validation.num_samples
         if not batch.prompts:
             return
         requests = [
             GenerationRequest(
                 id=n,
                 prompt_ids=data.codec.encode(prompt),
-                num_samples=data.num_val_samples,
+                num_samples=data.validation.num_samples,
                 sampling=data.val_sampling,
                 prompt=prompt,
             )
@@ -94,7 +84,7 @@ class Validator(torch.nn.Module):
                 score(data.reward, prompt, text) if completion.reward is None else completion.reward
                 for completion, text in zip(completions, texts, strict=True)
             ]
-            self._update(rewards, data.success_reward)
+            self._update(rewards, data.validation.success_reward)
             self.samples += [
                 Sample(prompt=prompt, completion=text, reward=reward)
                 for text, reward in zip(texts, rewards, strict=True)

@@ -29,7 +29,7 @@ MOVED = {
     "callbacks.replay_monitor": "callbacks.monitors.replay_monitor",
     "callbacks.rollout_monitor": "callbacks.monitors.rollout_monitor",
     "callbacks.rollout_tape": "callbacks.run.rollout_tape",
-    "callbacks.run_summary": "callbacks.run.run_summary",
+    "callbacks.run_summary": "callbacks.monitors.run_summary",
     "callbacks.sample_logger": "callbacks.run.sample_logger",
     "callbacks.save_on_failure": "callbacks.run.save_on_failure",
     "callbacks.save_on_sigterm": "callbacks.run.save_on_sigterm",

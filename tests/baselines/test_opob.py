@@ -62,7 +62,6 @@ def run(module, micro_batches=1, **changes):
     data = make_data(
         reward=reward,
         max_staleness=0,
-        keep_groups_whole=True,
         micro_batches_per_step=micro_batches,
         aggregation=SequenceMean(),
         **changes,
@@ -131,5 +130,3 @@ def test_the_gradient_is_the_explicit_sum_over_trajectories():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match=r"OptimalBaseline.*PPOClip.*linear"):
         make_module(loss=PPOClip(), baseline=OptimalBaseline())
-    with pytest.raises(ValueError, match="keep_groups_whole"):
-        fit(settings(), make_data(max_staleness=0), 1)

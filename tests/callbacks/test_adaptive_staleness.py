@@ -89,7 +89,7 @@ def test_a_data_module_without_a_bound_is_refused_by_name():
 
 def test_a_fixed_lag_is_refused_at_the_start():
     data = make_data(max_staleness=1, schedule="fixed_lag", engine=barrier_engine())
-    with pytest.raises(ValueError, match="schedule=fixed_lag has no bound to change"):
+    with pytest.raises(ValueError, match=r"data\.admission=FixedLag has no bound to change"):
         flow.fit(make_module(), data, 1, [AdaptiveStaleness(target_ess_ratio=0.0)])
 
 

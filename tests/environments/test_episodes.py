@@ -170,7 +170,7 @@ def test_settings_that_contradict_each_other_are_named():
         make_data(reward=None)
     with pytest.raises(ValueError, match="in_flight_weight_updates=true"):
         EpisodeEngine(EmbeddedEngine(in_flight_weight_updates=False), Calculator())
-    with pytest.raises(ValueError, match=r"schedule=fixed_lag"):
+    with pytest.raises(ValueError, match=r"data\.admission=FixedLag"):
         calculator_data(schedule="fixed_lag")
     with pytest.raises(ValueError, match=r"max_turns must be >= 1, got 0"):
         EpisodeEngine(EmbeddedEngine(), Calculator(), max_turns=0)

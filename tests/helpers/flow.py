@@ -11,9 +11,12 @@ import torch
 from lit_async_rl.assets import asset
 from lit_async_rl.callbacks import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.functions import exact_match
+from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.scheduling.policies import Bounded, FixedLag, FromTape
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.module import PolicyModule
 
@@ -21,8 +24,19 @@ MODEL = asset("sort_policy")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
+SHORT = {"reward_workers": "workers", "reward_timeout_s": "timeout_s", "reward_tries": "tries"}
+SHORT |= {"val_prompts": "prompts", "num_val_samples": "num_samples", "val_sampling": "sampling"}
+NAMES = {
+    "admission": {"async_ratio", "redundant_groups"},
+    "intake": {"stream_groups", "replicate_prompts", "seed"},
+    "scoring": {"reward_workers", "reward_timeout_s", "reward_tries"},
+    "validation": {"val_prompts", "num_val_samples", "val_sampling", "success_reward"},
+    "limits": {"rollout_timeout_s", "rank_timeout_s", "engine_restarts"},
+}
+
+
 def make_data(**changes: Any) -> RolloutDataModule:
-    """Four groups of four a step."""
+    """Four groups of four a step; settings of its parts may be given flat."""
     settings: dict[str, Any] = dict(
         model=MODEL,
         prompts=SortDigits(8, size=1000),
@@ -33,6 +47,16 @@ def make_data(**changes: Any) -> RolloutDataModule:
         rollout_timeout_s=30.0,
     )
     settings |= changes
+    if "tape" in settings:
+        settings["admission"] = FromTape(settings.pop("tape"))
+    if "schedule" in settings:
+        settings["admission"] = {"free": Bounded, "fixed_lag": FixedLag}[settings.pop("schedule")]()
+    for part, kind in {"admission": Bounded, "intake": Intake}.items():
+        if given := {name: settings.pop(name) for name in NAMES[part].intersection(settings)}:
+            settings[part] = kind(**given)
+    for part, kind in {"scoring": Scoring, "validation": Validation, "limits": Limits}.items():
+        given = {name: settings.pop(name) for name in NAMES[part].intersection(settings)}
+        settings[part] = kind(**{SHORT.get(name, name): value for name, value in given.items()})
     return RolloutDataModule(**settings)
 
 
@@ -59,7 +83,7 @@ def fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[WeightSync(data.weight_sync_steps), *(callbacks or [])],
+        callbacks=[WeightSync(), *(callbacks or [])],
     )
     runner = pl.Trainer(**(settings | trainer))
     runner.fit(module, datamodule=data, ckpt_path=ckpt_path)

@@ -10,7 +10,7 @@ from lit_async_rl.prompts.sources import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.scheduling.ring import make_admission
+from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded
 from lit_async_rl.simulation.engine import LogNormal, SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
@@ -34,10 +34,18 @@ def group(rewards, lengths=None, index=0, reasons=None) -> RolloutGroup:
     )
 
 
-def simulated(intake: Intake, max_staleness: int, reward, num_steps: int, num_slots: int = 16, groups: int = 4):
+def simulated(
+    intake: Intake,
+    max_staleness: int,
+    reward,
+    num_steps: int,
+    num_slots: int = 16,
+    groups: int = 4,
+    policy: AdmissionPolicy = Bounded(),  # noqa: B008  frozen
+):
     """Groups of each step, with the producer, on an engine whose completions are as long as they take."""
     engine = SimulatedEngine(LogNormal(0.01, 1.0), num_slots=num_slots, tokens_per_s=2000.0)
-    admission = make_admission(groups, max_staleness, "free", None, intake.at_bound)
+    admission = policy.make(groups, max_staleness)
     producer = Producer(
         engine=engine,
         stream=PromptStream(SortDigits(8, size=64)),

@@ -95,7 +95,7 @@ def test_the_optimum_of_each_is_the_reference_tilted_by_reward():
 
 
 def regression_data(**changes):
-    settings = dict(advantage=GroupMean(), aggregation=FixedLength(10), keep_groups_whole=True, max_staleness=0)
+    settings = dict(advantage=GroupMean(), aggregation=FixedLength(10), max_staleness=0)
     return make_data(**(settings | changes))
 
 
@@ -141,7 +141,6 @@ def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "changes", "message"),
     [
-        (TrajectoryBalance(), {"keep_groups_whole": False}, "TrajectoryBalance.*keep_groups_whole"),
         (TrajectoryBalance(), {"advantage": None}, "TrajectoryBalance.*GroupMeanStd.*GroupMean"),
         (TrajectoryBalance(), {"aggregation": SequenceMean()}, "TrajectoryBalance.*SequenceMean"),
         (OAPL(), {}, "OAPL.*GroupMean.*LogMeanExp"),

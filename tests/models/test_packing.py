@@ -133,7 +133,7 @@ def test_a_run_ends_at_the_same_parameters_with_reference_lora_and_checkpointing
         for packing in (None, SharedPromptPacking()):
             torch.manual_seed(3)
             module = make_module(packing=packing, optimizer=sgd, **options)
-            fit(module, make_data(max_staleness=0, keep_groups_whole=packing is not None), 3)
+            fit(module, make_data(max_staleness=0), 3)
             ends.append(parameters(module))
         torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=0)
 
@@ -145,7 +145,7 @@ def test_the_optimal_baseline_goes_trajectory_by_trajectory_or_not_at_all():
     for packing in (None, SharedPromptPacking()):
         baseline = OptimalBaseline(Norms.PER_TRAJECTORY)
         module = make_module(packing=packing, loss=Reinforce(), baseline=baseline, optimizer=sgd)
-        fit(module, make_data(max_staleness=0, keep_groups_whole=True), 2)
+        fit(module, make_data(max_staleness=0), 2)
         ends.append(parameters(module))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=0)
 

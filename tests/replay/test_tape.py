@@ -32,7 +32,7 @@ def recorded(tmp_path_factory):
 
 def replay(folder, **changes):
     changes = dict(groups_per_step=2, micro_batches_per_step=2, max_staleness=2) | changes
-    return make_data(schedule="replay", tape=str(folder), **changes)
+    return make_data(tape=str(folder), **changes)
 
 
 def test_a_replay_is_bit_for_bit_the_recorded_run(recorded):

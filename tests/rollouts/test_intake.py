@@ -10,12 +10,11 @@ from lit_async_rl.callbacks import LengthBiasMonitor
 from lit_async_rl.prompts.curriculum import DifficultyWindow, Learnability
 from lit_async_rl.rollouts.filters import DynamicSampling, OverlongPenalty
 from lit_async_rl.rollouts.intake import FateTotals, Intake
-from lit_async_rl.scheduling.expiry import Drop, Retry
-from lit_async_rl.scheduling.ring import RingBuffer
+from lit_async_rl.scheduling.policies import Drop, Retry
 
 
 def test_every_fate_is_added_up_with_the_difficulty_that_was_known_before():
-    intake = Intake([DynamicSampling()], at_bound=Retry(max_tries=2))
+    intake = Intake([DynamicSampling()])
     dropped, kept = group([1.0, 1.0], [3, 5], 0), group([1.0, 0.0], [2, 4], 1)
     assert intake.judge(dropped, 7) is None
     assert intake.judge(kept, 7) is kept
@@ -24,9 +23,9 @@ def test_every_fate_is_added_up_with_the_difficulty_that_was_known_before():
     assert (intake.pass_rates.of(7), intake.pass_rates.of(8)) == (0.75, 0.5)
     assert intake.judge(replace(kept, index=2), 9) is not None
     for length in (6.0, 8.0):
-        intake.lose(2, 7, 22, length, 0.5)
+        intake.lose(2, 7, 22, length, 0.5, max_tries=2)
     assert not intake._num_lost, "given up"
-    intake.lose(2, 7, 22, 0.0, 0.5)
+    intake.lose(2, 7, 22, 0.0, 0.5, max_tries=2)
     intake.trained(kept, 9, 22)
     seconds = kept.generation_s
     assert intake.fates == {
@@ -56,7 +55,7 @@ def test_the_monitor_logs_what_was_lost_and_warns_of_a_bias():
     short = Intake()
     for n in range(4):
         short.trained(group([1.0], [4], n), n, n)
-    intake = Intake(at_bound=Drop())
+    intake = Intake()
     intake._fates = dict(short.fates)
     for n in range(4):
         intake.lose(n, n, n, length=6.0, seconds=1.0)
@@ -65,15 +64,8 @@ def test_the_monitor_logs_what_was_lost_and_warns_of_a_bias():
 
 
 def test_what_drops_is_refused_where_lag_is_fixed_and_settings_are_named():
-    with pytest.raises(ValueError, match=r"schedule=fixed_lag with data.intake.filters holding DynamicSampling"):
+    with pytest.raises(ValueError, match=r"data.admission=FixedLag with data.intake.filters holding DynamicSampling"):
         make_data(intake=Intake([DynamicSampling()]), schedule="fixed_lag")
-    for settings_, message in (
-        (dict(schedule="fixed_lag"), r"data.intake.at_bound=Retry with data.schedule=fixed_lag"),
-        (dict(async_ratio=0.5), r"data.intake.at_bound=Retry with data.async_ratio=0.5"),
-        (dict(ring=RingBuffer(num_sampling=4, capacity=4)), r"data.ring with data.intake.at_bound=Retry"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_data(intake=Intake(at_bound=Retry()), **settings_)
     for make, message in (
         (lambda: DynamicSampling(max_in_a_row=0), "max_in_a_row must be >= 1, got 0"),
         (lambda: OverlongPenalty(4, 5), "buffer_tokens must be between 1 and max_tokens=4, got 5"),

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.expiry import Drop, ExpiringAdmission, Retry
+from lit_async_rl.scheduling.expiry import ExpiringAdmission
+from lit_async_rl.scheduling.policies import Drop, Retry
 
 
 def eight_rounds(admission, bound, num_slots, data, drop_rate=0.0):
@@ -70,16 +71,16 @@ def test_slots_are_those_of_the_decimal_number_that_was_written(groups, hundredt
 
 
 def test_a_prompt_is_tried_so_often_in_a_row_and_no_more():
-    intake = Intake(at_bound=Retry(max_tries=3))
-    assert [intake.lose(n, 0, position, 1.0, 1.0) for n, position in enumerate([7, 7, 5, 7])] == [True] * 3 + [False]
-    assert not Intake(at_bound=Drop()).lose(0, 0, 7, 1.0, 1.0)
+    intake = Intake()
+    assert [intake.lose(n, 0, position, 1.0, 1.0, 3) for n, position in enumerate([7, 7, 5, 7])] == [True] * 3 + [False]
+    assert (Drop().make(1, 0).max_tries, Retry(max_tries=3).make(1, 0).max_tries) == (1, 3)
     assert not Intake().lose(0, 0, 7, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("at_bound", [Drop(ahead=4.0), Retry(ahead=4.0, max_tries=100)])
-def test_dropping_at_the_bound_loses_long_completions_and_says_so(at_bound):
+@pytest.mark.parametrize("policy", [Drop(ahead=4.0), Retry(ahead=4.0, max_tries=100)])
+def test_dropping_at_the_bound_loses_long_completions_and_says_so(policy):
     # room for all: what is lost is lost because it is long, not because it never began
-    steps, producer = simulated(Intake(at_bound=at_bound), 1, lambda p, c: 1.0, 30, num_slots=64)
+    steps, producer = simulated(Intake(), 1, lambda p, c: 1.0, 30, num_slots=64, policy=policy)
     for version, groups in enumerate(steps):
         for one in groups:
             assert version - min(v for rollout in one.rollouts for v in rollout.versions) <= 1
@@ -91,8 +92,8 @@ def test_dropping_at_the_bound_loses_long_completions_and_says_so(at_bound):
 
 
 def test_retry_samples_the_same_prompts_again_and_drop_does_not():
-    _, dropped = simulated(Intake(at_bound=Drop(ahead=2.0)), 0, lambda p, c: 1.0, 12)
-    _, retried = simulated(Intake(at_bound=Retry(ahead=2.0, max_tries=10**6)), 0, lambda p, c: 1.0, 12)
+    _, dropped = simulated(Intake(), 0, lambda p, c: 1.0, 12, policy=Drop(ahead=2.0))
+    _, retried = simulated(Intake(), 0, lambda p, c: 1.0, 12, policy=Retry(ahead=2.0, max_tries=10**6))
     lost = sum(totals.num_groups for fate, totals in retried.stats().fates.items() if fate != "trained")
     assert lost > 20
     # every position is trained on, waiting to be sampled again, or being sampled: none is lost

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.ring import RingAdmission, RingBuffer
+from lit_async_rl.scheduling.policies import FixedLag, Ring
+from lit_async_rl.scheduling.ring import RingAdmission
 from lit_async_rl.simulation.engine import Constant, LogNormal, Pareto, SimulatedEngine, Stragglers
 from lit_async_rl.simulation.virtual import VirtualRun
 
@@ -40,7 +41,7 @@ def test_areal_no_more_than_v_plus_eta_plus_1_rounds_are_ever_admitted(run, p, e
 
 @given(RUNS, st.integers(1, 8), st.integers(0, 4), st.integers(1, 30), st.integers(1, 30))
 def test_pipeline_rl_the_ring_keeps_sampling_drops_the_oldest_and_bounds_the_lag(run, p, lag, num_sampling, capacity):
-    admission = RingAdmission(p, lag, RingBuffer(num_sampling=num_sampling, capacity=capacity))
+    admission = RingAdmission(p, lag, num_sampling, capacity)
     trace = VirtualRun(admission, **run).run(10)
     assert trace.max_staleness <= lag
     assert trace.most_groups <= num_sampling + capacity + p
@@ -51,7 +52,7 @@ def test_pipeline_rl_the_ring_keeps_sampling_drops_the_oldest_and_bounds_the_lag
 
 
 def test_what_falls_out_of_a_full_ring_has_waited_longest():
-    admission = RingAdmission(1, 5, RingBuffer(num_sampling=4, capacity=2))
+    admission = RingAdmission(1, 5, num_sampling=4, capacity=2)
     indices = [admission.admit() for _ in range(4)]
     for index in (indices[2], indices[0], indices[3]):
         admission.finish(index)
@@ -110,10 +111,10 @@ def test_what_a_group_costs_does_not_grow_with_their_number():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(redundant_groups=-1), "redundant_groups"),
-        (dict(redundant_groups=1, schedule="fixed_lag"), "fixed_lag"),
-        (dict(ring=RingBuffer(num_sampling=4, capacity=4), redundant_groups=1), r"data\.ring with data\.redundant"),
-        (dict(ring=RingBuffer(num_sampling=4, capacity=4), schedule="fixed_lag"), r"data\.schedule=fixed_lag"),
+        (dict(redundant_groups=-1), r"data\.admission\.redundant_groups must be >= 0, got -1"),
+        (dict(async_ratio=5.0), r"data\.admission\.async_ratio must be at most data\.max_staleness=4, got 5.0"),
+        (dict(max_staleness=-1), r"data\.max_staleness must be >= 0 .*, got -1"),
+        (dict(admission=FixedLag(), engine=EmbeddedEngine()), r"data\.admission=FixedLag needs .*in_flight"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused(settings, message):
@@ -159,7 +160,7 @@ def test_the_first_finished_are_trained_on_and_the_rest_are_aborted(bound):
 
 def test_a_run_with_a_ring_trains_within_the_bound():
     watch = Watch()
-    data = make_data(max_staleness=1, groups_per_step=2, ring=RingBuffer(num_sampling=8, capacity=3))
+    data = make_data(max_staleness=1, groups_per_step=2, admission=Ring(num_sampling=8, capacity=3))
     fit(make_module(), data, 10, [watch])
     assert len(set(watch.trained)) == 20
     assert max(watch.staleness) <= 1
@@ -202,7 +203,7 @@ def test_replicated_prompts_give_each_completion_a_request_of_its_own():
     fit(make_module(), data, 4, [watch])
     assert len(set(watch.trained)) == 16
     assert {request.num_samples for request in requests} == {1}
-    assert len({request.id for request in requests}) == len(requests) == 4 * data.admission.next_index
+    assert len({request.id for request in requests}) == len(requests) == 4 * data._slots.next_index
     left = data._source._producer.book.requests._parts.keys()
     assert left <= {request.id for request in requests[-32:]}, "none is left behind"
 

@@ -1,0 +1,76 @@
+"""Refuses combinations of data settings that contradict each other, by name."""
+
+from __future__ import annotations
+
+from lit_async_rl.advantages.group import AdvantageEstimator, LengthWeighted
+from lit_async_rl.data.streaming import check_streamable
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
+from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
+
+
+def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy) -> None:
+    """Checks that rewards come from one place, and that a fixed lag can be kept.
+
+    Raises:
+        ValueError: they come from none, or two; or the engine changes weights within a completion.
+    """
+    if (reward is None) != engine.scores:
+        does = "gives rewards itself" if engine.scores else "gives no rewards"
+        raise ValueError(f"data.reward={reward}, but data.engine ({type(engine).__name__}) {does}")
+    if admission.in_order and not isinstance(admission, FromTape) and engine.in_flight_weight_updates:
+        raise ValueError(
+            f"data.admission={type(admission).__name__} needs data.engine.in_flight_weight_updates=false: a completion "
+            "must come from one version, or a run could not be repeated"
+        )
+
+
+def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -> None:
+    """Checks that filters which drop groups meet an admission that can spare them, and streaming one that allows it.
+
+    Raises:
+        ValueError: they do not.
+    """
+    name = type(admission).__name__
+    dropping = [one for one in intake.filters if one.drops]
+    if dropping and admission.in_order:
+        raise ValueError(
+            f"data.admission={name} with data.intake.filters holding {type(dropping[0]).__name__}: which groups are "
+            "dropped, and when others take their place, depends on timing. Use data.admission=Bounded."
+        )
+    if has_replay and isinstance(admission, FromTape):
+        raise ValueError(f"data.replay with data.admission={name}: a tape holds whole steps. Leave one of them out.")
+    if has_replay and intake.stream_groups:
+        raise ValueError(
+            "data.intake.stream_groups with data.replay: a step is mixed when all its new groups are there"
+        )
+
+
+def check_average(advantage: AdvantageEstimator, aggregation: Aggregation) -> None:
+    """Checks that an advantage's assumption about the average holds.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if isinstance(advantage, LengthWeighted) and isinstance(aggregation, SequenceMean):
+        raise ValueError(
+            "data.advantage=LengthWeighted with data.aggregation=SequenceMean: its baseline is for gradients that grow "
+            "with the length of a rollout, which SequenceMean divides out. Use TokenMean, FixedLength or GroupMean."
+        )
+
+
+def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
+    """Checks the bound, and what is stated in terms of it.
+
+    Raises:
+        ValueError: it is negative, or sampling is asked to run further ahead.
+    """
+    if max_staleness < 0:
+        raise ValueError(f"data.max_staleness must be >= 0 versions (0 is synchronous), got {max_staleness}")
+    ratio = admission.async_ratio if isinstance(admission, Bounded) else None
+    if ratio is not None and ratio > max_staleness:
+        raise ValueError(f"data.admission.async_ratio must be at most data.max_staleness={max_staleness}, got {ratio}")
+
+
+__all__ = ["check_average", "check_bound", "check_engine", "check_intake", "check_streamable"]

@@ -1,0 +1,15 @@
+"""Metrics of several scored completions of one prompt."""
+
+from __future__ import annotations
+
+from math import comb
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that at least one of k of the samples is correct.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    if not 0 < k <= num_samples:
+        raise ValueError(f"pass@k needs 0 < k <= samples, got k={k} of {num_samples}")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

@@ -1,0 +1,165 @@
+"""Admission policies, the setting `data.admission`: how far sampling may run ahead of training, and at which price.
+
+| policy | engine at the staleness bound | groups thrown away | repeatable to the bit |
+|---|---|---|---|
+| `Bounded` (default) | waits | none, or the slowest of a round | no |
+| `FixedLag` | waits | none | yes |
+| `Drop`, `Retry` | never waits | those that are too old | no |
+| `Ring` | never waits | the oldest in the buffer | no |
+| `FromTape` | there is none | none | yes |
+
+All of them keep the bound: no token older than `data.max_staleness` versions is trained on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lit_async_rl.scheduling.admission import Admission
+from lit_async_rl.scheduling.expiry import ExpiringAdmission
+from lit_async_rl.scheduling.ring import RingAdmission
+
+
+@dataclass(frozen=True)
+class AdmissionPolicy(ABC):
+    """Makes the `Admission` of a run.
+
+    Attributes:
+        in_order: whether groups train strictly in the order of admission, which makes a run repeatable; needs an engine
+            without in-flight weight updates, and filters that drop no group.
+    """
+
+    in_order: ClassVar[bool] = False
+
+    @abstractmethod
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        """Admission for this many groups between two weight publications and this bound, in versions."""
+
+
+@dataclass(frozen=True)
+class Bounded(AdmissionPolicy):
+    """Admits a group only if it can be trained on within the bound. Trains on whichever is finished and safe to take.
+
+    Args:
+        async_ratio: at most (1 + `async_ratio`) rounds' worth of groups are sampled or waiting (ROLL Flash,
+            arXiv:2510.11345); at most `max_staleness`, which None stands for.
+        redundant_groups: sample so many more groups in a round than are trained on, and abort the slowest (ROLL Flash).
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    async_ratio: float | None = None
+    redundant_groups: int = 0
+
+    def __post_init__(self) -> None:
+        if self.async_ratio is not None and not self.async_ratio >= 0:
+            raise ValueError(f"data.admission.async_ratio must be >= 0, got {self.async_ratio}")
+        if self.redundant_groups < 0:
+            raise ValueError(f"data.admission.redundant_groups must be >= 0, got {self.redundant_groups}")
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        limits = self.async_ratio, self.redundant_groups
+        return Admission(groups_per_round, max_staleness, False, *limits)
+
+
+@dataclass(frozen=True)
+class FixedLag(AdmissionPolicy):
+    """Trains step n on what version n - `max_staleness` sampled: a run can be repeated to the bit."""
+
+    in_order: ClassVar[bool] = True
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return Admission(groups_per_round, max_staleness, in_order=True)
+
+
+@dataclass(frozen=True)
+class Drop(AdmissionPolicy):
+    """Keeps the engine full; a group that is too old when a round begins is dropped, its prompt lost for this epoch.
+
+    With `max_staleness: 0` a step takes the first groups to finish, and those begun at older weights do not count: the
+    aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often:
+    `LengthBiasMonitor` measures by how much.
+
+    Args:
+        ahead: groups sampled or waiting, in rounds besides the one that trains; more than `max_staleness` means that
+            some must be dropped.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    ahead: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.ahead >= 0:
+            raise ValueError(f"data.admission.ahead must be >= 0, got {self.ahead}")
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return ExpiringAdmission(groups_per_round, max_staleness, self.ahead)
+
+
+@dataclass(frozen=True)
+class Retry(Drop):
+    """As `Drop`, but the prompt is sampled again, with the newest weights and before new prompts.
+
+    No prompt is lost, but its long completions are: those that come through were quick.
+
+    Args:
+        max_tries: a prompt whose group was dropped so often in a row is given up.
+    """
+
+    max_tries: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tries < 1:
+            raise ValueError(f"data.admission.max_tries must be >= 1, got {self.max_tries}")
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return ExpiringAdmission(groups_per_round, max_staleness, self.ahead, self.max_tries)
+
+
+@dataclass(frozen=True)
+class Ring(AdmissionPolicy):
+    """Sampling never waits; a buffer between sampling and training drops its oldest group when it is full.
+
+    As in PipelineRL (arXiv:2509.19128), whose code counts lag in samples and drops single samples; here lag is in
+    versions and whole groups are dropped. Its other mode, a largest lag that holds sampling up, is `Bounded` with
+    `async_ratio` = lag / samples of a step.
+
+    Args:
+        num_sampling: groups being sampled at any time.
+        capacity: finished groups that wait.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    num_sampling: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"data.admission.{name} must be >= 1, got {value}")
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return RingAdmission(groups_per_round, max_staleness, self.num_sampling, self.capacity)
+
+
+@dataclass(frozen=True)
+class FromTape(AdmissionPolicy):
+    """Trains on a recorded tape, in its order and without an engine; `max_staleness` is that of the recorded run.
+
+    Args:
+        folder: that the `RolloutTape` callback wrote.
+    """
+
+    folder: str
+    in_order: ClassVar[bool] = True
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return Admission(groups_per_round, max_staleness)
