@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py --config configs/quickstart.yaml --ckpt_path runs/.../checkpoints/last.ckpt
 
-`--data.num_val_samples 8` adds pass@8. Without `--ckpt_path` the untrained model is measured.
+`--data.validation.num_samples 8` adds pass@8. Without `--ckpt_path` the untrained model is measured.
 """
 
 from lit_async_rl.cli.app import evaluate

@@ -1,4 +1,4 @@
-"""Trains a policy: `python scripts/train.py --config configs/quickstart.yaml [--config more.yaml] [--data.seed 1]`."""
+"""Trains a policy: `python scripts/train.py --config configs/quickstart.yaml [--config more.yaml] [--data.intake.seed 1]`."""
 
 from lit_async_rl.cli.app import main
 

@@ -223,6 +223,6 @@ def train(folder: Path, steps: int, schedule: Any, checkpoint: Path | None, pipe
     say("begun", checkpoint.name if checkpoint else "anew")
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.global_step == steps:
-        say("left", *sorted(data.admission.deadlines))
+        say("left", *sorted(data._slots.deadlines))
         weights = b"".join(p.detach().numpy().tobytes() for p in module.policy.parameters())
         (folder / "digest").write_text(hashlib.sha256(weights).hexdigest())

@@ -91,7 +91,7 @@ def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str
         "--model.model": model,
         "--model.learning_rate": args.learning_rate,
         "--model.scheduler": "null",
-        "--data.val_prompts": "null",
+        "--data.validation.prompts": "null",
         "--data.prompts.init_args.size": args.num_prompts,
         "--data.reward": "our_run.odd_length",
         "--data.groups_per_step": workload["groups"],

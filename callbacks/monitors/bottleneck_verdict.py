@@ -146,12 +146,12 @@ def what_to_turn(trainer: pl.Trainer, pl_module: pl.LightningModule, load: _Load
     syncs = [c.weight_sync_steps for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
     present = syncs[0] if syncs else 1
     bound = data.max_staleness
-    spare = load.fewest_queued // data.admission.groups_per_round  # whole rounds that were always ready
+    spare = load.fewest_queued // data.groups_per_round  # whole rounds that were always ready
     fresher = Setting(name="data.max_staleness", present=bound, suggested=max(1, bound - spare))
     return Settings(
         engine=_engine_setting(data, load.num_unfinished / load.num_steps),
         trainer=_trainer_setting(data, pl_module, 1 - load.num_tokens / load.num_positions),
-        reward=Setting(name="data.reward_workers", present=data.reward_workers, suggested=2 * data.reward_workers),
+        reward=Setting(name="data.scoring.workers", present=data.scoring.workers, suggested=2 * data.scoring.workers),
         weight_sync=Setting(name="weight_sync.weight_sync_steps", present=present, suggested=2 * present),
         staleness=_staleness_setting(data),
         fresher=fresher if fresher.suggested != bound and spare and bound > 1 else None,
@@ -186,7 +186,7 @@ def _trainer_setting(data: RolloutDataModule, pl_module: pl.LightningModule, pad
 
 def _staleness_setting(data: RolloutDataModule) -> Setting:
     bound = data.max_staleness
-    if bound and data.schedule == "fixed_lag":
+    if bound and data.admission.in_order:
         return Setting(name="data.schedule", present="fixed_lag", suggested="free")
     if bound and not data.engine.in_flight_weight_updates:
         return Setting(name="data.engine.in_flight_weight_updates", present=False, suggested=True)

@@ -79,7 +79,7 @@ class LengthBiasMonitor(StepMonitor):
                 self._has_warned = True
                 rank_zero_warn(
                     f"LengthBiasMonitor: groups dropped as `{fate}` are {times:.2f} times as long as those trained on: "
-                    "what is learnt is biased towards short completions. With data.intake.at_bound=null (wait) none is "
+                    "what is learnt is biased towards short completions. With data.admission=null (wait) none is "
                     "lost at the bound; a larger data.max_staleness loses fewer."
                 )
 

@@ -138,10 +138,10 @@ def main(args: Sequence[str] | None = None) -> None:
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
         check_folders(trainer)
         ckpt_path = cli.config["ckpt_path"]
-        if data.val_prompts is not None:
+        if data.validation.prompts is not None:
             trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
         trainer.fit(model, data, ckpt_path=ckpt_path)
-        if data.val_prompts is not None and not trainer.interrupted:
+        if data.validation.prompts is not None and not trainer.interrupted:
             trainer.validate(model, data, verbose=False)
         cli.summary.print(trainer)
 
@@ -150,11 +150,11 @@ def evaluate(args: Sequence[str] | None = None) -> None:
     """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
     with _user_errors():
         cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
-        if cli.datamodule.val_prompts is None:
-            raise ValueError("data.val_prompts is not set: there is nothing to evaluate on")
+        if cli.datamodule.validation.prompts is None:
+            raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
         table = Table("prompt", "completion", "answer", "reward", title="samples")
-        one_of_each = cli.model.validator.samples[:: cli.datamodule.num_val_samples]
+        one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
         for sample in one_of_each[: cli.config["num_shown"]]:
             row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
             table.add_row(*map(escape, row))

@@ -242,7 +242,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the bound while running; groups admitted before keep theirs."""
         if self.schedule == "fixed_lag":
-            raise ValueError("data.schedule=fixed_lag has no bound to change: its lag is data.max_staleness")
+            raise ValueError("data.admission=FixedLag has no bound to change: its lag is data.max_staleness")
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
         if max_staleness == self.max_staleness:

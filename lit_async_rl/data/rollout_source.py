@@ -143,7 +143,9 @@ class RolloutSource:
             raise error
         if self._restarts_in_a_row >= self.engine_restarts:
             if self.engine_restarts:
-                log.warning("the engine fails still after data.engine_restarts=%d in a row", self.engine_restarts)
+                log.warning(
+                    "the engine fails still after data.limits.engine_restarts=%d in a row", self.engine_restarts
+                )
             raise error
 
     def restart_engine(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -168,7 +170,7 @@ class RolloutSource:
             return
         num_groups = producer.replace_engine(self.engine)
         log.warning(
-            "the engine was restarted (%d of data.engine_restarts=%d in a row), with the weights of version %d; %d "
+            "the engine was restarted (%d of data.limits.engine_restarts=%d in a row), with the weights of version %d; %d "
             "groups are sampled again, finished ones are kept. %s: %s",
             *(self._restarts_in_a_row, self.engine_restarts, producer.version, num_groups),
             *(type(error).__name__, error),

@@ -29,14 +29,14 @@ def check_streamable(
     """
     if micro_batches_per_step > groups_per_step:
         raise ValueError(
-            f"data.stream_groups with data.micro_batches_per_step={micro_batches_per_step}: a micro-batch needs a "
+            f"data.intake.stream_groups with data.micro_batches_per_step={micro_batches_per_step}: a micro-batch needs a "
             f"group at least, and data.groups_per_step={groups_per_step}"
         )
     rewards, lengths = [[0.0, 1.0, 3.0], [5.0, 5.0, 4.0]], [[1, 2, 3], [4, 5, 6]]
     apart = [advantage([group], [tokens])[0] for group, tokens in zip(rewards, lengths, strict=True)]
     if advantage(rewards, lengths) != apart:
         raise ValueError(
-            f"data.stream_groups with data.advantage={type(advantage).__name__}: the advantages of a group depend on "
+            f"data.intake.stream_groups with data.advantage={type(advantage).__name__}: the advantages of a group depend on "
             "the other groups of the step, which are not there yet. Use one that looks at one group, as GroupMeanStd."
         )
     aggregation.divisor(lengths[0], [len(lengths[0])])

@@ -185,7 +185,7 @@ class StepScatter:
             waited = time.monotonic() - began
             if min(waited, self.watch.leader_idle_s) > self._timeout_s:
                 raise StalledError(
-                    f"rank {self._rank} waited {what} for data.rollout_timeout_s={self._timeout_s:g} s; the other "
+                    f"rank {self._rank} waited {what} for data.limits.rollout_timeout_s={self._timeout_s:g} s; the other "
                     "ranks are alive, but one does something else. Raise the setting if that can take so long."
                 )
             time.sleep(0.001 if waited < 0.1 else 0.02)

@@ -40,7 +40,7 @@ class Aggregation(ABC):
             ValueError: the weights of a step are not those of its parts up to a factor, or that was not said.
         """
         raise ValueError(
-            f"data.stream_groups with data.aggregation={type(self).__name__}: it has no `divisor` that adds up over "
+            f"data.intake.stream_groups with data.aggregation={type(self).__name__}: it has no `divisor` that adds up over "
             "the groups of a step. Use TokenMean, SequenceMean, PromptMean, FixedLength or TokenBudget."
         )
 
@@ -178,7 +178,7 @@ class TokenBudget(Aggregation):
             ValueError: which tokens are within the budget is known only when all groups are there.
         """
         if self.fill:
-            raise ValueError("data.stream_groups with TokenBudget.fill=true: the budget is that of a whole step")
+            raise ValueError("data.intake.stream_groups with TokenBudget.fill=true: the budget is that of a whole step")
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,12 @@ class MathVerify:
 class IsolatedReward:
     """Another reward function, in a process of its own that is ended when a call takes too long.
 
-    `data.reward_timeout_s` alone cannot end a call: it leaves it to itself, and a loop goes on using a core, or holds
-    the interpreter's lock and so stops everything. With `data.reward_tries` the group is tried again.
+    `data.scoring.timeout_s` alone cannot end a call: it leaves it to itself, and a loop goes on using a core, or holds
+    the interpreter's lock and so stops everything. With `data.scoring.tries` the group is tried again.
 
     Args:
         reward: its dotted path, `package.module.function`; imported in the child.
-        timeout_s: longest for one completion; should be less than `data.reward_timeout_s` by the size of a group.
+        timeout_s: longest for one completion; should be less than `data.scoring.timeout_s` by the size of a group.
 
     Raises:
         ValueError: the time limit is not positive, or the path has no dot.

@@ -160,11 +160,13 @@ class Scorer:
         if self.max_tries is None:
             raise error
         if job.num_tries < self.max_tries:
-            log.warning("try %d of reward_tries=%d failed, there is another: %s", job.num_tries, self.max_tries, error)
+            log.warning(
+                "try %d of data.scoring.tries=%d failed, there is another: %s", job.num_tries, self.max_tries, error
+            )
             job.is_said_to_be_slow = False
             self._jobs.put(job)
             return
-        log.warning("a prompt is left out after reward_tries=%d: %s", self.max_tries, error)
+        log.warning("a prompt is left out after data.scoring.tries=%d: %s", self.max_tries, error)
         job.give_up()
 
     @property
@@ -186,7 +188,9 @@ class Scorer:
             if now - began > self.timeout_s / 2 and not job.is_said_to_be_slow:
                 job.is_said_to_be_slow = True
                 took, prompt = now - began, job.prompt.text[:200]
-                log.warning("reward %s is slow: %.1f s of reward_timeout_s=%g, %r", name, took, self.timeout_s, prompt)
+                log.warning(
+                    "reward %s is slow: %.1f s of data.scoring.timeout_s=%g, %r", name, took, self.timeout_s, prompt
+                )
             if now - began <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
             del self._workers[number]
@@ -194,7 +198,7 @@ class Scorer:
             self._fail(
                 job,
                 RewardError(
-                    f"reward {name} did not return within reward_timeout_s={self.timeout_s:g} "
+                    f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g} "
                     f"on prompt {job.prompt.text[:200]!r}"
                 ),
             )

@@ -128,7 +128,7 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
 def _settings(producer: Producer) -> dict[str, Any]:
     reward = producer.scorer.reward
     return {
-        "data.seed": producer.stream.seed,
+        "data.intake.seed": producer.stream.seed,
         "number of data.prompts": len(producer.stream.source),
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
@@ -142,7 +142,7 @@ def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     Raises:
         ValueError: the order of prompts could not go on.
     """
-    for name in ("data.seed", "number of data.prompts"):
+    for name in ("data.intake.seed", "number of data.prompts"):
         if saved[name] != now[name]:
             raise ValueError(
                 f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "

@@ -67,7 +67,9 @@ class GroupWait:
 
     def _stall(self) -> NoReturn:
         """It is the engine that hangs where completions are lacking."""
-        advice = "Look at the engine first; raise data.rollout_timeout_s if a completion can really take this long"
+        advice = (
+            "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
+        )
         error = StalledError(f"{self._message(self.timeout_s)}. {advice}")
         if self._book.lacking:
             self._listener.break_engine(error, self._listener.engine)
@@ -76,7 +78,7 @@ class GroupWait:
     def _message(self, waited_s: float) -> str:
         book, lacking = self._book, len(self._book.lacking)
         return (
-            f"the trainer waited {waited_s:.1f} s of rollout_timeout_s={self.timeout_s:g} for a rollout group and "
+            f"the trainer waited {waited_s:.1f} s of data.limits.rollout_timeout_s={self.timeout_s:g} for a rollout group and "
             f"nothing happened: {lacking} groups being sampled, {len(book.unfinished) - lacking} being scored, "
             f"{len(book.finished)} finished but not allowed yet, {self._listener.num_tokens} tokens generated so "
             f"far by {type(self._listener.engine).__name__}"

@@ -1,6 +1,6 @@
 """What happens at the staleness bound: wait, drop or retry.
 
-`data.intake.at_bound: null` waits: a prompt is admitted only if it can be trained on in time (`Admission`). The engine
+`data.admission: null` waits: a prompt is admitted only if it can be trained on in time (`Admission`). The engine
 may idle, nothing is thrown away, and no prompt is lost. `Drop` and `Retry` keep the engine full instead: groups are
 begun whether or not they can be trained on in time, and those that are too old when a round begins are thrown away.
 What takes long is then lost more often; `LengthBiasMonitor` says by how much.
@@ -72,7 +72,7 @@ class AtBound(ABC):
 
     def __post_init__(self) -> None:
         if not self.ahead >= 0:
-            raise ValueError(f"data.intake.at_bound.ahead must be >= 0, got {self.ahead}")
+            raise ValueError(f"data.admission.ahead must be >= 0, got {self.ahead}")
 
     @abstractmethod
     def samples_again(self, num_lost: int) -> bool:
@@ -110,7 +110,7 @@ class Retry(AtBound):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_tries < 1:
-            raise ValueError(f"data.intake.at_bound.max_tries must be >= 1, got {self.max_tries}")
+            raise ValueError(f"data.admission.max_tries must be >= 1, got {self.max_tries}")
 
     def samples_again(self, num_lost: int) -> bool:
         """Until it was lost `max_tries` times."""

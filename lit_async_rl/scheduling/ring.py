@@ -109,11 +109,11 @@ def make_admission(
     if schedule != "free":
         given.append(f"data.schedule={schedule}")
     if ring is not None and at_bound is not None:
-        given.append(f"data.intake.at_bound={type(at_bound).__name__}")
+        given.append(f"data.admission={type(at_bound).__name__}")
     if given and ring is not None:
         raise ValueError(f"data.ring with {' and '.join(given)}: with a ring buffer sampling waits for nothing")
     if given:
-        at = f"data.intake.at_bound={type(at_bound).__name__}"
+        at = f"data.admission={type(at_bound).__name__}"
         raise ValueError(
             f"{at} with {' and '.join(given)}: it says by itself how many groups are sampled, and which lost"
         )

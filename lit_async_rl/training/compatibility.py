@@ -141,7 +141,9 @@ def check_sources(schedule: str, tape: str | None, replay: ReplayBuffer | None, 
     if replay is not None and tape is not None:
         raise ValueError(f"data.replay with data.tape={tape}: a tape holds whole steps. Leave one of them out.")
     if replay is not None and stream_groups:
-        raise ValueError("data.stream_groups with data.replay: a step is mixed when all its new groups are there")
+        raise ValueError(
+            "data.intake.stream_groups with data.replay: a step is mixed when all its new groups are there"
+        )
 
 
 def check_engine(engine: RolloutEngine, reward: object, schedule: str) -> None:
@@ -155,7 +157,7 @@ def check_engine(engine: RolloutEngine, reward: object, schedule: str) -> None:
         raise ValueError(f"data.reward={reward}, but data.engine ({type(engine).__name__}) {does}")
     if schedule == "fixed_lag" and engine.in_flight_weight_updates:
         raise ValueError(
-            "data.schedule=fixed_lag needs data.engine.in_flight_weight_updates=false: a completion must come from "
+            "data.admission=FixedLag needs data.engine.in_flight_weight_updates=false: a completion must come from "
             "one version, or a run could not be repeated"
         )
 

@@ -42,7 +42,7 @@ class Sample:
 
 
 class Validator(torch.nn.Module):
-    """Samples, scores and averages over all ranks; correct is a completion whose reward reaches `data.success_reward`.
+    """Samples, scores and averages over all ranks; correct is a completion whose reward reaches `data.validation.success_reward`.
 
     Each validation draws the same random numbers, so that differences between two come from the policies.
     """
@@ -68,17 +68,17 @@ class Validator(torch.nn.Module):
 
     @torch.no_grad()
     def step(self, module: PolicyModule, batch: PromptBatch) -> None:
-        """Samples `data.num_val_samples` completions of each prompt of the batch."""
+        """Samples `data.validation.num_samples` completions of each prompt of the batch."""
         data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
-        self.num_samples = data.num_val_samples
+        self.num_samples = data.validation.num_samples
         if not batch.prompts:
             return
         requests = [
             GenerationRequest(
                 id=n,
                 prompt_ids=data.codec.encode(prompt),
-                num_samples=data.num_val_samples,
-                sampling=data.val_sampling,
+                num_samples=data.validation.num_samples,
+                sampling=data.validation.sampling,
                 prompt=prompt,
             )
             for n, prompt in enumerate(batch.prompts)
@@ -94,7 +94,7 @@ class Validator(torch.nn.Module):
                 score(data.reward, prompt, text) if completion.reward is None else completion.reward
                 for completion, text in zip(completions, texts, strict=True)
             ]
-            self._update(rewards, data.success_reward)
+            self._update(rewards, data.validation.success_reward)
             self.samples += [
                 Sample(prompt=prompt, completion=text, reward=reward)
                 for text, reward in zip(texts, rewards, strict=True)

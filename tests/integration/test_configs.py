@@ -21,7 +21,7 @@ STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}
 ADDED = [p for p in ADDED if p.parent.name != "strategies"]
 TINY = [
     *("--data.groups_per_step", "4", "--data.group_size", "4", "--trainer.max_steps", "2", "--num_threads", "1"),
-    *("--trainer.val_check_interval", "2", "--data.val_prompts.init_args.size", "8"),
+    *("--trainer.val_check_interval", "2", "--data.validation.prompts.init_args.size", "8"),
 ]
 
 
@@ -109,7 +109,7 @@ def test_train_evaluate_export_and_chat(tmp_path, capsys):
     for name in ("sample/staleness_max", "importance/ess_ratio", "grad/cosine", "perf/weight_sync_s", "val/pass@1"):
         assert name in header
     checkpoint = str(run / "checkpoints" / "last.ckpt")
-    evaluate([*BASE, *TINY, *logs(tmp_path), "--ckpt_path", checkpoint, "--data.num_val_samples", "3"])
+    evaluate([*BASE, *TINY, *logs(tmp_path), "--ckpt_path", checkpoint, "--data.validation.num_samples", "3"])
     printed = capsys.readouterr().out
     assert "val/pass@1" in printed
     assert "val/pass@3" in printed

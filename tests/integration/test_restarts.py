@@ -43,8 +43,8 @@ def test_an_engine_that_fails_is_restarted_and_nothing_is_lost(where, how, in_fl
     fit(module, data, 8, [watch])
     assert module.version == 8
     assert len(set(watch.trained)) == len(watch.trained) == 16
-    assert set(range(16)) <= set(watch.trained) | set(data.admission.deadlines)
-    lines = said(caplog, "the engine was restarted (1 of data.engine_restarts=3 in a row)")
+    assert set(range(16)) <= set(watch.trained) | set(data._slots.deadlines)
+    lines = said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=3 in a row)")
     assert len(lines) == 1
     assert ("StalledError" if how == "hang" else "KeyError") in lines[0]
     assert data.engine is not engine
@@ -100,7 +100,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_run_with_a_checkpoint_tha
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30, [watch, keep, SaveOnFailure()], enable_checkpointing=True)
-    assert said(caplog, "the engine fails still after data.engine_restarts=3 in a row")
+    assert said(caplog, "the engine fails still after data.limits.engine_restarts=3 in a row")
     finished, path = set(data._source._producer.book.finished), tmp_path / "failed.ckpt"
     saved = torch.load(path, weights_only=True)["RolloutDataModule"]["groups"]["groups"]
     assert {int(row[0]) for row in saved if row[4]} == finished
@@ -220,7 +220,7 @@ def test_an_engine_that_does_not_start_counts_as_a_restart(caplog):
 def test_restarts_with_steps_between_them_do_not_add_up(caplog):
     data = make_data(engine=failing("_step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
     fit(make_module(), data, 20)
-    assert len(said(caplog, "the engine was restarted (1 of data.engine_restarts=1 in a row)")) == 3
+    assert len(said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=1 in a row)")) == 3
 
 
 def test_a_run_that_an_engine_stalls_leaves_a_checkpoint_and_one_with_a_mistake_in_a_step_does_not(tmp_path):

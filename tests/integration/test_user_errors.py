@@ -20,7 +20,7 @@ from lit_async_rl.training.module import PolicyModule
 ROOT = Path(__file__).parents[2]
 BASE = [
     *("--config", "configs/quickstart.yaml", "--trainer.max_steps", "3", "--trainer.enable_progress_bar", "false"),
-    *("--data.groups_per_step", "2", "--data.group_size", "2", "--data.val_prompts", "null"),
+    *("--data.groups_per_step", "2", "--data.group_size", "2", "--data.validation.prompts", "null"),
     *("--trainer.val_check_interval", "3", "--model.scheduler", "null"),
 ]
 pytestmark = pytest.mark.timeout(90)
@@ -64,7 +64,7 @@ SIMPLE = {
     "missing checkpoint": (["--ckpt_path", "no/such.ckpt"], "no/such.ckpt"),
     "missing config file": (["--config", "no_such.yaml"], "no_such.yaml"),
     "fixed lag with in-flight updates": (
-        ["--data.schedule", "fixed_lag", "--data.engine", "lit_async_rl.engines.embedded.engine.EmbeddedEngine"],
+        ["--data.admission", "FixedLag", "--data.engine", "lit_async_rl.engines.embedded.engine.EmbeddedEngine"],
         "in_flight_weight_updates=false",
     ),
     "a correction with nothing to correct": (
@@ -112,7 +112,7 @@ def test_a_bad_reward_names_function_and_prompt(case, capsys, tmp_path):
     body, named = REWARDS[case]
     module = f"reward_{case.replace(' ', '_')}"
     (tmp_path / f"{module}.py").write_text(f"def judge(prompt, completion):\n    {body}\n")
-    said = message(capsys, tmp_path, "--data.reward", f"{module}.judge", "--data.reward_timeout_s", "1")
+    said = message(capsys, tmp_path, "--data.reward", f"{module}.judge", "--data.scoring.timeout_s", "1")
     assert named in said
     assert f"{module}.judge" in said
     assert "=" in said, "the prompt is shown"
@@ -139,13 +139,20 @@ class HangingEngine(EmbeddedEngine):
 
 def test_a_dying_engine_ends_the_run_with_its_error(capsys, tmp_path):
     flags = ["--data.engine", f"{__name__}.DyingEngine", "--trainer.max_steps", "99"]
-    said = message(capsys, tmp_path, *flags, "--data.engine_restarts", "0")
+    said = message(capsys, tmp_path, *flags, "--data.limits.engine_restarts", "0")
     assert "the engine ran out of memory" in said
 
 
 def test_a_hanging_engine_ends_the_run_with_the_setting_that_bounds_the_wait(capsys, tmp_path):
-    flags = ["--data.engine", f"{__name__}.HangingEngine", "--data.rollout_timeout_s", "2", "--trainer.max_steps", "99"]
-    said = message(capsys, tmp_path, *flags, "--data.engine_restarts", "0")
+    flags = [
+        "--data.engine",
+        f"{__name__}.HangingEngine",
+        "--data.limits.rollout_timeout_s",
+        "2",
+        "--trainer.max_steps",
+        "99",
+    ]
+    said = message(capsys, tmp_path, *flags, "--data.limits.engine_restarts", "0")
     assert "rollout_timeout_s=2" in said
     assert "HangingEngine" in said
 

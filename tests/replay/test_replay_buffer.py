@@ -129,7 +129,7 @@ def test_recent_prompts_are_drawn_more_often_and_rewarded_ones_are_not():
 @pytest.mark.parametrize(("fraction", "fresh"), [(0.5, 4), (0.25, 2), (1.0, 8), (0.01, 1)])
 def test_the_fresh_share_is_that_of_the_engine(fraction, fresh):
     data = make_data(groups_per_step=8, replay=ReplayBuffer(fraction))
-    assert data.fresh_per_step == data.admission.groups_per_round == fresh
+    assert data.fresh_per_step == data.groups_per_round == fresh
 
 
 def test_a_run_trains_mostly_on_old_data_within_both_bounds(tmp_path):

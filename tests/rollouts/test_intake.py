@@ -68,9 +68,9 @@ def test_what_drops_is_refused_where_lag_is_fixed_and_settings_are_named():
     with pytest.raises(ValueError, match=r"schedule=fixed_lag with data.intake.filters holding DynamicSampling"):
         make_data(intake=Intake([DynamicSampling()]), schedule="fixed_lag")
     for settings_, message in (
-        (dict(schedule="fixed_lag"), r"data.intake.at_bound=Retry with data.schedule=fixed_lag"),
-        (dict(async_ratio=0.5), r"data.intake.at_bound=Retry with data.async_ratio=0.5"),
-        (dict(ring=RingBuffer(num_sampling=4, capacity=4)), r"data.ring with data.intake.at_bound=Retry"),
+        (dict(schedule="fixed_lag"), r"data.admission=Retry with data.admission=FixedLag"),
+        (dict(async_ratio=0.5), r"data.admission=Retry with data.admission.async_ratio=0.5"),
+        (dict(ring=RingBuffer(num_sampling=4, capacity=4)), r"data.ring with data.admission=Retry"),
     ):
         with pytest.raises(ValueError, match=message):
             make_data(intake=Intake(at_bound=Retry()), **settings_)

@@ -76,7 +76,7 @@ class SlowTrainer(pl.Callback):
         (0.8, {"max_staleness": 4}, "engine", "data.engine"),
         (0.001, {"max_staleness": 4}, "trainer", "data.micro_batches_per_step from 2 to 1"),
         (0.3, {"max_staleness": 0}, "staleness bound", "data.max_staleness from 0 to 1"),
-        (0.001, {"reward": slow_reward}, "reward", "data.reward_workers from 1 to 2"),
+        (0.001, {"reward": slow_reward}, "reward", "data.scoring.workers from 1 to 2"),
     ],
 )
 def test_real_runs_get_the_verdict_that_was_built_into_them(latency_s, changes, side, setting, capsys):

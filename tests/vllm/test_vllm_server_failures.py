@@ -90,7 +90,7 @@ def test_a_run_survives_a_stopped_and_a_killed_server_and_trains_on_each_group_o
     trained = [group.index for group in disturber.groups]
     assert len(trained) == 4 * trainer.global_step
     assert len(set(trained)) == len(trained), "a group was trained on twice"
-    open_groups = set(data.admission.deadlines)
+    open_groups = set(data._slots.deadlines)
     assert set(trained) | open_groups == set(range(data.admission.next_index)), "a group was lost"
     assert min(open_groups) > len(trained) - 3 * 4, "an old group was never trained on"
     assert all(len(group.rollouts) == data.group_size for group in disturber.groups)
