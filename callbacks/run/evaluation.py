@@ -134,7 +134,8 @@ class Evaluation(pl.Callback):
         left = self.max_block_s - self._blocked_s
         if self._run is not None and left > 0:
             began = time.monotonic()
-            self._run.wait(left)
+            with _data(trainer).bounded_wait("waiting for an evaluation"):
+                self._run.wait(left)
             self._blocked_s += time.monotonic() - began
 
     def on_train_batch_end(

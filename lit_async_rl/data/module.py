@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -80,7 +81,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_timeout_s: longest that scoring one may take.
         reward_tries: a prompt whose completions cannot be scored (the reward raises, or does not return) so often is
             left out, with a line in the log, and another takes its place; null ends the run at the first time.
-        rollout_timeout_s: longest time in which nothing may happen while the trainer waits.
+        rollout_timeout_s: longest time in which nothing may happen while the trainer waits, or, where several ranks
+            train, in which one that others wait for may make no progress (see docs/scaling.md).
         engine_restarts: an engine that hangs so long, or breaks, is replaced by a new one with the current weights, so
             often in a row (without a step in between); then, or with 0 at once, the run ends.
         rank_timeout_s: a training process that is not heard from for so long counts as dead, and ends the run.
@@ -190,11 +192,22 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _give(self, weights: Weights, take: Callable[[Weights], None]) -> None:
         """Has the leading rank take weights; all ranks read them."""
+        progress = self._ranks.progress
+        weights = progress.over(weights, "gathering the weights")
         try:
             if self._ranks.leads:
-                take(weights)
+                with progress.own_limit("the engine takes the weights"):
+                    take(weights)
         finally:
             deque(weights, maxlen=0)  # to the end even in an error: gathering them is a collective
+
+    def note_progress(self) -> None:
+        """Keeps this rank from being taken for hung; for callbacks that are busy for long while other ranks wait."""
+        self._ranks.progress.sign()
+
+    def bounded_wait(self, what: str) -> AbstractContextManager[None]:
+        """The same, where a callback waits for something with a timeout of its own."""
+        return self._ranks.progress.own_limit(what)
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank. A collective."""

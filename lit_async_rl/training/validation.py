@@ -86,7 +86,7 @@ class Validator(torch.nn.Module):
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch.index), data.codec)
         with evaluation_mode(lm):
-            found = run_requests(engine, requests)
+            found = run_requests(engine, requests, data.note_progress)
         engine.close()
         for prompt, completions in zip(batch.prompts, found, strict=True):
             texts = [data.codec.decode(completion.token_ids) for completion in completions]
