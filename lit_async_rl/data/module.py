@@ -31,14 +31,14 @@ from lit_async_rl.prompts.sources import PromptSource, PromptStream
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.replay.tape_source import NoEngine, Replay
-from lit_async_rl.rewards.scorer import Reward, Scorer
+from lit_async_rl.rewards.scorer import Reward, Scorer, score_all
 from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.ring import RingBuffer, make_admission
 from lit_async_rl.training.compatibility import check_engine, check_intake, check_sources, check_step_compatibility
-from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
+from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup
 from lit_async_rl.utils.checks import check_not_negative, check_positive
 
 POSITIVE = (
@@ -80,7 +80,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_workers: completions scored at the same time, each as soon as it is there.
         reward_timeout_s: longest that scoring one may take.
         reward_tries: a prompt whose completions cannot be scored (the reward raises, or does not return) so often is
-            left out, with a line in the log, and another takes its place; null ends the run at the first time.
+            left out, with a line in the log, and another takes its place; ten prompts left out in a row, without a
+            reward in between, end the run. null ends it at the first time.
         rollout_timeout_s: longest time in which nothing may happen while the trainer waits, or, where several ranks
             train, in which one that others wait for may make no progress (see docs/scaling.md).
         engine_restarts: an engine that hangs so long, or breaks, is replaced by a new one with the current weights, so
@@ -183,6 +184,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._batches = StepBatches(self._source, collate, self.aggregation, *sizes, stream_groups)
         self._ranks: StepScatter | OneProcess = OneProcess()
         self._stream_weights: Callable[[], Weights] | None = None
+        self._val_scorer: Scorer | None = None
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
@@ -317,7 +319,7 @@ class RolloutDataModule(pl.LightningDataModule):
             engine=self.engine,
             stream=self.stream,
             codec=self.codec,
-            scorer=Scorer(self.reward, self.reward_workers, self.reward_timeout_s, self.reward_tries),
+            scorer=self._make_scorer(),
             admission=self.admission,
             group_size=self.group_size,
             sampling=self.sampling,
@@ -325,6 +327,15 @@ class RolloutDataModule(pl.LightningDataModule):
             replicate_prompts=self.replicate_prompts,
             intake=self.intake,
         )
+
+    def _make_scorer(self) -> Scorer:
+        return Scorer(self.reward, self.reward_workers, self.reward_timeout_s, self.reward_tries)
+
+    def score(self, completions: Sequence[tuple[Prompt, str]]) -> list[float | None]:
+        """Rewards of held-out completions, on any rank; None for those that could not be scored in `reward_tries`."""
+        if self._val_scorer is None:  # kept, because isolated rewards have a process for each of its threads
+            self._val_scorer = self._make_scorer()
+        return score_all(self._val_scorer, completions, self.note_progress)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was admitted and not trained on, see `lit_async_rl.rollouts.checkpoint`."""
@@ -336,12 +347,19 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def stop(self) -> None:
         """Ends the background thread and frees the engine. Safe to call twice."""
+        self._close_val_scorer()
         self._source.stop()
+
+    def _close_val_scorer(self) -> None:
+        if self._val_scorer is not None:
+            self._val_scorer.close()
+            self._val_scorer = None
 
     def teardown(self, stage: str) -> None:
         """Called by Lightning at the end of a run."""
         if stage == "fit":
             self.stop()
+        self._close_val_scorer()
         self._ranks.close()
 
     def on_exception(self, exception: BaseException) -> None:

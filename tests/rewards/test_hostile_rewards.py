@@ -108,5 +108,5 @@ def test_values_that_are_no_rewards_are_refused_in_one_line(what, message, rewar
 
 
 def test_limits_must_be_positive():
-    with pytest.raises(ValueError, match="max_memory_gb must be positive, got -1.0"):
+    with pytest.raises(ValueError, match=r"max_memory_gb must be positive, got -1\.0"):
         IsolatedReward("a.b", max_memory_gb=-1.0)
