@@ -27,6 +27,7 @@ from lit_async_rl.utils.clocks import STILL_S
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 LONG_S = 1800.0  # for what may take long and can say nothing meanwhile: preparing, compiling, checkpoints, the end
+_FAR = 2**32  # more than the milestones between two exchanges
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 Item = TypeVar("Item")
 
@@ -88,6 +89,11 @@ class Progress:
         """
         self._phase = (phase, self.limit_s if limit_s is None else limit_s)
         self._place += 1
+
+    def meet(self, phase: str, limit_s: float | None = None) -> None:
+        """A milestone that is an exchange of all ranks: from here on they count alike, whatever came before."""
+        self._place += _FAR - 1 - self._place % _FAR
+        self.reach(phase, limit_s)
 
     def sign(self) -> None:
         """Shows progress within a phase, on this rank alone."""

@@ -113,7 +113,7 @@ class StepScatter:
             RankError: another rank failed.
             StalledError: another rank did not come.
         """
-        self.progress.reach("waiting for rollouts", math.inf)  # has its own timeout
+        self.progress.meet("waiting for rollouts", math.inf)  # has its own timeout
         if not self.leads:
             self.progress.reach("receiving the step")
             return self._receive()

@@ -7,6 +7,7 @@ reward function that hangs must not keep the process alive.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -96,14 +97,13 @@ class Scorer:
         self.clock = AwakeClock()
         self.timeout_s, self.max_tries, self.num_workers = timeout_s, max_tries, num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._busy_s = 0.0
         self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
         self._left_out: list[Prompt] = []  # since the last reward
         self._log = LimitedLog(log)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
-        self._is_closed = False
+        self._busy_s, self._is_closed = 0.0, False
         for _ in range(num_workers):
             self._add_worker()
 
@@ -245,10 +245,8 @@ def score_all(
     rewards: dict[int, float | None] = {}
     while len(rewards) < len(completions):
         scorer.check()
-        try:
+        with contextlib.suppress(queue.Empty):
             n, reward = found.get(timeout=POLL_S)
-        except queue.Empty:
-            continue
-        rewards[n] = reward
-        on_progress()
+            rewards[n] = reward
+            on_progress()
     return [rewards[n] for n in range(len(completions))]

@@ -94,6 +94,15 @@ def test_seconds_without_progress_leave_out_those_in_which_the_process_stood_sti
     assert progress.report().phase == "backward"
 
 
+def test_ranks_that_counted_differently_agree_after_an_exchange():
+    a, b = Progress(60.0), Progress(60.0)
+    a.reach("only here")
+    for progress in (a, b):
+        progress.meet("the exchange")
+        progress.reach("forward")
+    assert a.report().place == b.report().place
+
+
 def test_phases_inside_of_others():
     progress, seen = Progress(60.0), []
 
