@@ -154,9 +154,9 @@ def _describe(frame: Any) -> str:
 def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) -> str:
     """Names the rank that keeps the others waiting for too long; empty if there is none.
 
-    Those that have come least far are looked at, and only when each of them is over its limit: one that was stopped for
-    a while (SIGSTOP), or waits with a timeout of its own, is waited for. Where several are equally far behind, those
-    inside of torch are taken to wait in a collective for the others.
+    The limit is that of the ranks that have come least far, and counts from the last progress of any rank: until then
+    they may have waited for the others. One that was stopped for a while (SIGSTOP), or waits with a timeout of its own,
+    is waited for. Where several are equally far behind, those inside of torch are taken to wait for the others.
 
     Args:
         reports: of all ranks that have not finished.
@@ -165,14 +165,15 @@ def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) ->
     """
     behind = min((report.place for report in reports.values()), default=0)
     last = {rank: report for rank, report in reports.items() if report.place == behind}
-    if not last or any(report.idle_s <= report.limit_s for report in last.values()):
+    quiet_s = min((report.idle_s for report in reports.values()), default=0.0)
+    if not last or any(quiet_s <= report.limit_s for report in last.values()):
         return ""
     hung = {rank: report for rank, report in last.items() if not report.is_in_torch} or last
     who = ", ".join(f"rank {rank} ({report.host}) in {report.where}" for rank, report in hung.items())
     report = next(iter(hung.values()))
     limit = f"{setting}={limit_s:g}" + (f", in this phase {report.limit_s:g}" if report.limit_s != limit_s else "")
     return (
-        f"no progress for {report.idle_s:.0f} s ({limit}) in the phase {report.phase!r}: {who}. The process lives, and "
+        f"no progress for {quiet_s:.0f} s ({limit}) in the phase {report.phase!r}: {who}. The process lives, and "
         f"the other ranks wait for it. Raise {setting} if that can take so long."
     )
 

@@ -70,6 +70,7 @@ def test_nobody_hangs_who_shows_progress_was_stopped_or_has_a_timeout_of_its_own
     assert not stalled(r0=make_report(), r1=make_report(idle_s=1.0)), "at the same place, stopped for a while"
     assert not stalled(r0=make_report(place=9), r1=make_report(idle_s=14.0)), "behind, but it sampled a token"
     assert not stalled(r0=make_report(limit_s=math.inf), r1=make_report(place=6)), "waits for rollouts"
+    assert not stalled(r0=make_report(place=9, idle_s=0.5), r1=make_report()), "it waited for rank 0 until now"
     assert not stalled()
 
 
