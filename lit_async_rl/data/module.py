@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -31,13 +32,13 @@ from lit_async_rl.prompts.sources import PromptSource, PromptStream
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.replay.tape_source import NoEngine, Replay
-from lit_async_rl.rewards.scorer import Reward, Scorer
+from lit_async_rl.rewards.scorer import Reward, Scorer, score_all
 from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
-from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
+from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup
 from lit_async_rl.utils.checks import check_positive
 
 POSITIVE = ("groups_per_step", "group_size", "micro_batches_per_step", "weight_sync_steps")
@@ -128,6 +129,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._batches = StepBatches(self._source, self._collate, self.aggregation, *sizes)
         self._ranks: StepScatter | OneProcess = OneProcess()
         self._stream_weights: Callable[[], Weights] | None = None
+        self._val_scorer: Scorer | None = None
 
     def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
         return collate_step(
@@ -147,11 +149,22 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _give(self, weights: Weights, take: Callable[[Weights], None]) -> None:
         """Has the leading rank take weights; all ranks read them."""
+        progress = self._ranks.progress
+        weights = progress.over(weights, "gathering the weights")
         try:
             if self._ranks.leads:
-                take(weights)
+                with progress.own_limit("the engine takes the weights"):
+                    take(weights)
         finally:
             deque(weights, maxlen=0)  # to the end even in an error: gathering them is a collective
+
+    def note_progress(self) -> None:
+        """Keeps this rank from being taken for hung; for callbacks that are busy for long while other ranks wait."""
+        self._ranks.progress.sign()
+
+    def bounded_wait(self, what: str) -> AbstractContextManager[None]:
+        """The same, where a callback waits for something with a timeout of its own."""
+        return self._ranks.progress.own_limit(what)
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank. A collective."""
@@ -271,13 +284,22 @@ class RolloutDataModule(pl.LightningDataModule):
             engine=self.engine,
             stream=self.stream,
             codec=self.codec,
-            scorer=Scorer(self.reward, self.scoring.workers, self.scoring.timeout_s, self.scoring.tries),
+            scorer=self._make_scorer(),
             admission=self._slots,
             group_size=self.group_size,
             sampling=self.sampling,
             timeout_s=self.limits.rollout_timeout_s,
             intake=self.intake,
         )
+
+    def _make_scorer(self) -> Scorer:
+        return Scorer(self.reward, self.scoring.workers, self.scoring.timeout_s, self.scoring.tries)
+
+    def score(self, completions: Sequence[tuple[Prompt, str]]) -> list[float | None]:
+        """Rewards of held-out completions, on any rank; None for those that could not be scored in `reward_tries`."""
+        if self._val_scorer is None:  # kept, because isolated rewards have a process for each of its threads
+            self._val_scorer = self._make_scorer()
+        return score_all(self._val_scorer, completions, self.note_progress)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was admitted and not trained on, see `lit_async_rl.rollouts.checkpoint`."""
@@ -289,12 +311,19 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def stop(self) -> None:
         """Ends the background thread and frees the engine. Safe to call twice."""
+        self._close_val_scorer()
         self._source.stop()
+
+    def _close_val_scorer(self) -> None:
+        if self._val_scorer is not None:
+            self._val_scorer.close()
+            self._val_scorer = None
 
     def teardown(self, stage: str) -> None:
         """Called by Lightning at the end of a run."""
         if stage == "fit":
             self.stop()
+        self._close_val_scorer()
         self._ranks.close()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -17,7 +17,8 @@ class Scoring:
         workers: completions scored at the same time, each as soon as it has been sampled.
         timeout_s: seconds that scoring one may take.
         tries: a prompt whose completions cannot be scored (the reward raises, or does not return in time) so often is
-            left out, with a line in the log, and another takes its place; None ends the run at the first time.
+            left out, with a line in the log, and another takes its place; ten prompts left out in a row, without a
+            reward in between, end the run. None ends it at the first time.
 
     Raises:
         ValueError: a setting is out of range.
@@ -64,7 +65,8 @@ class Limits:
 
     Args:
         rollout_timeout_s: seconds without a new token or reward, while the trainer waits, before an engine counts as
-            hanging.
+            hanging; where several ranks train, also the seconds in which a rank that others wait for may make no
+            progress (see docs/scaling.md).
         rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
         engine_restarts: an engine that hangs or breaks is replaced by a new one with the current weights, so often in a
             row (without a training step in between); then, or with 0 at once, the run ends.

@@ -1,4 +1,4 @@
-"""A run on several ranks ends on all of them: whoever fails, is asked to stop, falls silent or is killed.
+"""A run on several ranks ends on all of them: whoever fails, is asked to stop, falls silent, hangs or is killed.
 
 Each rank has a thread that talks to the others through the key-value store that brought them together. It makes no
 collective, so it works while the main thread waits in one.
@@ -26,14 +26,18 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lit_async_rl.errors import RankError
+from lit_async_rl.distributed.progress import Progress, Report, find_stalled
+from lit_async_rl.errors import RankError, StalledError
 
 BEAT_S = 1.0
 GRACE_S = 3.0  # from learning of a failure until a main thread that does not notice it is ended
 EXIT_S = 30.0  # from noticing it until a process that does not exit is ended
+ABANDON_S = 4.0  # longest that a process which is ended may close its engine
 STORE_TIMEOUT = timedelta(seconds=10)
 _FAILED, _STOP = "failed", "stop"
 _KNOWS = b" knows"  # at the end of the beat of a rank that has learnt of a failure
+_STALLED = "StalledError: "  # at the beginning of a failure that is one
+_SETTING = "data.limits.rollout_timeout_s"
 _links = itertools.count()  # links are made by all ranks together, so all count alike
 
 
@@ -44,11 +48,16 @@ class RankWatch:
 
     Args:
         timeout_s: a rank that is not heard from for so long counts as dead (killed, or its machine lost).
+        stall_s: a rank whose training thread makes no progress for so long, while others wait for it, hangs.
         on_abandon: run before the process is ended because its main thread hangs.
+
+    Attributes:
+        progress: of this rank's training thread, which says there how far it has come.
     """
 
-    def __init__(self, timeout_s: float, on_abandon: Callable[[], None]) -> None:
+    def __init__(self, timeout_s: float, stall_s: float, on_abandon: Callable[[], None]) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.progress = Progress(stall_s)
         self.timeout_s, self._on_abandon = timeout_s, on_abandon
         # a connection of its own: the main thread may be waiting on the first one
         store: Any = dist.distributed_c10d._get_default_store()
@@ -58,9 +67,8 @@ class RankWatch:
         self.is_stop_requested = False
         self._is_noticed = False
         self._ends_at = float("inf")
-        self._num_beats = self._num_ticks = 0
+        self._num_beats = 0
         self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> its last beat, and when it changed
-        self._ticked_at = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._store.set(_FAILED, "")
@@ -88,34 +96,31 @@ class RankWatch:
 
         Raises:
             RankError: another rank has failed.
+            StalledError: a rank hangs.
         """
         if self.failure:
             self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
-            raise RankError(self.failure)
+            raise self._error()
+
+    def _error(self) -> Exception:
+        if self.failure.startswith(_STALLED):
+            return StalledError(self.failure.removeprefix(_STALLED))
+        return RankError(self.failure)
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """A connection to another rank broke: says why, if that rank told.
 
         Raises:
-            RankError: always.
+            RankError, StalledError: always.
         """
         self.fail(RankError("the connection to another rank broke: it was killed, or its machine lost"))
-        raise RankError(self.failure) from error
+        raise self._error() from error
 
     def _await_reason(self) -> None:
         """Gives the watch thread a moment to learn what happened to another rank."""
         noticed = time.monotonic()
         while not self.failure and time.monotonic() < noticed + GRACE_S:
             time.sleep(0.1)
-
-    def tick(self) -> None:
-        """Says that the main thread is waiting for something that has its own timeout."""
-        self._num_ticks += 1
-
-    @property
-    def leader_idle_s(self) -> float:
-        """Seconds since rank 0's main thread last said so."""
-        return time.monotonic() - self._ticked_at
 
     def request_stop(self) -> None:
         """Asks all ranks to stop; safe in a signal handler."""
@@ -127,8 +132,8 @@ class RankWatch:
             return
         own = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
         self.failure = self.failure or self._tell(own)
-        self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
-        if self.failure != own and not isinstance(error, RankError):  # a broken connection, say
+        was_noticed, self._is_noticed, self._ends_at = self._is_noticed, True, time.monotonic() + EXIT_S
+        if self.failure != own and not was_noticed:  # a broken connection, say
             print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -177,7 +182,7 @@ class RankWatch:
     def _beat(self) -> None:
         self._num_beats += 1
         knows = _KNOWS.decode() if self.failure else ""
-        self._store.set(str(self.rank), f"{self._num_beats} {self._num_ticks}{knows}")
+        self._store.set(str(self.rank), f"{self._num_beats} {self.progress.report().to_json()}{knows}")
 
     def _listen(self) -> None:
         if self.is_stop_requested:
@@ -190,15 +195,16 @@ class RankWatch:
         now = time.monotonic()
         for rank, beat in zip(watched, beats, strict=True):
             before, since = self._heard.get(rank, (b"", now))
-            if rank == 0 and beat.split()[1:2] != before.split()[1:2]:
-                self._ticked_at = now
             self._heard[rank] = (beat, now if beat != before else since)
             if beat != b"closed" and now - self._heard[rank][1] > self.timeout_s:
                 silent = (
                     f"rank {rank} has not been heard from for {self.timeout_s:g} s: was it killed, or its machine lost?"
                 )
-                self._tell(silent)
-                self._learn(silent)
+                self._learn(self._tell(silent))
+        if self.rank == 0 and not self.failure:
+            reports = {rank: _report(beat) for rank, beat in enumerate(beats) if beat != b"closed"}
+            if stalled := find_stalled(reports, _SETTING, self.progress.limit_s):
+                self._learn(self._tell(_STALLED + stalled))
 
     def _learn(self, failure: str) -> None:
         if not self.failure:
@@ -222,11 +228,17 @@ class RankWatch:
 
     def _abandon(self) -> None:
         """The main thread hangs where no exception reaches it."""
-        where = "does not exit" if self._is_noticed else "waits for other ranks and cannot be woken"
+        where = "does not exit" if self._is_noticed else "hangs or waits for other ranks, and cannot be woken"
         print(f"rank {self.rank} {where}; ending it, because {self.failure}", file=sys.stderr, flush=True)
-        _end_process_after(EXIT_S)
+        _end_process_after(ABANDON_S)
+        if self.rank == 0:
+            self._linger()
         self._on_abandon()
         os._exit(1)
+
+
+def _report(beat: bytes) -> Report:
+    return Report.from_json(beat.removesuffix(_KNOWS).partition(b" ")[2])
 
 
 def _end_process_after(seconds: float) -> None:

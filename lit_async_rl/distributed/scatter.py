@@ -7,6 +7,7 @@ comes (a step, or the end of the run) and how long each rank's share is, then sc
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -18,8 +19,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lit_async_rl.distributed.liveness import RankWatch
+from lit_async_rl.distributed.progress import Progress, watch_hooks
 from lit_async_rl.distributed.ranks import cpu_group, data_parallel
-from lit_async_rl.errors import StalledError
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -54,6 +55,9 @@ class OneProcess:
     num_places = 1
     leads = True
 
+    def __init__(self) -> None:
+        self.progress = Progress(math.inf)  # which nobody reads
+
     def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
         """All micro-batches."""
         return make()
@@ -82,14 +86,13 @@ class StepScatter:
     Args:
         place: this rank's place among those with different data; tensor-parallel ranks share one.
         num_places: how many there are.
-        watch: notices when a rank fails while the others wait.
-        timeout_s: longest wait for a rank that is alive but does not come.
+        watch: notices when a rank fails or hangs while the others wait; bounds all waits here.
     """
 
-    def __init__(self, place: int, num_places: int, watch: RankWatch, timeout_s: float) -> None:
+    def __init__(self, place: int, num_places: int, watch: RankWatch) -> None:
         group = cpu_group()
         assert group is not None
-        self._group, self.watch, self._timeout_s = group, watch, timeout_s
+        self._group, self.watch, self.progress = group, watch, watch.progress
         self._rank, self._num_ranks, self.num_places = dist.get_rank(), dist.get_world_size(), num_places
         places = [torch.zeros(1, dtype=torch.long) for _ in range(self._num_ranks)]
         dist.all_gather(places, torch.tensor([place]), group=group)
@@ -110,13 +113,16 @@ class StepScatter:
             RankError: another rank failed.
             StalledError: another rank did not come.
         """
+        self.progress.meet("waiting for rollouts", math.inf)  # has its own timeout
         if not self.leads:
+            self.progress.reach("receiving the step")
             return self._receive()
         try:
             batches = None if self.watch.is_stop_requested else make()
         except BaseException as error:
             self.watch.fail(error)  # at once: callbacks that handle the exception may want to use collectives
             raise
+        self.progress.reach("handing out the step")
         self._send(batches)
         return batches if batches is None or batches == RELOAD else batches[self._places[0] :: self.num_places]
 
@@ -126,7 +132,6 @@ class StepScatter:
         Raises:
             RankError: another rank failed.
         """
-        self.watch.tick()
         self.watch.check()
         return self.watch.is_stop_requested
 
@@ -146,7 +151,7 @@ class StepScatter:
     def any(self, value: bool) -> bool:
         """Whether it is true on any rank."""
         flag = torch.tensor([value], dtype=torch.uint8)
-        self._wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), "to agree")
+        self._wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True))
         return bool(flag)
 
     def _send(self, batches: Exchanged) -> None:
@@ -169,26 +174,20 @@ class StepScatter:
         return unpack(data[: header[1 + self._rank]].numpy().tobytes())
 
     def _broadcast(self, header: Tensor) -> Tensor:
-        self._wait(dist.broadcast(header, 0, group=self._group, async_op=True), "for the next step")
+        self._wait(dist.broadcast(header, 0, group=self._group, async_op=True))
         return header
 
     def _scatter(self, length: int, shares: list[Tensor] | None) -> Tensor:
         mine = torch.empty(length, dtype=torch.uint8)
-        self._wait(dist.scatter(mine, shares, src=0, group=self._group, async_op=True), "for its rollouts")
+        self._wait(dist.scatter(mine, shares, src=0, group=self._group, async_op=True))
         return mine
 
-    def _wait(self, work: Any, what: str) -> None:
-        """Waits by polling, because a wait inside of torch cannot be ended."""
+    def _wait(self, work: Any) -> None:
+        """Waits by polling, because a wait inside of torch cannot be ended; `watch` bounds it."""
         began = time.monotonic()
         while not work.is_completed():
             self.watch.check()
-            waited = time.monotonic() - began
-            if min(waited, self.watch.leader_idle_s) > self._timeout_s:
-                raise StalledError(
-                    f"rank {self._rank} waited {what} for data.limits.rollout_timeout_s={self._timeout_s:g} s; the "
-                    "other ranks are alive, but one does something else. Raise the setting if that can take so long."
-                )
-            time.sleep(0.001 if waited < 0.1 else 0.02)
+            time.sleep(0.001 if time.monotonic() - began < 0.1 else 0.02)
         try:
             work.wait()
         except RuntimeError as error:  # a broken connection: the watch thread may know why
@@ -196,20 +195,21 @@ class StepScatter:
 
 
 def connect(
-    trainer: AnyTrainer, timeout_s: float, silence_s: float, on_abandon: Callable[[], None]
+    trainer: AnyTrainer, stall_s: float, silence_s: float, on_abandon: Callable[[], None]
 ) -> StepScatter | OneProcess:
     """Joins the ranks of a run: from here on, what ends one of them ends all. A collective.
 
     Args:
         trainer: may have a single process.
-        timeout_s: see `StepScatter`.
+        stall_s: a rank that makes no progress for so long, while others wait for it, hangs.
         silence_s: a rank that is not heard from for so long counts as dead.
         on_abandon: see `RankWatch`.
     """
     if trainer.world_size == 1:
         return OneProcess()
-    watch = RankWatch(silence_s, on_abandon)
+    watch = RankWatch(silence_s, stall_s, on_abandon)
     num_places, place = data_parallel(trainer)
-    ranks = StepScatter(place, num_places, watch, timeout_s)
+    ranks = StepScatter(place, num_places, watch)
+    watch_hooks(trainer, watch.progress)
     watch.start()
     return ranks

@@ -7,7 +7,7 @@ Who calls what: the producer's thread calls `submit` and `poll`; the trainer's t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,13 +192,21 @@ def check_positive(**settings: int | float | None) -> None:
             raise ValueError(f"data.engine.{name} must be positive, got {value}")
 
 
-def run_requests(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-    """All completions of each request, by sample index; blocks until done. For use without a producer."""
+def run_requests(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], on_progress: Callable[[], None] = lambda: None
+) -> list[list[Completion]]:
+    """All completions of each request, by sample index; blocks until done. For use without a producer.
+
+    `on_progress` is called about once a second, as long as tokens come.
+    """
     found: dict[int, list[Completion]] = {request.id: [] for request in requests}
     missing = sum(request.num_samples for request in requests)
     engine.submit(requests)
+    num_tokens = engine.num_tokens
     while missing:
-        completions = engine.poll(60.0)
+        completions = engine.poll(1.0)
+        if num_tokens != (num_tokens := engine.num_tokens):
+            on_progress()
         missing -= len(completions)
         for completion in completions:
             found[completion.request_id].append(completion)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from lit_async_rl.rewards.graders import load_reward
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.isolation import IsolatedFunction
 
@@ -68,32 +69,42 @@ class MathVerify:
 
 
 class IsolatedReward:
-    """Another reward function, in a process of its own that is ended when a call takes too long.
+    """Another reward function, in a process of its own that is killed when a call takes too long.
 
     `data.scoring.timeout_s` alone cannot end a call: it leaves it to itself, and a loop goes on using a core, or holds
-    the interpreter's lock and so stops everything. With `data.scoring.tries` the group is tried again.
+    the interpreter's lock and so stops everything. With `data.scoring.tries` the group is tried again. The trainer
+    reads nothing but a number from the process, and kills what the process has started with it. It is not a sandbox:
+    the function can still use files and the network as the trainer can.
 
     Args:
         reward: its dotted path, `package.module.function`; imported in the child.
         timeout_s: longest for one completion; should be less than `data.scoring.timeout_s` by the size of a group.
+        max_memory_gb: memory (address space, on Linux) that calls may use beyond what the imports take; one that needs
+            more fails with MemoryError. None sets no limit.
 
     Raises:
-        ValueError: the time limit is not positive, or the path has no dot.
+        ValueError: a limit is not positive, or the path has no dot.
     """
 
-    def __init__(self, reward: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, reward: str, timeout_s: float = 5.0, max_memory_gb: float | None = None) -> None:
         if "." not in reward:
             raise ValueError(f"IsolatedReward.reward must be a dotted path, package.module.function, got {reward!r}")
         self.reward = reward
-        self._call = IsolatedFunction("lit_async_rl.rewards.graders:load_function", timeout_s, reward)
+        maker = f"{load_reward.__module__}:{load_reward.__name__}"
+        self._call = IsolatedFunction(maker, timeout_s, reward, max_memory_gb=max_memory_gb)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """The function's value.
 
         Raises:
-            TimeoutError: the call took too long.
+            TimeoutError: the call took too long, or its process was killed.
+            IsolatedCallError: the function raised, or returned no number.
+            RuntimeError: the process ended by itself, or sent something that is no reply.
         """
-        return self._call(prompt, completion)
+        value = self._call(prompt, completion)
+        if not isinstance(value, int | float):
+            raise RuntimeError(f"{self.reward} sent {type(value).__name__}, which is not a number")
+        return float(value)
 
 
 def reference_answer(prompt: Prompt) -> str:

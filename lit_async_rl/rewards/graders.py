@@ -1,4 +1,4 @@
-"""Libraries that judge answers, as they run in a process of their own (see `isolation`): nothing here needs torch."""
+"""Functions that judge answers in a process of their own (see `isolation`); the libraries here do not need torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,17 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
     return grade
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """What `package.module.name` names."""
+def load_reward(path: str) -> Callable[[Any, str], float]:
+    """The reward function `package.module.name`, whose value must be a number."""
+    importlib.import_module("lit_async_rl.types")  # of the prompts: here it costs no call its time or memory
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    reward: Callable[[Any, str], Any] = getattr(importlib.import_module(module), name)
+
+    def call(prompt: Any, completion: str) -> float:
+        value = reward(prompt, completion)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"returned {value!r:.200}, which is not a number") from None
+
+    return call

@@ -7,21 +7,26 @@ reward function that hangs must not keep the process alive.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lit_async_rl.errors import RewardError
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.clocks import AwakeClock
+from lit_async_rl.utils.log_limit import LimitedLog
 
 CLOSE_S = 5.0
+POLL_S = 0.2
+MAX_LEFT_OUT = 10  # prompts in a row
 log = logging.getLogger(__name__)
 Reward = Callable[[Prompt, str], float]
 
@@ -71,8 +76,9 @@ class Scorer:
         reward: `reward(prompt, completion) -> float`; None where nothing is ever submitted.
         num_workers: completions scored at the same time.
         timeout_s: longest that one may take.
-        max_tries: a completion that could not be scored so often is given up, with a line in the log; None raises what
-            went wrong at the first time. A call that does not return is left alone, and another worker takes its place.
+        max_tries: a completion that could not be scored so often is given up, with a line in the log; after
+            `MAX_LEFT_OUT` prompts in a row, without a reward in between, what went wrong is raised. None raises it at
+            the first time. A call that does not return is left alone, and another worker takes its place.
 
     Attributes:
         clock: what timeouts are measured with.
@@ -91,12 +97,13 @@ class Scorer:
         self.clock = AwakeClock()
         self.timeout_s, self.max_tries, self.num_workers = timeout_s, max_tries, num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._busy_s = 0.0
         self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
+        self._left_out: list[Prompt] = []  # since the last reward
+        self._log = LimitedLog(log)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
-        self._is_closed = False
+        self._busy_s, self._is_closed = 0.0, False
         for _ in range(num_workers):
             self._add_worker()
 
@@ -145,6 +152,7 @@ class Scorer:
             self._busy_s += time.monotonic() - began
             try:
                 if failure is None:
+                    self._left_out = []
                     job.done(reward)
                 else:
                     self._fail(job, failure)
@@ -160,13 +168,18 @@ class Scorer:
         if self.max_tries is None:
             raise error
         if job.num_tries < self.max_tries:
-            log.warning(
+            self._log.warning(
                 "try %d of data.scoring.tries=%d failed, there is another: %s", job.num_tries, self.max_tries, error
             )
             job.is_said_to_be_slow = False
             self._jobs.put(job)
             return
-        log.warning("a prompt is left out after data.scoring.tries=%d: %s", self.max_tries, error)
+        if not any(prompt is job.prompt for prompt in self._left_out):
+            self._left_out.append(job.prompt)
+        if len(self._left_out) >= MAX_LEFT_OUT:
+            tries = f"data.scoring.tries={self.max_tries} tries each, and nothing in between"
+            raise RewardError(f"{MAX_LEFT_OUT} prompts in a row could not be scored in {tries}; the last: {error}")
+        self._log.warning("a prompt is left out after data.scoring.tries=%d: %s", self.max_tries, error)
         job.give_up()
 
     @property
@@ -195,13 +208,8 @@ class Scorer:
                 continue
             del self._workers[number]
             self._add_worker()
-            self._fail(
-                job,
-                RewardError(
-                    f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g} "
-                    f"on prompt {job.prompt.text[:200]!r}"
-                ),
-            )
+            late = f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
+            self._fail(job, RewardError(f"{late} on prompt {job.prompt.text[:200]!r}"))
 
     def close(self) -> None:
         """Ends the workers; what waits is not scored any more.
@@ -217,3 +225,28 @@ class Scorer:
         for worker in list(self._workers.values()):
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))
+
+
+def score_all(
+    scorer: Scorer, completions: Sequence[tuple[Prompt, str]], on_progress: Callable[[], None]
+) -> list[float | None]:
+    """Rewards in the order of the completions; None for one that was given up. Blocks, within the scorer's timeout.
+
+    Raises:
+        RewardError: see `Scorer`.
+    """
+    found: queue.SimpleQueue[tuple[int, float | None]] = queue.SimpleQueue()
+
+    def file(n: int, reward: float | None) -> None:
+        found.put((n, reward))
+
+    for n, (prompt, completion) in enumerate(completions):
+        scorer.submit(prompt, completion, done=partial(file, n), give_up=partial(file, n, None))
+    rewards: dict[int, float | None] = {}
+    while len(rewards) < len(completions):
+        scorer.check()
+        with contextlib.suppress(queue.Empty):
+            n, reward = found.get(timeout=POLL_S)
+            rewards[n] = reward
+            on_progress()
+    return [rewards[n] for n in range(len(completions))]

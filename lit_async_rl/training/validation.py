@@ -15,7 +15,6 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import evaluation_mode, load_policy, receive_weights
 from lit_async_rl.models.weights import is_sharded
 from lit_async_rl.rewards.metrics import pass_at_k
-from lit_async_rl.rewards.scorer import score
 from lit_async_rl.types import Prompt, PromptBatch
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Validator(torch.nn.Module):
                 id=n,
                 prompt_ids=data.codec.encode(prompt),
                 num_samples=data.validation.num_samples,
-                sampling=data.val_sampling,
+                sampling=data.validation.sampling,
                 prompt=prompt,
             )
             for n, prompt in enumerate(batch.prompts)
@@ -76,19 +75,28 @@ class Validator(torch.nn.Module):
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch.index), data.codec)
         with evaluation_mode(lm):
-            found = run_requests(engine, requests)
+            found = run_requests(engine, requests, data.note_progress)
         engine.close()
-        for prompt, completions in zip(batch.prompts, found, strict=True):
-            texts = [data.codec.decode(completion.token_ids) for completion in completions]
-            rewards = [
-                score(data.reward, prompt, text) if completion.reward is None else completion.reward
-                for completion, text in zip(completions, texts, strict=True)
-            ]
-            self._update(rewards, data.validation.success_reward)
-            self.samples += [
-                Sample(prompt=prompt, completion=text, reward=reward)
-                for text, reward in zip(texts, rewards, strict=True)
-            ]
+        texts = [[data.codec.decode(completion.token_ids) for completion in completions] for completions in found]
+        rewards = [[completion.reward for completion in completions] for completions in found]
+        if any(reward is None for row in rewards for reward in row):
+            asked = [(prompt, text) for prompt, row in zip(batch.prompts, texts, strict=True) for text in row]
+            scored = iter(data.score(asked))
+            rewards = [[next(scored) for _ in row] for row in texts]
+        for prompt, row, row_rewards in zip(batch.prompts, texts, rewards, strict=True):
+            self._file(prompt, row, row_rewards, data.validation.success_reward)
+
+    def _file(
+        self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success_reward: float
+    ) -> None:
+        known = [reward for reward in rewards if reward is not None]
+        if len(known) == len(rewards):  # else it could not be scored in `data.scoring.tries`, and counts nowhere
+            self._update(known, success_reward)
+        self.samples += [
+            Sample(prompt=prompt, completion=text, reward=reward)
+            for text, reward in zip(texts, rewards, strict=True)
+            if reward is not None
+        ]
 
     def _update(self, rewards: Sequence[float], success_reward: float) -> None:
         correct = sum(reward >= success_reward for reward in rewards)

@@ -1,42 +1,71 @@
-"""Calls that may never return: in a process of their own, which can be killed.
+"""Calls that may never return, or run somebody else's code: in a process of their own, which is killed from outside.
 
 A thread cannot be stopped, and one power of huge integers inside a library holds the interpreter's lock, so that every
-other thread stands still, the one with the clock included. Here the child sets an alarm before each call; the operating
-system ends it when the alarm rings, whatever it is doing and whether or not its parent still lives.
+other thread stands still, the one with the clock included. The parent trusts nothing in the child: it waits for a reply
+until a deadline and never for the end of a pipe (a process forked by the child may hold it open), then kills the
+child's whole process group. Replies are lines of JSON with the number of their request. Pebble and loky, which also
+kill workers, unpickle what these send: a crafted return value would run code in the parent.
+
+Requests are pickled, because rewards get whatever the prompt source put into `Prompt.metadata`; only the child reads
+them, and they come from its parent's memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
+import itertools
+import json
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any, BinaryIO, NoReturn
+
+START_S = 300.0  # for what the child imports
+POLL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
+EXIT_S = 1.0  # from the end of the child's pipe to that of the child
+REAP_S = 5.0
+MAX_REPLY = 2**24  # bytes
+MAX_MESSAGE = 1000  # characters
+PR_SET_PDEATHSIG = 1
+_MODULE = __name__
+
+
+class IsolatedCallError(RuntimeError):
+    """The isolated function raised, or returned what JSON cannot express; the message names it and its error."""
 
 
 class IsolatedFunction:
     """A function that runs in a child process, one for each thread that calls it, started when first needed.
 
     Args:
-        make: a function of a module, by its name `package.module:make`; it is called once in the child, without a time
-            limit, and returns what is then called with picklable arguments. Imports belong there.
+        make: a function of a module, by its name `package.module:make`; it is called once in the child, within
+            `START_S`, and returns what is then called with picklable arguments and returns what JSON can express
+            (tuples become lists). Imports belong there.
         timeout_s: longest that a call may take.
         arguments: what `make` is called with.
+        max_memory_gb: memory that the child may use beyond what it has after `make`; None sets no limit.
 
     Raises:
-        ValueError: the time limit is not positive.
+        ValueError: a limit is not positive.
     """
 
-    def __init__(self, make: str, timeout_s: float, *arguments: str) -> None:
+    def __init__(self, make: str, timeout_s: float, *arguments: str, max_memory_gb: float | None = None) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self.make, self.timeout_s, self.arguments = make, timeout_s, arguments
+        if max_memory_gb is not None and max_memory_gb <= 0:
+            raise ValueError(f"max_memory_gb must be positive, got {max_memory_gb}")
+        self.timeout_s = timeout_s
+        memory = 0 if max_memory_gb is None else int(max_memory_gb * 2**30)
+        self._command = [make, str(timeout_s), str(memory), *arguments]
         self._local = threading.local()
 
     def __call__(self, *args: Any) -> Any:
@@ -44,87 +73,175 @@ class IsolatedFunction:
 
         Raises:
             TimeoutError: the call took too long, or its process was killed, for example for the memory it used.
-            RuntimeError: the child could not be started or ended by itself.
-            Exception: what the function raised.
+            IsolatedCallError: the function raised, or its value is none that can be sent.
+            RuntimeError: the child could not be started, ended by itself, or sent something that is no reply.
         """
+        request = pickle.dumps(args)
         child: _Child | None = getattr(self._local, "child", None)
         if child is None:
-            child = self._local.child = _Child(self.make, self.timeout_s, self.arguments)
+            child = self._local.child = _Child(self._command)
         try:
-            return child.call(args)
+            reply = child.call(request, self.timeout_s)
         except (TimeoutError, RuntimeError):
             del self._local.child
             raise
+        if "error" in reply:
+            raise IsolatedCallError(f"{child.name}: {str(reply['error'])[:MAX_MESSAGE]}")
+        return reply.get("value")
 
 
 class _Child:
-    def __init__(self, make: str, timeout_s: float, arguments: tuple[str, ...]) -> None:
-        self.make = make
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lit_async_rl.utils.isolation", make, str(timeout_s), *arguments],
+    def __init__(self, command: list[str]) -> None:
+        self.name = command[-1] if len(command) > 3 else command[0]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(os.getpid()), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # Ctrl-C is for the parent
+            start_new_session=True,  # a process group to kill; and Ctrl-C is for the parent
         )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._requests, self._replies = self.process.stdin, self.process.stdout
-        self.close = weakref.finalize(self, _close, self._requests, self._replies, self.process)
-        self._receive()
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError(f"{self.name}: no pipe to the child")
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._requests, False)
+        os.set_blocking(self._replies, False)
+        self._numbers = itertools.count(1)
+        self._end = weakref.finalize(self, _kill, self._process)
+        self._receive(0, time.monotonic() + START_S, START_S)
 
-    def call(self, args: tuple[Any, ...]) -> Any:
+    def call(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        number, deadline = next(self._numbers), time.monotonic() + timeout_s
+        rest = memoryview(number.to_bytes(8, "big") + len(request).to_bytes(8, "big") + request)
         with contextlib.suppress(BrokenPipeError):  # it has died meanwhile: `_receive` says how
-            pickle.dump(args, self._requests)
-            self._requests.flush()
-        value, error = self._receive()
-        if error is not None:
-            raise error
-        return value
+            while rest:
+                self._wait(self._requests, select.POLLOUT, deadline, timeout_s)
+                with contextlib.suppress(BlockingIOError):
+                    rest = rest[os.write(self._requests, rest) :]
+        return self._receive(number, deadline, timeout_s)
 
-    def _receive(self) -> Any:
+    def _receive(self, number: int, deadline: float, timeout_s: float) -> dict[str, Any]:
+        """The reply of that number.
+
+        Raises:
+            TimeoutError, RuntimeError: there is none; the child is dead now.
+        """
+        data = bytearray()
+        while not data.endswith(b"\n"):
+            self._wait(self._replies, select.POLLIN, deadline, timeout_s)
+            with contextlib.suppress(BlockingIOError):
+                data += (chunk := os.read(self._replies, 65536))
+                if not chunk:
+                    self._fail()
+            if len(data) > MAX_REPLY:
+                break
         try:
-            return pickle.load(self._replies)
-        except (EOFError, pickle.UnpicklingError):  # nothing, or only the beginning
-            self.close()
-        code = self.process.returncode
+            reply = json.loads(data)
+            is_reply = isinstance(reply, dict) and type(reply.get("id")) is int and reply["id"] == number
+        except (ValueError, RecursionError):
+            is_reply = False
+        if not is_reply:
+            self._end()
+            raise RuntimeError(f"{self.name}: the process sent something that is no reply to request {number}")
+        return dict(reply)
+
+    def _wait(self, pipe: int, event: int, deadline: float, timeout_s: float) -> None:
+        """Until the pipe is ready.
+
+        Raises:
+            TimeoutError, RuntimeError: the deadline has passed, or the child has died.
+        """
+        poll = select.poll()
+        poll.register(pipe, event)
+        while True:
+            is_dead = _is_dead(self._process)  # before the last look at the pipe, which has what it sent
+            left = deadline - time.monotonic()
+            if poll.poll(1000 * max(0.0, 0.0 if is_dead else min(left, POLL_S))):
+                return
+            if is_dead:
+                self._fail()
+            if left <= 0:
+                self._end()
+                raise TimeoutError(f"{self.name} did not return within {timeout_s:g} s; its process was killed")
+
+    def _fail(self) -> NoReturn:
+        """The child has ended, or is about to, or only its pipe has."""
+        deadline = time.monotonic() + EXIT_S
+        while not (is_dead := _is_dead(self._process)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._end()
+        code = self._process.returncode
+        if not is_dead or code is None:
+            raise RuntimeError(f"{self.name}: the process closed its pipe, and was killed")
         if code < 0:
-            raise TimeoutError(f"{self.make}: the process was ended by {signal.Signals(-code).name}")
-        raise RuntimeError(f"{self.make}: the process ended with exit code {code}; its message is above")
+            raise TimeoutError(f"{self.name}: the process was ended by {signal.Signals(-code).name}")
+        raise RuntimeError(f"{self.name}: the process ended with exit code {code}; its message is above")
 
 
-def _close(requests: IO[bytes], replies: IO[bytes], process: subprocess.Popen[bytes]) -> None:
-    """A child whose input has ended ends, at the latest when its alarm rings."""
-    with contextlib.suppress(BrokenPipeError):
-        requests.close()
-    replies.close()
-    process.wait()
+def _is_dead(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a child has ended; leaves it a zombie where it can, so that no other process gets its group's number."""
+    if not hasattr(os, "waitid"):  # macOS
+        return process.poll() is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
-def _serve(make: str, timeout_s: float, *arguments: str) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends a child with all processes of its group; one that left the group holds nobody up."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(REAP_S)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+# -- the child --------------------------------------------------------------------------------------------------------
+
+
+def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments: str) -> None:
     """The child's loop."""
-    replies = os.fdopen(os.dup(1), "wb")
+    if sys.platform == "linux":  # the parent may be killed while a call hangs
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a library prints is no reply
     module, _, name = make.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)(*arguments)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # to die, without Python's help
-    pickle.dump((None, None), replies)
-    replies.flush()
-    while True:
+    if max_memory:
+        _limit_memory(max_memory)
+    _reply(replies, dict(id=0, value=None))
+    while header := requests.read(16):
+        number, length = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
+        args = pickle.loads(requests.read(length))
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)  # in case that nobody is left to kill this process
         try:
-            args = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        reply: tuple[Any, Exception | None]
-        try:
-            reply = (function(*args), None)
+            reply = dict(id=number, value=function(*args))
+            json.dumps(reply)
         except Exception as error:
-            reply = (None, error)
+            reply = dict(id=number, error=f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        pickle.dump(reply, replies)
-        replies.flush()
+        _reply(replies, reply)
+
+
+def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply).encode() + b"\n")
+    replies.flush()
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Of address space, beyond what is used already. Linux; elsewhere the kernel ignores it."""
+    import resource
+
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])
+    _serve(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

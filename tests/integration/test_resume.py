@@ -219,4 +219,4 @@ def test_a_prompt_that_cannot_be_scored_is_left_out_and_another_takes_its_place(
     said = [record.message for record in caplog.records if "left out after data.scoring.tries=2" in record.message]
     assert len(said) == 2
     assert any("KeyError" in line for line in said)
-    assert any("did not return within reward_timeout_s=0.3" in line for line in said)
+    assert any("did not return within data.scoring.timeout_s=0.3" in line for line in said)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +117,34 @@ def test_a_bad_reward_names_function_and_prompt(case, capsys, tmp_path):
     assert named in said
     assert f"{module}.judge" in said
     assert "=" in said, "the prompt is shown"
+
+
+def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
+    (tmp_path / "hangs_held_out.py").write_text("def judge(prompt, completion):\n    import time; time.sleep(120)\n")
+    prompts = '{"class_path": "lit_async_rl.tasks.SortDigits", "init_args": {"num_digits": 8, "size": 4}}'
+    flags = [
+        "--data.reward",
+        "hangs_held_out.judge",
+        "--data.scoring.timeout_s",
+        "1",
+        "--data.validation.prompts",
+        prompts,
+    ]
+    began = time.monotonic()
+    said = message(capsys, tmp_path, *flags)
+    assert re.search(
+        r"reward hangs_held_out\.judge did not return within data\.reward_timeout_s=1 on prompt '.*='", said
+    )
+    assert time.monotonic() - began < 60.0, "beside the time that it takes to start"
+
+
+def test_a_reward_that_always_raises_ends_the_run_though_there_are_tries(capsys, tmp_path, caplog):
+    (tmp_path / "always_raises.py").write_text("def judge(prompt, completion):\n    raise KeyError('gold')\n")
+    said = message(capsys, tmp_path, "--data.reward", "always_raises.judge", "--data.scoring.tries", "3")
+    assert "10 prompts in a row could not be scored in data.scoring.tries=3 tries each" in said
+    assert "always_raises.judge" in said
+    assert "KeyError" in said
+    assert sum("reward_tries=3" in record.message for record in caplog.records) <= 30
 
 
 class DyingEngine(EmbeddedEngine):

@@ -1,10 +1,16 @@
 """Reward workers: what waits at the end is not scored any more, and no thread is left but one that hangs."""
 
+import logging
 import threading
 import time
 
-from lit_async_rl.rewards.scorer import CLOSE_S, Scorer
+import pytest
+
+from lit_async_rl.errors import RewardError
+from lit_async_rl.rewards.scorer import CLOSE_S, MAX_LEFT_OUT, Scorer, score_all
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils import log_limit
+from lit_async_rl.utils.log_limit import LimitedLog
 
 PROMPT = Prompt(text="1+1=", answer="2")
 
@@ -48,3 +54,70 @@ def test_closing_waits_for_a_hanging_reward_no_longer_than_it_says():
     scorer.close()
     assert CLOSE_S - 0.5 < time.monotonic() - began < CLOSE_S + 5.0
     release.set()
+
+
+def test_rewards_come_back_in_order_with_none_for_what_could_not_be_scored():
+    def reward(prompt: Prompt, completion: str) -> float:
+        if completion == "3":
+            raise KeyError("gold")
+        time.sleep(0.01 * (5 - int(completion)))
+        return float(completion)
+
+    scorer, signs = Scorer(reward, num_workers=3, max_tries=2), []
+    asked = [(PROMPT, str(n)) for n in range(5)]
+    assert score_all(scorer, asked, lambda: signs.append(1)) == [0.0, 1.0, 2.0, None, 4.0]
+    assert len(signs) == 5
+    scorer.close()
+
+
+def test_a_reward_that_hangs_is_named_to_who_waits_for_it():
+    release = threading.Event()
+    scorer = Scorer(lambda prompt, completion: float(release.wait(60.0)), timeout_s=0.3)
+    with pytest.raises(
+        RewardError, match=r"<lambda> did not return within data\.reward_timeout_s=0\.3 on prompt '1\+1='"
+    ):
+        score_all(scorer, [(PROMPT, "2")], lambda: None)
+    release.set()
+    scorer.close()
+
+
+def prompts(num: int) -> list[tuple[Prompt, str]]:
+    return [(Prompt(text=str(n)), "") for n in range(num)]
+
+
+def test_when_nothing_can_be_scored_tries_end():
+    def reward(prompt: Prompt, completion: str) -> float:
+        raise KeyError("gold")
+
+    scorer = Scorer(reward, max_tries=2)
+    assert score_all(scorer, prompts(MAX_LEFT_OUT - 1), lambda: None) == [None] * (MAX_LEFT_OUT - 1)
+    with pytest.raises(
+        RewardError, match=r"10 prompts in a row .* data\.reward_tries=2 tries each.*the last: .*KeyError"
+    ):
+        score_all(scorer, prompts(1), lambda: None)
+    scorer.close()
+
+
+def test_one_reward_in_between_keeps_tries_going():
+    def reward(prompt: Prompt, completion: str) -> float:
+        if int(prompt.text) % 9:
+            raise KeyError("gold")
+        return 1.0
+
+    scorer = Scorer(reward, max_tries=1)
+    assert sum(value is None for value in score_all(scorer, prompts(40), lambda: None)) == 35
+    scorer.close()
+
+
+def test_warnings_are_limited_and_counted(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now[0])
+    log = LimitedLog(logging.getLogger("limited"))
+    for n in range(1000):
+        log.warning("line %d", n)
+    now[0] = 11.0
+    log.warning("line %d", 1000)
+    log.warning("line %d", 1001)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:10] == [f"line {n}" for n in range(10)]
+    assert lines[10:] == ["line 1000 (990 more such lines were left out before)", "line 1001"]

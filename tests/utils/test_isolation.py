@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_async_rl.utils.isolation import IsolatedFunction
+from lit_async_rl.utils.isolation import IsolatedCallError, IsolatedFunction
 
 
 def make_worker():
@@ -42,8 +42,8 @@ def test_values_and_errors_come_back():
     function = IsolatedFunction(WORKER, 5.0)
     big = "x" * 1_000_000
     assert function("echo", big) == big
-    assert function("print", {"a": (1, None)}) == {"a": (1, None)}
-    with pytest.raises(KeyError, match="why"):
+    assert function("print", {"a": [1, None]}) == {"a": [1, None]}
+    with pytest.raises(IsolatedCallError, match="KeyError: 'why'"):
         function("raise", "why")
     assert function("pid", 0) == function("pid", 0) != os.getpid()
 
@@ -60,7 +60,7 @@ def test_a_call_that_hangs_ends_in_time_and_the_next_one_works():
     clock = threading.Thread(target=beat)
     clock.start()
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match="SIGALRM"):
+    with pytest.raises(TimeoutError, match=r"did not return within 0\.5 s"):
         function("hang", 0)
     took = time.monotonic() - began
     done.set()
@@ -141,17 +141,6 @@ def test_a_child_that_was_killed_between_two_calls_is_an_error_once():
     with pytest.raises(TimeoutError, match="SIGKILL"):
         function("echo", 1)
     assert function("echo", 1) == 1
-
-
-def test_the_limit_holds_where_the_parent_ignores_alarms():
-    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    try:
-        function = IsolatedFunction(WORKER, 0.5)
-        function("echo", 1)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    with pytest.raises(TimeoutError, match="SIGALRM"):
-        function("hang", 0)
 
 
 def is_running(pid):
