@@ -167,7 +167,8 @@ class RolloutDataModule(pl.LightningDataModule):
         check_intake(self.intake, schedule)
         self.admission = make_admission(per_round, max_staleness, schedule, ring, self.intake.at_bound, **others)
         made = engine, model, self.admission, self._make_producer
-        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, engine_restarts)
+        limits = engine_restarts, rollout_timeout_s
+        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, *limits)
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
         collate = partial(

@@ -11,7 +11,8 @@ import torch
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import GenerationRequest, run_requests
+from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import evaluation_mode, load_policy, receive_weights
 from lit_async_rl.models.weights import is_sharded
@@ -86,7 +87,7 @@ class Validator(torch.nn.Module):
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch.index), data.codec)
         with evaluation_mode(lm):
-            found = run_requests(engine, requests)
+            found = run_requests(engine, requests, data.codec.vocab_size, data.limits.rollout_timeout_s)
         engine.close()
         for prompt, completions in zip(batch.prompts, found, strict=True):
             texts = [data.codec.decode(completion.token_ids) for completion in completions]
