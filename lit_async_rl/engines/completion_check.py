@@ -67,7 +67,7 @@ class RequestLedger:
             while len(self._ended) > NUM_REMEMBERED:
                 self._ended.popitem(last=False)
 
-    def receive(self, completion: Completion) -> bool:
+    def receive(self, completion: Any) -> bool:
         """Whether a finished completion is wanted; False for a late one of a request that was aborted.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -220,7 +221,7 @@ class EngineListener:
                 self.error = error
                 self.changed.notify_all()
 
-    def _receive(self, completion: Completion, engine: RolloutEngine) -> None:
+    def _receive(self, completion: Any, engine: RolloutEngine) -> None:
         """Nothing more from an engine that was replaced, or has broken."""
         if engine is not self.engine or self.engine_error is not None:
             return
@@ -232,7 +233,7 @@ class EngineListener:
         if is_wanted:
             self._on_completion(completion)
 
-    def _poll(self, engine: RolloutEngine) -> Sequence[Completion]:
+    def _poll(self, engine: RolloutEngine) -> Sequence[Any]:
         if self.engine_error is not None:
             self._stopped.wait(POLL_S)
             return []
