@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.engines.completion_check import RequestLedger
+from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.errors import StalledError
 
 POLL_S = 60.0

@@ -1,147 +1,51 @@
-"""Completions are checked once, where they enter: by the producer, by an evaluation, by validation, by episodes.
-
-An engine that returns something impossible is broken. Nothing else that comes from it could be trusted, so the error
-counts as an engine failure; what was checked before is kept.
-"""
+"""Whether the fields of a completion can be right; each function says in one line what is wrong, or nothing."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.errors import CompletionError
+from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.types import Turn
 
 MAX_LOGPROB = 1e-4  # log(softmax(x)) of a nearly certain token, rounded in float32, may be a little more than 0
 MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws what is less likely
-NUM_REMEMBERED = 16384  # requests that have ended: what comes of them is late, or a duplicate
-FINISHED, PARTIAL = ("stop", "length"), ("stop", "length", "abort")
 
 
-@dataclass
-class _Asked:
-    request: GenerationRequest
-    oldest: int | None  # version that a token may have
-    missing: set[int]  # samples that have not come
-
-
-class RequestLedger:
-    """What an engine was asked for, and what of it has come. Not thread-safe.
+def find_fault(
+    completion: Completion,
+    request: GenerationRequest,
+    *,
+    versions: tuple[int | None, int | None],
+    vocab_size: int | None,
+    max_model_len: int,
+    scores: bool,
+    is_partial: bool,
+) -> str:
+    """What is wrong with a completion; empty if nothing is.
 
     Args:
-        engine: named in errors; says whether completions bring rewards, and how long an episode may be.
+        completion: of `request`, which its `request_id` and `sample_index` fit.
+        request: what was asked for.
+        versions: the oldest and the newest that a token may have; None is not checked.
         vocab_size: token ids are smaller; None checks only that they are not negative.
-        version: of the weights that the engine has; None checks no versions.
-
-    Attributes:
-        loaded: newest version whose `load_weights` has returned: requests from now on get no older token.
-        newest: newest version that the engine was given, whether or not `load_weights` has returned.
+        max_model_len: tokens of prompt and completion, where there are several turns.
+        scores: whether the engine gives rewards.
+        is_partial: it is not finished, has no reward yet, and may be empty.
     """
-
-    def __init__(self, engine: RolloutEngine, vocab_size: int | None = None, version: int | None = None) -> None:
-        self.name, self.scores, self.max_model_len = type(engine).__name__, engine.scores, engine.max_model_len
-        self.vocab_size = vocab_size
-        self.loaded = self.newest = version
-        self._running: dict[int, _Asked] = {}
-        self._ended: OrderedDict[int, _Asked] = OrderedDict()
-
-    def open(self, requests: Iterable[GenerationRequest]) -> None:
-        """These are asked for now."""
-        for request in requests:
-            self._ended.pop(request.id, None)
-            self._running[request.id] = _Asked(request, self.loaded, set(range(request.num_samples)))
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        """These are not wanted any more; what is under way of them may still come, and is dropped."""
-        for request_id in request_ids:
-            self._end(request_id)
-
-    def _end(self, request_id: int) -> None:
-        if (asked := self._running.pop(request_id, None)) is not None:
-            self._ended[request_id] = asked
-            while len(self._ended) > NUM_REMEMBERED:
-                self._ended.popitem(last=False)
-
-    def receive(self, completion: Any) -> bool:
-        """Whether a finished completion is wanted; False for a late one of a request that was aborted.
-
-        Raises:
-            CompletionError: it cannot be right: unknown, there already, or a field is wrong.
-        """
-        asked = self._find(completion)
-        if completion.sample_index not in asked.missing:
-            raise self._error(completion, "has come already: sample_index is a duplicate")
-        self._check_fields(completion, asked, FINISHED)
-        asked.missing.remove(completion.sample_index)
-        if completion.request_id not in self._running:
-            return False
-        if not asked.missing:
-            self._end(completion.request_id)
-        return True
-
-    def receive_partials(self, completions: Any) -> list[Completion]:
-        """The wanted ones among what running requests have so far.
-
-        Raises:
-            CompletionError: one of them cannot be right.
-        """
-        wanted = []
-        for completion in self.listed(completions, "partial_completions"):
-            asked = self._find(completion)
-            self._check_fields(completion, asked, PARTIAL)
-            if completion.request_id in self._running and completion.sample_index in asked.missing:
-                wanted.append(completion)
-        return wanted
-
-    def listed(self, completions: Any, call: str) -> Sequence[Any]:
-        """What a call of the engine returned.
-
-        Raises:
-            CompletionError: it is no list.
-        """
-        if not isinstance(completions, list | tuple):
-            raise CompletionError(f"{self.name}.{call} returned {_show(completions)} instead of a list of completions")
-        return completions
-
-    def _find(self, completion: Any) -> _Asked:
-        if not isinstance(completion, Completion):
-            raise CompletionError(f"{self.name} returned {_show(completion)} instead of a Completion")
-        number, sample = completion.request_id, completion.sample_index
-        if type(number) is not int:
-            raise self._error(completion, f"has request_id={_show(number)}, which is no int")
-        asked = self._running.get(number) or self._ended.get(number)
-        if asked is None:
-            raise self._error(completion, f"has request_id={number}, which was never asked for")
-        if type(sample) is not int or not 0 <= sample < asked.request.num_samples:
-            rule = f"must be an int from 0 to {asked.request.num_samples - 1}"
-            raise self._error(completion, f"has sample_index={_show(sample)}, {rule}")
-        return asked
-
-    def _check_fields(self, completion: Completion, asked: _Asked, reasons: tuple[str, ...]) -> None:
-        is_partial = reasons is PARTIAL
-        problem = (
-            _bad_sequences(completion)
-            or _bad_reason(completion, reasons)
-            or _bad_tokens(completion, self.vocab_size)
-            or _bad_length(completion, asked.request, self.max_model_len, is_partial)
-            or _bad_logprobs(completion)
-            or _bad_versions(completion, asked.oldest, self.newest)
-            or ("" if is_partial else _bad_reward(completion, self.scores))
-        )
-        if problem:
-            raise self._error(completion, problem)
-
-    def _error(self, completion: Completion, problem: str) -> CompletionError:
-        which = f"request {_show(completion.request_id)}, sample {_show(completion.sample_index)}"
-        return CompletionError(f"{self.name} returned a wrong completion: {which} {problem}")
+    return (
+        _bad_sequences(completion)
+        or _bad_reason(completion, ("stop", "length", "abort") if is_partial else ("stop", "length"))
+        or _bad_tokens(completion, vocab_size)
+        or _bad_length(completion, request, max_model_len, is_partial)
+        or _bad_logprobs(completion)
+        or _bad_versions(completion, *versions)
+        or ("" if is_partial else _bad_reward(completion, scores))
+    )
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """A value on one line that is not too long."""
     text = f"{type(value).__name__}" if hasattr(value, "shape") else repr(value)
     return " ".join(text.split())[:80]
@@ -173,7 +77,7 @@ def _bad_reason(completion: Completion, allowed: tuple[str, ...]) -> str:
     reason: Any = completion.finish_reason
     if isinstance(reason, str) and reason in allowed:
         return ""
-    return f"has finish_reason={_show(reason)}, must be {' or '.join(map(repr, allowed))}"
+    return f"has finish_reason={show(reason)}, must be {' or '.join(map(repr, allowed))}"
 
 
 def _bad_tokens(completion: Completion, vocab_size: int | None) -> str:
@@ -206,13 +110,13 @@ def _bad_turns(turns: Any, num_tokens: int) -> str:
     if turns is None:
         return ""
     if type(turns) is not tuple or not all(isinstance(turn, Turn) for turn in turns):
-        return f"has turns={_show(turns)}, must be a tuple of Turn"
+        return f"has turns={show(turns)}, must be a tuple of Turn"
     begin = 0
     for n, turn in enumerate(turns):
         if type(turn.end) is not int or not begin < turn.end <= num_tokens:
-            return f"has turns[{n}].end={_show(turn.end)}, must be from {begin + 1} to {num_tokens}"
+            return f"has turns[{n}].end={show(turn.end)}, must be from {begin + 1} to {num_tokens}"
         if not _is_finite(turn.reward):
-            return f"has turns[{n}].reward={_show(turn.reward)}, must be a finite number"
+            return f"has turns[{n}].reward={show(turn.reward)}, must be a finite number"
         begin = turn.end
     return ""
 
@@ -253,8 +157,8 @@ def _bad_versions(completion: Completion, oldest: int | None, newest: int | None
 def _bad_reward(completion: Completion, scores: bool) -> str:
     reward = completion.reward
     if not scores:
-        return "" if reward is None else f"has reward={_show(reward)}, but the engine does not score"
-    return "" if _is_finite(reward) else f"has reward={_show(reward)}, must be a finite number"
+        return "" if reward is None else f"has reward={show(reward)}, but the engine does not score"
+    return "" if _is_finite(reward) else f"has reward={show(reward)}, must be a finite number"
 
 
 def _is_finite(value: Any) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.engines.completion_check import RequestLedger
+from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.errors import EnvironmentFailure

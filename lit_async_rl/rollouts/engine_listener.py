@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.calls import EngineCalls
-from lit_async_rl.engines.completion_check import RequestLedger
+from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
