@@ -21,6 +21,10 @@ class EngineError(RuntimeError):
     """The engine broke and was stopped; what broke it is the cause."""
 
 
+class CompletionError(EngineError):
+    """An engine returned a completion that cannot be right: names the engine, the request and the field."""
+
+
 class RankError(RuntimeError):
     """Another process of the run failed, fell silent, or is gone; says which one, and why."""
 

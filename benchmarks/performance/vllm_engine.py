@@ -23,7 +23,8 @@ import torch
 from engine import build, compare, make_parser, run_generate, workloads
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import GenerationRequest, SamplingParams, run_requests
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 

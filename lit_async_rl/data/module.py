@@ -122,7 +122,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self._slots = self.admission.make(self.fresh_per_step * weight_sync_steps, max_staleness)
         made = engine, model, self._slots, self._make_producer
-        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, limits.engine_restarts)
+        waits = limits.engine_restarts, limits.rollout_timeout_s
+        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, *waits)
         self.stream = PromptStream(prompts, seed=self.intake.seed)
         self.codec = TextCodec(model)
         sizes = groups_per_step, micro_batches_per_step, self.intake.stream_groups

@@ -5,9 +5,9 @@ All of it is called from the trainer's thread.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_e
 from torch import Tensor
 
 from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.errors import EngineDown, ProducerError, StalledError
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import Replay
@@ -26,7 +27,8 @@ from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutGroup
 
-CLOSE_S = 10.0
+CLOSE_S = 10.0  # of an engine that broke
+STOP_S = 30.0  # of one that works, at the end
 log = logging.getLogger(__name__)
 
 
@@ -42,6 +44,7 @@ class RolloutSource:
         fresh_per_step: how many of them come from the producer.
         replay: gives the others; None where all are fresh.
         engine_restarts: see `RolloutDataModule`.
+        timeout_s: longest that a call of the engine may take, see `EngineCalls`.
     """
 
     def __init__(
@@ -54,10 +57,11 @@ class RolloutSource:
         fresh_per_step: int,
         replay: ReplayBuffer | None,
         engine_restarts: int = 0,
+        timeout_s: float = 600.0,
     ) -> None:
         self.engine, self.model, self.admission, self.replay = engine, model, admission, replay
         self.groups_per_step, self.fresh_per_step = groups_per_step, fresh_per_step
-        self._make_producer = make_producer
+        self._make_producer, self._timeout_s = make_producer, timeout_s
         self._producer: Producer | Replay | None = None
         self._saved: dict[str, Any] = {}  # by the run that this one resumes
         self._step_began = -1  # the step whose groups were handed out last
@@ -67,21 +71,20 @@ class RolloutSource:
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Gives the engine new weights; sets it up first, when they are the first ones."""
+        calls = EngineCalls(self.engine, self._timeout_s)
         if not self._is_set_up:
-            self.engine.setup(self.model)
+            calls.setup(self.model)
             self._is_set_up = True
-        if not isinstance(self._producer, Producer):
-            self.engine.load_weights(version, weights)
-        elif self._producer.listener.engine_error is None:
-            try:
-                self.engine.load_weights(version, weights)
-            except Exception as error:  # `take` raises it, or another engine gets the weights
-                self._producer.listener.break_engine(error, self.engine)
+        if isinstance(self._producer, Producer):
+            self._producer.listener.load_weights(version, weights)
+        else:
+            calls.load_weights(version, weights)
 
     def start(self, version: int, step: int) -> None:
         """Starts the background thread, where the resumed run left off; the engine has the weights of `version`."""
         self._producer = self._make_producer(step)
         if self._saved and isinstance(self._producer, Producer):
+            self._producer.listener.has_loaded(version)
             restore_producer(self._producer, self._saved)
         self._producer.start(version)
 
@@ -159,11 +162,12 @@ class RolloutSource:
         assert error is not None
         self._restarts_in_a_row += 1
         is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
-        _end(self.engine, error)
-        self.engine = self.engine.fresh(is_out_of_memory)
+        self._end_engine(error)
         try:
-            self.engine.setup(self.model)
-            self.engine.load_weights(producer.version, weights)
+            self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
+            calls = EngineCalls(self.engine, self._timeout_s)
+            calls.setup(self.model)
+            calls.load_weights(producer.version, weights)
         except Exception as failure:
             producer.listener.engine_error = failure
             log.warning("a new engine did not start after %s: %s", type(error).__name__, failure)
@@ -175,6 +179,14 @@ class RolloutSource:
             *(self._restarts_in_a_row, self.engine_restarts, producer.version, num_groups),
             *(type(error).__name__, error),
         )
+
+    def _end_engine(self, error: Exception) -> None:
+        """Frees what can be freed of an engine; one that hangs may hang here, too, and is left to itself."""
+        traceback.clear_frames(error.__traceback__)  # which hold what filled the memory
+        with contextlib.suppress(Exception):  # it is broken already
+            EngineCalls(self.engine, self._timeout_s).close(CLOSE_S)
+        gc.collect()
+        garbage_collection_cuda()
 
     def stats(self) -> ProducerStats | None:
         """Totals of the background side; None before it started."""
@@ -199,19 +211,9 @@ class RolloutSource:
         """Ends the background thread and frees the engine. Safe to call twice."""
         if self._producer is not None:
             self._producer.stop()
-        self.engine.close()
+        EngineCalls(self.engine, self._timeout_s).close(STOP_S)
         self._is_set_up = False
 
     def _started(self) -> Producer | Replay:
         assert self._producer is not None, "add the WeightSync callback: it starts the producer"
         return self._producer
-
-
-def _end(engine: RolloutEngine, error: Exception) -> None:
-    """Frees what can be freed of an engine; one that hangs may hang here, too, and is left to itself."""
-    traceback.clear_frames(error.__traceback__)  # which hold what filled the memory
-    closing = threading.Thread(target=engine.close, name="closing", daemon=True)
-    closing.start()
-    closing.join(CLOSE_S)
-    gc.collect()
-    garbage_collection_cuda()

@@ -7,7 +7,7 @@ Who calls what: the producer's thread calls `submit` and `poll`; the trainer's t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +92,14 @@ class RolloutEngine(ABC):
     Attributes:
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
+        startup_timeout_s: longest that `setup` may take (a download counts); then the engine is taken for hung.
+        update_timeout_s: longest that any other call may take, where that is more than `data.limits.rollout_timeout_s`.
     """
 
     in_flight_weight_updates: bool
     scores: bool = False
+    startup_timeout_s: float = 3600.0
+    update_timeout_s: float = 0.0
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -190,24 +194,3 @@ def check_positive(**settings: int | float | None) -> None:
     for name, value in settings.items():
         if value is not None and value <= 0:
             raise ValueError(f"data.engine.{name} must be positive, got {value}")
-
-
-def run_requests(
-    engine: RolloutEngine, requests: Sequence[GenerationRequest], on_progress: Callable[[], None] = lambda: None
-) -> list[list[Completion]]:
-    """All completions of each request, by sample index; blocks until done. For use without a producer.
-
-    `on_progress` is called about once a second, as long as tokens come.
-    """
-    found: dict[int, list[Completion]] = {request.id: [] for request in requests}
-    missing = sum(request.num_samples for request in requests)
-    engine.submit(requests)
-    num_tokens = engine.num_tokens
-    while missing:
-        completions = engine.poll(1.0)
-        if num_tokens != (num_tokens := engine.num_tokens):
-            on_progress()
-        missing -= len(completions)
-        for completion in completions:
-            found[completion.request_id].append(completion)
-    return [sorted(found[request.id], key=lambda c: c.sample_index) for request in requests]

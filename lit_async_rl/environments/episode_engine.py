@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.errors import EnvironmentFailure
@@ -63,12 +65,14 @@ class EpisodeEngine(RolloutEngine):
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         self.engine, self.environment = engine, environment
+        self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
         self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._live: dict[int, list[Conversation]] = {}  # request -> conversations that have not ended
         self._talking: dict[int, list[Conversation]] = {}  # inner request -> its conversation of each sample
+        self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
         self._num_waiting = 0  # conversations whose environment works
         self._finished: list[Completion] = []
         self._error: BaseException | None = None
@@ -79,12 +83,14 @@ class EpisodeEngine(RolloutEngine):
         """The same environment for another engine."""
         other = EpisodeEngine(engine, self.environment, self.max_turns, self.step_timeout_s)
         other._codec = codec
+        other._ledger = RequestLedger(engine, codec.vocab_size)
         return other
 
     def setup(self, model: str) -> None:
         """Loads the tokenizer, too."""
         self._codec = TextCodec(model)
         self.engine.setup(model)
+        self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     @property
     def max_model_len(self) -> int:
@@ -103,7 +109,16 @@ class EpisodeEngine(RolloutEngine):
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Running episodes go on under them."""
+        with self._lock:
+            self._asked.newest = version
         self.engine.load_weights(version, weights)
+        with self._lock:
+            self._asked.loaded = version
+
+    @property
+    def _asked(self) -> RequestLedger:
+        assert self._ledger is not None, "setup first"
+        return self._ledger
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Begins episodes; the first turns of a group share their prompt."""
@@ -117,6 +132,7 @@ class EpisodeEngine(RolloutEngine):
                 inner.append(replace(request, id=next(self._ids)))
                 self._live[request.id] = [Conversation(request, n) for n in range(request.num_samples)]
                 self._talking[inner[-1].id] = list(self._live[request.id])
+            self._asked.open(inner)
         self.engine.submit(inner)
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -131,7 +147,8 @@ class EpisodeEngine(RolloutEngine):
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
                 return finished
-            for completion in self.engine.poll(min(remaining, WAKE_S) if waiting else remaining):
+            turns = self.engine.poll(min(remaining, WAKE_S) if waiting else remaining)
+            for completion in self._asked.listed(turns, "poll"):
                 self._end_turn(completion)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -141,6 +158,7 @@ class EpisodeEngine(RolloutEngine):
             inner = [number for number, talks in self._talking.items() if any(id(talk) in gone for talk in talks)]
             for number in inner:
                 del self._talking[number]
+            self._asked.abort(inner)
             self._finished = [c for c in self._finished if c.request_id not in set(request_ids)]
         self.engine.abort(inner)
 
@@ -163,7 +181,7 @@ class EpisodeEngine(RolloutEngine):
     def _end_turn(self, completion: Completion) -> None:
         """A turn is complete: the environment's turn, if there can be another one."""
         with self._lock:
-            talks = self._talking.get(completion.request_id)
+            talks = self._talking.get(completion.request_id) if self._asked.receive(completion) else None
             if talks is None:
                 return  # aborted
             talk = talks[completion.sample_index]
@@ -182,6 +200,8 @@ class EpisodeEngine(RolloutEngine):
         assert prompt is not None
         try:
             observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
+            if not math.isfinite(observation.reward):
+                raise ValueError(f"a reward of {observation.reward}")
             with self._lock:
                 self._continue(talk, observation)
         except TimeoutError:
@@ -216,6 +236,7 @@ class EpisodeEngine(RolloutEngine):
         so_far = request.prompt_ids + tuple(talk.token_ids)
         following = replace(request, id=next(self._ids), prompt_ids=so_far, num_samples=1)
         self._talking[following.id] = [talk]
+        self._asked.open([following])
         self.engine.submit([following])
 
     def _finish(self, talk: Conversation, reason: FinishReason) -> None:

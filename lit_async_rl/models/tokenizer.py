@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from lit_async_rl.models.loading import load_tokenizer
+from lit_async_rl.models.loading import load_config, load_tokenizer
 from lit_async_rl.types import Prompt
 
 
@@ -22,6 +23,8 @@ class TextCodec:
 
     def __init__(self, model: str, use_chat_template: bool = False) -> None:
         self.tokenizer = load_tokenizer(model)
+        config: Any = load_config(model).get_text_config()
+        self.vocab_size = int(config.vocab_size)  # the model's, which may have more ids than the tokenizer
         self.use_chat_template = use_chat_template
         if use_chat_template and not self.tokenizer.chat_template:
             raise ValueError(f"data.use_chat_template=true, but the tokenizer of {model!r} has no chat template")

@@ -70,12 +70,10 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
         except (StalledError, ProducerError):
             if listener.engine_error is None:
                 raise
-    if listener.is_working:
-        try:
-            return producer.engine.partial_completions(), producer.engine.random_state()
-        except StalledError as error:
-            listener.break_engine(error, producer.engine)
-    return [], None
+    if not listener.is_working:
+        return [], None
+    partials, random_state = listener.partial_completions(), listener.random_state()
+    return (partials, random_state) if listener.engine_error is None else ([], None)
 
 
 def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
@@ -100,7 +98,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     producer.again = deque([*again, *state["again"]])
     producer.intake.pass_rates.load_state_dict(state["pass_rates"])
     if state["random_state"]:
-        producer.engine.set_random_state(state["random_state"]["engine"].cpu())
+        producer.listener.set_random_state(state["random_state"]["engine"].cpu())
     _file(producer, [group for group in saved if group.index in kept])
 
 
@@ -122,7 +120,7 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
         for sample in list(restored.completions):
             producer.score(restored, sample)
     if requests:
-        producer.engine.submit(requests)
+        producer.listener.submit(requests)
 
 
 def _settings(producer: Producer) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Producer:
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_finished = self._num_scored = self._num_lost = 0
         self.changed = threading.Condition(threading.RLock())
-        self.listener = EngineListener(engine, self.changed, self._collect, scorer.check)
+        self.listener = EngineListener(engine, self.changed, self._collect, scorer.check, timeout_s, codec.vocab_size)
         self.wait = GroupWait(self.listener, self.book, scorer.clock, timeout_s, lambda: self._num_scored)
         self._began = time.monotonic()
         self._wait_s = 0.0
@@ -80,6 +80,7 @@ class Producer:
     def start(self, version: int) -> None:
         """Starts sampling; `version` is already loaded in the engine."""
         self.version = version
+        self.listener.has_loaded(version)
         self._began = time.monotonic()
         self._admit()
         self.listener.start()
@@ -126,7 +127,7 @@ class Producer:
         """
         with self.changed:
             lacking = self.book.lacking
-            self.listener.replace(engine, [r for group in lacking for r in self.book.missing(group)])
+            self.listener.replace(engine, [r for group in lacking for r in self.book.missing(group)], self.version)
             self._admit()
             return len(lacking)
 

@@ -83,7 +83,7 @@ class SimulatedRun:
                         time.sleep(self.train_s / self.groups_per_step)
                 if not self.streams:
                     time.sleep(self.train_s)
-                engine.load_weights(step + 1, [])
+                producer.listener.load_weights(step + 1, [])
                 producer.advance(step + 1)
                 now = _totals(producer)
                 if step + 1 == self.warmup_steps:

@@ -10,7 +10,8 @@ import torch
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import GenerationRequest, run_requests
+from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import evaluation_mode, load_policy, receive_weights
 from lit_async_rl.models.weights import is_sharded
@@ -75,7 +76,8 @@ class Validator(torch.nn.Module):
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch.index), data.codec)
         with evaluation_mode(lm):
-            found = run_requests(engine, requests, data.note_progress)
+            limits = data.codec.vocab_size, data.limits.rollout_timeout_s
+            found = run_requests(engine, requests, *limits, data.note_progress)
         engine.close()
         texts = [[data.codec.decode(completion.token_ids) for completion in completions] for completions in found]
         rewards = [[completion.reward for completion in completions] for completions in found]

@@ -12,7 +12,8 @@ import torch
 from flow import MODEL
 from http_servers import MisbehavingServer
 
-from lit_async_rl.engines.base import GenerationRequest, SamplingParams, run_requests
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.utils.event_loop import LoopThread

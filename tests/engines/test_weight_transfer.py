@@ -1,10 +1,14 @@
 """Weights written by the trainer are, bit for bit, those a worker reads; vLLM is in test_vllm_engine.py."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl, FileTransfer, SharedMemoryTransfer
@@ -91,4 +95,58 @@ def test_wrong_things_are_named(tmp_path):
             with pytest.raises(ValueError, match=rf"transfer={kind.__name__} .* sees none: use SharedMemoryTransfer"):
                 kind().engine_arguments()
     with pytest.raises(FileNotFoundError, match="can this machine see"):
-        list(read_folder(str(tmp_path)))
+        list(read_folder(str(tmp_path / "lit_async_rl_weights_1_0")))
+
+
+def test_a_worker_reads_nothing_but_what_trainers_wrote(tmp_path):
+    """Whoever may ask a server to load weights must not have it read other models of its machine."""
+    private, ours = tmp_path / "private", tmp_path / "lit_async_rl_weights_1_0"
+    for folder in (private, ours):
+        folder.mkdir()
+    save_file({"a": torch.ones(2)}, private / "model.safetensors")
+    (tmp_path / "lit_async_rl_weights_2_0").symlink_to(private)
+    (ours / "0.safetensors").symlink_to(private / "model.safetensors")
+    for folder in (private, tmp_path / "lit_async_rl_weights_2_0", ours):
+        with pytest.raises(PermissionError, match="of a trainer"):
+            list(read_folder(str(folder)))
+    (ours / "0.safetensors").unlink()
+    os.mkfifo(ours / "0.safetensors")  # opening it would wait for ever
+    with pytest.raises(PermissionError, match="but a link or a device"):
+        list(read_folder(str(ours)))
+
+
+KILLED = """
+import sys, time, torch
+from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+transfer = FileTransfer(sys.argv[1])
+transfer.stage([("a", torch.ones(4))])
+print(transfer.staged, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_run_leaves_is_deleted_by_the_next_and_that_of_a_live_run_never(tmp_path):
+    others = tmp_path / "lit_async_rl_weights_of_an_old_version"  # nothing says that its owner is dead
+    others.mkdir()
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as killed, subprocess.Popen(command, **pipes) as alive:
+        left, used = Path(killed.stdout.readline().strip()), Path(alive.stdout.readline().strip())
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(30)
+        assert left.is_dir()
+        transfer = FileTransfer(str(tmp_path))
+        transfer.stage(some_weights())
+        assert not left.exists()
+        assert (used / "00000.safetensors").exists()
+        assert others.exists()
+        alive.send_signal(signal.SIGKILL)
+        alive.wait(30)
+    FileTransfer(str(tmp_path)).stage([])  # what it made is left by a run that did not close it, but lives
+    assert not used.exists()
+    assert Path(transfer.staged).exists()
+    transfer.close()
+    transfer.close()
+    transfer.stage(some_weights())  # again, after it was closed
+    assert Path(transfer.staged).exists()
+    transfer.close()

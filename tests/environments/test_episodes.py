@@ -9,7 +9,8 @@ from flow import fit, make_data, make_module
 from transformers import AutoModelForCausalLM
 
 from lit_async_rl.assets import asset
-from lit_async_rl.engines.base import GenerationRequest, SamplingParams, run_requests
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Episode, GymnasiumEnvironment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine

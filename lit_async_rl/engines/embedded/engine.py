@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine, run_requests
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import StalledError

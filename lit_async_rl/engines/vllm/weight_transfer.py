@@ -13,7 +13,6 @@ an error.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from lit_async_rl.engines.vllm.weight_folders import WeightFolders
 
 EXTENSION = "lit_async_rl.engines.vllm.worker.WorkerExtension"
 
@@ -76,8 +77,9 @@ class FileTransfer(WeightTransfer):
     """Safetensors files in a folder that trainer and workers both see; may be delivered any number of times.
 
     Args:
-        folder: made if it is missing; each update has a subfolder of its own, deleted after use. None is a new folder
-            in the system's temporary folder. For engines on other machines, a path on a shared file system.
+        folder: made if it is missing; each update has a subfolder of its own, deleted after use, or after `kill -9` by
+            the next run that uses the folder. None is the system's temporary folder. For engines on other machines, a
+            path on a shared file system.
         shard_gb: a file holds at most this much (or one tensor), which is also what is held in memory.
         dtype: floating-point weights travel in this dtype, such as bfloat16 for an engine that computes in it; None
             leaves them as they are.
@@ -90,6 +92,7 @@ class FileTransfer(WeightTransfer):
         if shard_gb <= 0:
             raise ValueError(f"transfer.shard_gb must be > 0, got {shard_gb}")
         self.folder, self.shard_gb, self.dtype = folder, shard_gb, as_dtype(dtype)
+        self._folders = WeightFolders(folder)
         self._staged: Path | None = None
 
     @property
@@ -109,10 +112,7 @@ class FileTransfer(WeightTransfer):
             OSError: the files cannot be written.
         """
         self.release()
-        if self.folder is not None:
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-        self._staged = Path(tempfile.mkdtemp(prefix="lit_async_rl_weights_", dir=self.folder))
-        self._staged.chmod(0o755)  # servers may run as another user
+        self._staged = self._folders.make()
         for number, shard in enumerate(chunks(weights, int(self.shard_gb * 2**30), "cpu", self.dtype)):
             save_file(dict(shard), self._staged / f"{number:05}.safetensors")
 
@@ -125,6 +125,11 @@ class FileTransfer(WeightTransfer):
         if self._staged is not None:
             shutil.rmtree(self._staged, ignore_errors=True)
             self._staged = None
+
+    def close(self) -> None:
+        """Deletes the files, and the lock that says that they are in use."""
+        super().close()
+        self._folders.close()
 
 
 class SharedMemoryTransfer(FileTransfer):

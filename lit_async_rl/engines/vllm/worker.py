@@ -22,6 +22,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lit_async_rl.engines.vllm.weight_folders import PREFIX
+
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 
 # What trainer and server must agree on: fields of a transformers configuration.
@@ -53,13 +55,21 @@ def register() -> None:
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor in the safetensors files of a folder: names, dtypes, shapes and bytes, no code.
 
+    Whoever may ask a server for this names the folder. So that he cannot have it read other models on its disk, the
+    folder must be one that a trainer made, and hold real files, not links or pipes.
+
     Raises:
+        PermissionError: it is not such a folder.
         FileNotFoundError: there are none.
     """
+    if not Path(folder).name.startswith(PREFIX) or Path(folder).is_symlink():
+        raise PermissionError(f"{folder!r} is no folder of a trainer: its name must begin with {PREFIX}")
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {folder!r}: can this machine see the trainer's folder?")
     for file in files:
+        if file.is_symlink() or not file.is_file():
+            raise PermissionError(f"{str(file)!r} is no file of a trainer, but a link or a device")
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is no dict)
                 yield name, tensors.get_tensor(name)

@@ -1,0 +1,80 @@
+"""The calls of an engine, none of which can hold up its caller for ever."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lit_async_rl.engines.base import GenerationRequest, RolloutEngine
+from lit_async_rl.errors import StalledError
+from lit_async_rl.utils.guarded_calls import LastKnown, Limit, call, feed
+
+T = TypeVar("T")
+GRACE_S = 5.0  # an engine that has a limit of its own says more than we could
+log = logging.getLogger(__name__)
+
+
+class EngineCalls:
+    """An engine as its owner calls it: from any thread, and for a bounded time.
+
+    A call that does not return in time raises `StalledError` and is left to itself; so must be the engine. `poll` is
+    not here: it has a thread of its own.
+
+    Args:
+        engine: any.
+        timeout_s: `data.limits.rollout_timeout_s`; an engine whose `update_timeout_s` is longer has that long.
+    """
+
+    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
+        self.engine, self.name = engine, type(engine).__name__
+        self.timeout_s = timeout_s
+        self._counters = LastKnown(lambda: (float(engine.busy_s), int(engine.num_tokens)), (0.0, 0))
+
+    def counters(self) -> tuple[float, int]:
+        """Seconds and tokens generated; the last ones known where the engine does not answer."""
+        return self._counters.get()
+
+    def _limit(self, what: str) -> Limit:
+        update_s = self.engine.update_timeout_s
+        if what == "setup":
+            seconds, setting = self.engine.startup_timeout_s, "data.engine.startup_timeout_s"
+        elif update_s > self.timeout_s:
+            seconds, setting = update_s, "data.engine.update_timeout_s"
+        else:
+            seconds, setting = self.timeout_s, "data.limits.rollout_timeout_s"
+        message = f"{self.name}.{what} did not return within {setting}={seconds:g} s, and no token was sampled"
+        return Limit(seconds + min(GRACE_S, 0.1 * seconds), message, self.counters)
+
+    def ask(self, what: str, function: Callable[[], T]) -> T:
+        """The result of any call; `what` names it in an error."""
+        return call(function, self._limit(what))
+
+    def setup(self, model: str) -> None:
+        """Bounded by `startup_timeout_s`."""
+        self.ask("setup", lambda: self.engine.setup(model))
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """`weights` are read in the caller's thread; the time that this takes does not count."""
+        feed(lambda fed: self.engine.load_weights(version, fed), weights, self._limit("load_weights"))
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests."""
+        self.ask("submit", lambda: self.engine.submit(requests))
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Ends requests."""
+        self.ask("abort", lambda: self.engine.abort(request_ids))
+
+    def partial_completions(self) -> Any:
+        """Not checked yet."""
+        return self.ask("partial_completions", self.engine.partial_completions)
+
+    def close(self, limit_s: float) -> None:
+        """Frees what can be freed of it in time; it may go on in the background."""
+        try:
+            call(self.engine.close, Limit(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
+        except StalledError as error:
+            log.warning("%s; it is left to itself with the memory it holds", error)

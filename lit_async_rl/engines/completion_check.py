@@ -1,0 +1,165 @@
+"""Whether the fields of a completion can be right; each function says in one line what is wrong, or nothing."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.types import Turn
+
+MAX_LOGPROB = 1e-4  # log(softmax(x)) of a nearly certain token, rounded in float32, may be a little more than 0
+MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws what is less likely
+
+
+def find_fault(
+    completion: Completion,
+    request: GenerationRequest,
+    *,
+    versions: tuple[int | None, int | None],
+    vocab_size: int | None,
+    max_model_len: int,
+    scores: bool,
+    is_partial: bool,
+) -> str:
+    """What is wrong with a completion; empty if nothing is.
+
+    Args:
+        completion: of `request`, which its `request_id` and `sample_index` fit.
+        request: what was asked for.
+        versions: the oldest and the newest that a token may have; None is not checked.
+        vocab_size: token ids are smaller; None checks only that they are not negative.
+        max_model_len: tokens of prompt and completion, where there are several turns.
+        scores: whether the engine gives rewards.
+        is_partial: it is not finished, has no reward yet, and may be empty.
+    """
+    return (
+        _bad_sequences(completion)
+        or _bad_reason(completion, ("stop", "length", "abort") if is_partial else ("stop", "length"))
+        or _bad_tokens(completion, vocab_size)
+        or _bad_length(completion, request, max_model_len, is_partial)
+        or _bad_logprobs(completion)
+        or _bad_versions(completion, *versions)
+        or ("" if is_partial else _bad_reward(completion, scores))
+    )
+
+
+def show(value: Any) -> str:
+    """A value on one line that is not too long."""
+    text = f"{type(value).__name__}" if hasattr(value, "shape") else repr(value)
+    return " ".join(text.split())[:80]
+
+
+def _bad_sequences(completion: Completion) -> str:
+    """Python's own types: numbers of other libraries would end in a checkpoint, or break far from here."""
+    allowed: dict[str, set[type]] = {
+        "token_ids": {int},
+        "logprobs": {float, int},
+        "versions": {int},
+        "loss_mask": {bool},
+    }
+    for name, types in allowed.items():
+        values: Any = getattr(completion, name)
+        if values is None and name == "loss_mask":
+            continue
+        if type(values) is not tuple:
+            return f"has {name} of type {type(values).__name__}, must be a tuple"
+        if others := set(map(type, values)) - types:
+            rule = " or ".join(sorted(kind.__name__ for kind in types))
+            return f"has {name} with elements of type {min(kind.__name__ for kind in others)}, must be {rule}"
+        if len(values) != len(completion.token_ids):
+            return f"has {len(values)} {name} for {len(completion.token_ids)} token_ids"
+    return ""
+
+
+def _bad_reason(completion: Completion, allowed: tuple[str, ...]) -> str:
+    reason: Any = completion.finish_reason
+    if isinstance(reason, str) and reason in allowed:
+        return ""
+    return f"has finish_reason={show(reason)}, must be {' or '.join(map(repr, allowed))}"
+
+
+def _bad_tokens(completion: Completion, vocab_size: int | None) -> str:
+    ids = completion.token_ids
+    limit = math.inf if vocab_size is None else vocab_size
+    if not ids or (min(ids) >= 0 and max(ids) < limit):
+        return ""
+    position, token = next((n, token) for n, token in enumerate(ids) if not 0 <= token < limit)
+    return f"has token_ids[{position}]={token}, which is not in the vocabulary of {limit} tokens"
+
+
+def _bad_length(completion: Completion, request: GenerationRequest, max_model_len: int, is_partial: bool) -> str:
+    """`max_tokens` bounds what the policy wrote in one turn; the model's context bounds all turns together."""
+    num_tokens, limit = len(completion.token_ids), request.sampling.max_tokens
+    mask = completion.loss_mask
+    if not is_partial and not (num_tokens if mask is None else sum(mask)):
+        return "has no token_ids" if mask is None or not num_tokens else "has a loss_mask without a token of the policy"
+    if mask is None and completion.turns is None:
+        return f"has {num_tokens} token_ids, more than max_tokens={limit}" if num_tokens > limit else ""
+    if len(request.prompt_ids) + num_tokens > max_model_len:
+        return f"has {num_tokens} token_ids and {len(request.prompt_ids)} of the prompt, more than {max_model_len=}"
+    if problem := _bad_turns(completion.turns, num_tokens):
+        return problem
+    mask = mask or (True,) * num_tokens
+    longest = max(_written_in_turns(mask, completion.turns), default=0)
+    return f"has {longest} token_ids in one turn, more than max_tokens={limit}" if longest > limit else ""
+
+
+def _bad_turns(turns: Any, num_tokens: int) -> str:
+    if turns is None:
+        return ""
+    if type(turns) is not tuple or not all(isinstance(turn, Turn) for turn in turns):
+        return f"has turns={show(turns)}, must be a tuple of Turn"
+    begin = 0
+    for n, turn in enumerate(turns):
+        if type(turn.end) is not int or not begin < turn.end <= num_tokens:
+            return f"has turns[{n}].end={show(turn.end)}, must be from {begin + 1} to {num_tokens}"
+        if not _is_finite(turn.reward):
+            return f"has turns[{n}].reward={show(turn.reward)}, must be a finite number"
+        begin = turn.end
+    return ""
+
+
+def _written_in_turns(mask: tuple[bool, ...], turns: tuple[Turn, ...] | None) -> list[int]:
+    """Tokens that the policy wrote in each turn; without turns, in each stretch without an answer."""
+    if turns is not None:
+        ends = [turn.end for turn in turns] + [len(mask)]
+        return [sum(mask[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [len(stretch) for stretch in "".join("1" if one else " " for one in mask).split()]
+
+
+def _bad_logprobs(completion: Completion) -> str:
+    values = completion.logprobs
+    if not values or (math.isfinite(sum(values)) and max(values) <= MAX_LOGPROB and min(values) >= MIN_LOGPROB):
+        return ""
+    for n, value in enumerate(values):
+        if not MIN_LOGPROB <= value <= MAX_LOGPROB:  # NaN is neither
+            return f"has logprobs[{n}]={value}, which is no log-probability of a token that was sampled"
+    return ""
+
+
+def _bad_versions(completion: Completion, oldest: int | None, newest: int | None) -> str:
+    """Tokens are sampled one after the other by weights that only get newer."""
+    values = completion.versions
+    if not values:
+        return ""
+    if any(map(int.__gt__, values, values[1:])):
+        n = next(n for n in range(1, len(values)) if values[n] < values[n - 1])
+        return f"has versions[{n}]={values[n]} behind versions[{n - 1}]={values[n - 1]}: they cannot decrease"
+    if oldest is not None and values[0] < oldest:
+        return f"has versions[0]={values[0]}, older than version {oldest}, which was loaded when it was asked for"
+    if newest is not None and values[-1] > newest:
+        return f"has versions[{len(values) - 1}]={values[-1]}, newer than the policy's newest version {newest}"
+    return ""
+
+
+def _bad_reward(completion: Completion, scores: bool) -> str:
+    reward = completion.reward
+    if not scores:
+        return "" if reward is None else f"has reward={show(reward)}, but the engine does not score"
+    return "" if _is_finite(reward) else f"has reward={show(reward)}, must be a finite number"
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -1,0 +1,135 @@
+"""Completions are checked once, where they enter: by the producer, by an evaluation, by validation, by episodes.
+
+An engine that returns something impossible is broken. Nothing else that comes from it could be trusted, so the error
+counts as an engine failure; what was checked before is kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engines.completion_check import find_fault, show
+from lit_async_rl.errors import CompletionError
+
+NUM_REMEMBERED = 16384  # requests that have ended: what comes of them is late, or a duplicate
+
+
+@dataclass
+class _Asked:
+    request: GenerationRequest
+    oldest: int | None  # version that a token may have
+    missing: set[int]  # samples that have not come
+
+
+class RequestLedger:
+    """What an engine was asked for, and what of it has come. Not thread-safe.
+
+    Args:
+        engine: named in errors; says whether completions bring rewards, and how long an episode may be.
+        vocab_size: token ids are smaller; None checks only that they are not negative.
+        version: of the weights that the engine has; None checks no versions.
+
+    Attributes:
+        loaded: newest version whose `load_weights` has returned: requests from now on get no older token.
+        newest: newest version that the engine was given, whether or not `load_weights` has returned.
+    """
+
+    def __init__(self, engine: RolloutEngine, vocab_size: int | None = None, version: int | None = None) -> None:
+        self.name, self.scores, self.max_model_len = type(engine).__name__, engine.scores, engine.max_model_len
+        self.vocab_size = vocab_size
+        self.loaded = self.newest = version
+        self._running: dict[int, _Asked] = {}
+        self._ended: OrderedDict[int, _Asked] = OrderedDict()
+
+    def open(self, requests: Iterable[GenerationRequest]) -> None:
+        """These are asked for now."""
+        for request in requests:
+            self._ended.pop(request.id, None)
+            self._running[request.id] = _Asked(request, self.loaded, set(range(request.num_samples)))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """These are not wanted any more; what is under way of them may still come, and is dropped."""
+        for request_id in request_ids:
+            self._end(request_id)
+
+    def _end(self, request_id: int) -> None:
+        if (asked := self._running.pop(request_id, None)) is not None:
+            self._ended[request_id] = asked
+            while len(self._ended) > NUM_REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def receive(self, completion: Any) -> bool:
+        """Whether a finished completion is wanted; False for a late one of a request that was aborted.
+
+        Raises:
+            CompletionError: it cannot be right: unknown, there already, or a field is wrong.
+        """
+        asked = self._find(completion)
+        if completion.sample_index not in asked.missing:
+            raise self._error(completion, "has come already: sample_index is a duplicate")
+        self._check_fields(completion, asked, is_partial=False)
+        asked.missing.remove(completion.sample_index)
+        if completion.request_id not in self._running:
+            return False
+        if not asked.missing:
+            self._end(completion.request_id)
+        return True
+
+    def receive_partials(self, completions: Any) -> list[Completion]:
+        """The wanted ones among what running requests have so far.
+
+        Raises:
+            CompletionError: one of them cannot be right.
+        """
+        wanted = []
+        for completion in self.listed(completions, "partial_completions"):
+            asked = self._find(completion)
+            self._check_fields(completion, asked, is_partial=True)
+            if completion.request_id in self._running and completion.sample_index in asked.missing:
+                wanted.append(completion)
+        return wanted
+
+    def listed(self, completions: Any, call: str) -> Sequence[Any]:
+        """What a call of the engine returned.
+
+        Raises:
+            CompletionError: it is no list.
+        """
+        if not isinstance(completions, list | tuple):
+            raise CompletionError(f"{self.name}.{call} returned {show(completions)} instead of a list of completions")
+        return completions
+
+    def _find(self, completion: Any) -> _Asked:
+        if not isinstance(completion, Completion):
+            raise CompletionError(f"{self.name} returned {show(completion)} instead of a Completion")
+        number, sample = completion.request_id, completion.sample_index
+        if type(number) is not int:
+            raise self._error(completion, f"has request_id={show(number)}, which is no int")
+        asked = self._running.get(number) or self._ended.get(number)
+        if asked is None:
+            raise self._error(completion, f"has request_id={number}, which was never asked for")
+        if type(sample) is not int or not 0 <= sample < asked.request.num_samples:
+            rule = f"must be an int from 0 to {asked.request.num_samples - 1}"
+            raise self._error(completion, f"has sample_index={show(sample)}, {rule}")
+        return asked
+
+    def _check_fields(self, completion: Completion, asked: _Asked, is_partial: bool) -> None:
+        problem = find_fault(
+            completion,
+            asked.request,
+            versions=(asked.oldest, self.newest),
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            scores=self.scores,
+            is_partial=is_partial,
+        )
+        if problem:
+            raise self._error(completion, problem)
+
+    def _error(self, completion: Completion, problem: str) -> CompletionError:
+        which = f"request {show(completion.request_id)}, sample {show(completion.sample_index)}"
+        return CompletionError(f"{self.name} returned a wrong completion: {which} {problem}")

@@ -1,0 +1,75 @@
+"""Folders with weights on their way to an engine, and those that killed runs have left behind.
+
+A run holds the lock of its folders (`flock`, which the kernel releases when the process ends, however it does). A lock
+that can be taken therefore belongs to a run that is dead, on whatever machine or in whatever container it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+PREFIX = "lit_async_rl_weights_"
+log = logging.getLogger(__name__)
+
+
+class WeightFolders:
+    """Makes the folders of one transfer, one after the other.
+
+    Args:
+        parent: made if it is missing; None is the system's temporary folder.
+    """
+
+    def __init__(self, parent: str | None) -> None:
+        self.parent = parent
+        self._lock: FileLock | None = None
+        self._name = ""
+        self._numbers = itertools.count()
+
+    def make(self) -> Path:
+        """A new folder, which servers of other users can read; the first call deletes what dead runs have left."""
+        parent = Path(tempfile.gettempdir() if self.parent is None else self.parent)
+        if self._lock is None:
+            parent.mkdir(parents=True, exist_ok=True)
+            delete_abandoned(parent)
+            self._name = PREFIX + uuid.uuid4().hex[:12]
+            self._lock = FileLock(_lock_of(parent, self._name), thread_local=False)
+            self._lock.acquire(timeout=0)
+        folder = parent / f"{self._name}_{next(self._numbers)}"
+        folder.mkdir()
+        folder.chmod(0o755)
+        return folder
+
+    def close(self) -> None:
+        """Releases the lock; the folders are deleted by whoever asked for them. Safe to call twice."""
+        if self._lock is not None:
+            Path(self._lock.lock_file).unlink(missing_ok=True)  # before others can take it
+            self._lock.release()
+            self._lock = None
+
+
+def _lock_of(parent: Path, name: str) -> Path:
+    return parent / f".{name}.lock"
+
+
+def delete_abandoned(parent: Path) -> list[Path]:
+    """Deletes the folders of dead runs; returns them. Where there is no lock to take, nothing is deleted."""
+    deleted = []
+    for path in sorted(parent.glob(f".{PREFIX}*.lock")):
+        lock = FileLock(path, thread_local=False)
+        # a live run has it; another user's; gone meanwhile
+        with contextlib.suppress(Timeout, OSError), lock.acquire(timeout=0):
+            for folder in parent.glob(f"{path.name.removeprefix('.').removesuffix('.lock')}_*"):
+                shutil.rmtree(folder, ignore_errors=True)
+                deleted.append(folder)
+            path.unlink(missing_ok=True)
+    if deleted:
+        log.warning("deleted weights of runs that were killed: %s", ", ".join(map(str, deleted)))
+    return deleted

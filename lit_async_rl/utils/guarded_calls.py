@@ -1,0 +1,205 @@
+"""Calls that may hang, made in a thread that can be left to itself, and bounded by a timeout.
+
+| who | waits for | woken by |
+|---|---|---|
+| the caller (trainer or producer) | the call's result, or its next question; `Limit.seconds` at most | the worker |
+| a worker | its next call; an item that it asked the caller for | the caller, always: also when it gives up |
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lit_async_rl.errors import EngineError, StalledError
+
+SLICE_S = 0.5  # a process that was stopped (SIGSTOP) counts one of these, not the whole time
+LOOK_S = 1.0  # longest wait for a value that can be had late
+
+T = TypeVar("T")
+_idle: list[_Worker] = []  # workers are kept: starting a thread costs more than most calls
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a call may take.
+
+    Args:
+        seconds: in which nothing happens; each item that the call takes counts as something.
+        message: of the error.
+        progress: another sign that something happens: its value changes.
+    """
+
+    seconds: float
+    message: str
+    progress: Callable[[], object] = lambda: None
+
+
+class _Worker:
+    """Daemon thread that makes one call after the other; not used any more after one that hangs."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="guarded-call", daemon=True).start()
+
+    def begin(self, function: Callable[[], Any], replies: SimpleQueue[Any]) -> None:
+        self._calls.put((function, replies))
+
+    def _run(self) -> None:
+        while True:
+            self._make(*self._calls.get())
+
+    def _make(self, function: Callable[[], Any], replies: SimpleQueue[Any]) -> None:
+        reply: _Reply
+        try:
+            reply = _Reply(function(), None)
+        except BaseException as error:
+            reply = _Reply(None, error)
+        _idle.append(self)
+        replies.put(reply)
+
+
+@dataclass
+class _Reply:
+    value: Any
+    error: BaseException | None
+
+
+class _Fed(Iterator[T]):
+    """Iterated over in the worker; each item is made in the caller's thread, when it is asked for and not before.
+
+    Gathering a shard is a collective, which belongs to the trainer's thread, and the shard lives until the next one.
+    """
+
+    def __init__(self, replies: SimpleQueue[Any]) -> None:
+        self.items: SimpleQueue[Any] = SimpleQueue()
+        self._replies, self._is_over = replies, False
+
+    def __next__(self) -> T:
+        if self._is_over:
+            raise StopIteration
+        self._replies.put(self)
+        item = self.items.get()
+        if isinstance(item, BaseException):
+            self._is_over = True
+            raise item
+        return item  # type: ignore[no-any-return]
+
+
+def call(function: Callable[[], T], limit: Limit) -> T:
+    """The result of `function()`, or its error.
+
+    Raises:
+        StalledError: it did not return in time. It is left to itself.
+    """
+    replies = _begin(function, SimpleQueue())
+    reply: _Reply = _wait(replies, limit)
+    return _result(reply)
+
+
+def feed(function: Callable[[Iterator[Any]], T], items: Iterable[Any], limit: Limit) -> T:
+    """The result of `function(items)`, where `items` is read in this thread.
+
+    Raises:
+        StalledError: it did nothing for too long. It is left to itself, and gets an error for an item.
+    """
+    replies: SimpleQueue[Any] = SimpleQueue()
+    fed, source = _Fed[Any](replies), iter(items)
+    _begin(lambda: function(fed), replies)
+    try:
+        while (reply := _wait(replies, limit)) is fed:
+            fed.items.put(_next(source))
+    finally:
+        fed.items.put(EngineError("weights were asked for by a call that nobody waits for any more"))
+    return _result(reply)
+
+
+def _begin(function: Callable[[], Any], replies: SimpleQueue[Any]) -> SimpleQueue[Any]:
+    """Grad mode, and the current device, are a thread's own."""
+    grad = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> Any:
+        if device is not None:
+            torch.cuda.set_device(device)
+        with torch.set_grad_enabled(grad):
+            return function()
+
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.begin(run, replies)
+    return replies
+
+
+def _next(source: Iterator[Any]) -> Any:
+    try:
+        return next(source)
+    except Exception as error:  # `StopIteration`, too; raised where the items are read
+        return error
+
+
+def _wait(replies: SimpleQueue[Any], limit: Limit) -> Any:
+    waited, progress = 0.0, None
+    while True:
+        began, slice_s = time.monotonic(), min(SLICE_S, limit.seconds - waited)
+        try:
+            return replies.get(timeout=max(0.0, slice_s))
+        except Empty:
+            waited += min(time.monotonic() - began, 2 * SLICE_S)
+        if progress != (progress := limit.progress()):
+            waited = 0.0
+        if waited >= limit.seconds:
+            raise StalledError(limit.message)
+
+
+def _result(reply: _Reply) -> Any:
+    if reply.error is None:
+        return reply.value
+    try:
+        raise reply.error
+    finally:
+        reply.error = None  # no cycle of frames, error and reply: what it holds is freed with the error
+
+
+class LastKnown(Generic[T]):
+    """A value that is asked for again and again, of somebody who may hang: then the last one it gave.
+
+    Args:
+        function: gives the value.
+        value: the first one.
+    """
+
+    def __init__(self, function: Callable[[], T], value: T) -> None:
+        self._function, self._value = function, value
+        self._pending: SimpleQueue[Any] | None = None
+        self._asking = threading.Lock()
+
+    def get(self) -> T:
+        """The value, or the last one where it does not come within `LOOK_S`. Raises what the function raises."""
+        if not self._asking.acquire(blocking=False):  # another thread does
+            return self._value
+        try:
+            return self._ask()
+        finally:
+            self._asking.release()
+
+    def _ask(self) -> T:
+        is_late = self._pending is not None
+        replies = self._pending = self._pending or _begin(self._function, SimpleQueue())
+        try:
+            reply: _Reply = replies.get(timeout=0.0 if is_late else LOOK_S)
+        except Empty:
+            return self._value
+        self._pending = None
+        self._value = _result(reply)
+        return self._value
