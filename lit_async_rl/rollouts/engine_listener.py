@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.errors import EnvironmentFailure, ProducerError, StalledError
+from lit_async_rl.errors import EnvironmentFailure, ProducerError, StalledError, describe
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 
@@ -70,7 +70,7 @@ class EngineListener:
             ProducerError: something did, other than the engine.
         """
         if self.error is not None:
-            raise ProducerError(f"rollout generation failed: {self.error}") from self.error
+            raise ProducerError(f"rollout generation failed: {describe(self.error)}") from self.error
 
     def check_engine(self) -> None:
         """Raises what the engine died of.
@@ -83,7 +83,7 @@ class EngineListener:
         if isinstance(error, StalledError):
             raise error
         if error is not None:
-            raise ProducerError(f"rollout generation failed: {error}") from error
+            raise ProducerError(f"rollout generation failed: {describe(error)}") from error
         if not self._thread.is_alive():
             raise ProducerError("the producer thread is not running: it was stopped, or never started")
 
