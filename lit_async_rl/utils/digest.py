@@ -84,15 +84,14 @@ def _check_digest(file: BinaryIO, where: str) -> None:
     file.seek(max(0, size - COMMENT - 22))
     tail = file.read()
     if len(tail) < COMMENT + 22 or MARK not in tail and not tail.startswith(END):
-        if not zipfile.is_zipfile(file):
+        end = tail.rfind(END)
+        is_cut = end >= 0 and tail[end + 20 : end + 22] != struct.pack("<H", len(tail) - end - 22)
+        if is_cut or not zipfile.is_zipfile(file):
             raise ValueError(f"{where} is no whole checkpoint: it was cut off, or is something else")
         log.warning("%s has no digest (saved elsewhere, or by an earlier version): damage would not be noticed", where)
         return
-    if (
-        not tail.startswith(END)
-        or tail[20:22] != struct.pack("<H", COMMENT)
-        or tail[22:].removeprefix(MARK) == tail[22:]
-    ):
+    length = struct.pack("<H", COMMENT)
+    if not tail.startswith(END) or tail[20:22] != length or not tail[22:].startswith(MARK):
         raise ValueError(damaged)
     digest = xxhash.xxh3_128()
     file.seek(0)
