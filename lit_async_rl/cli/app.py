@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,6 @@ import torch
 from jsonargparse import set_parsing_settings
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -36,7 +33,6 @@ from lit_async_rl.callbacks import (
     ImportanceMonitor,
     Progress,
     RolloutMonitor,
-    RolloutTape,
     RunSummary,
     SampleLogger,
     SaveOnFailure,

@@ -113,6 +113,8 @@ def explain(message: str, settings: Iterable[str]) -> str:
     kept = [line.removeprefix("- ") for line in dict.fromkeys(lines) if line and not NOISE.fullmatch(line)]
     text = " ".join(kept)
     text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text)
+    text = re.sub(r"Type \S*Callable\[.*\] expects a function or a callable class: ", "", text)
+    text = re.sub(r" Got value: Namespace\(.*\)$", "", text)
     text = re.sub(r"Expected a <class '(\w+)'>\.? Got value: ", r"must be of type \1, got ", text)
     return text + _meant_in_class(text)
 

@@ -83,7 +83,7 @@ def _check_digest(file: BinaryIO, where: str) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - COMMENT - 22))
     tail = file.read()
-    if len(tail) < COMMENT + 22 or MARK not in tail and not tail.startswith(END):
+    if len(tail) < COMMENT + 22 or (MARK not in tail and not tail.startswith(END)):
         end = tail.rfind(END)
         is_cut = end >= 0 and tail[end + 20 : end + 22] != struct.pack("<H", len(tail) - end - 22)
         if is_cut or not zipfile.is_zipfile(file):

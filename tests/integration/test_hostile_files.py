@@ -11,20 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from flow import fit, make_data, make_module
-from tapes import groups_of_step
 from test_resume import saving
 
 from lit_async_rl.cli.app import main
-from lit_async_rl.cli.run_folders import set_aside
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import ProducerError
 from lit_async_rl.models.sharded_checkpoint import check_folder
 from lit_async_rl.prompts.sources import JsonlPrompts
-from lit_async_rl.replay.manifest import MANIFEST
-from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_checkpoint
-from lit_async_rl.training.csv_logger import CSVLog
-from lit_async_rl.utils.folder_lock import FolderLock, part_name, remove_stale_parts
 
 ROOT = Path(__file__).parents[2]
 BASE = [*("--config", "configs/quickstart.yaml", "--data.validation.prompts", "null", "--model.scheduler", "null")]
@@ -165,59 +159,6 @@ def test_a_renamed_data_module_finds_its_rollouts_and_a_checkpoint_without_any_i
         fit(make_module(), make_data(groups_per_step=2), 2, ckpt_path=str(tmp_path / "without.ckpt"))
 
 
-HOLDER = """
-import sys, time
-from lit_async_rl.utils.folder_lock import FolderLock
-FolderLock(sys.argv[1], "x")
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_two_runs_in_one_folder_the_second_is_told_of_the_first(tmp_path, capsys, monkeypatch):
-    runs = tmp_path / "runs" / "quickstart" / "fixed"
-    runs.mkdir(parents=True)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(runs)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        where = ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs")]
-        said = said_by_main(capsys, monkeypatch, *where, "--trainer.logger.init_args.version", "fixed")
-        assert f"is in use by process {holder.pid} on " in said
-        with pytest.raises(OSError, match=f"process {holder.pid}"):
-            TapeWriter(runs)
-    finally:
-        holder.kill()
-        holder.wait()
-    lock = FolderLock(runs, "x")  # the kernel took it back
-    FolderLock(runs, "y").release()
-    lock.release()
-
-
-def test_parts_of_processes_that_are_gone_are_removed(tmp_path):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    mine = part_name(tmp_path / "last.ckpt")
-    stale = [Path(str(mine).replace(str(os.getpid()), str(gone.pid))), tmp_path / f".metrics.csv.{gone.pid}.part"]
-    others = [mine, tmp_path / f".last.ckpt.elsewhere-{gone.pid}.part", tmp_path / ".notes.part"]
-    for path in (*stale, *others):
-        path.touch()
-    remove_stale_parts(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted(others)
-
-
-def test_a_table_that_is_there_is_kept(tmp_path):
-    for step in (1, 2):
-        logger = CSVLog(tmp_path, version="fixed")
-        logger.log_metrics({f"m{step}": step}, step)
-        logger.save()
-    table = Path(logger.log_dir) / "metrics.csv"
-    assert table.read_text().splitlines() == ["m1,m2,step", "1,,1", ",2,2"]
-    set_aside(table)
-    table.touch()
-    set_aside(table)
-    assert {path.name for path in table.parent.iterdir()} == {"metrics.1.csv", "metrics.2.csv"}
-
-
 PROMPTS = {
     "surrogate": (r'{"prompt": "\ud800"}', "line 2 holds half of a character"),
     "surrogate in a key": (r'{"prompt": "1", "\udfff": 1}', "line 2 holds half of a character"),
@@ -234,66 +175,6 @@ def test_hostile_prompts_name_file_and_line(case, tmp_path):
         JsonlPrompts(str(tmp_path / "p.jsonl"), answer_field=None)
 
 
-@pytest.fixture
-def tape(tmp_path):
-    writer = TapeWriter(tmp_path / "tape")
-    for step in range(6):
-        writer.append(step, step, groups_of_step(step))
-        writer.flush()
-    writer.release()
-    return tmp_path / "tape"
-
-
-def test_a_missing_doubled_or_foreign_file_of_a_tape_is_noticed(tape, tmp_path, caplog):
-    files = sorted(tape.glob("*.arrow"))
-    content = {file: file.read_bytes() for file in files}
-    for file in (files[0], files[3], files[-1]):
-        file.unlink()
-        with pytest.raises(ValueError, match=f"{file.name} is missing"):
-            Tape(tape)
-        file.write_bytes(content[file])
-    lines = (tape / MANIFEST).read_text().splitlines(keepends=True)
-    (tape / MANIFEST).write_text("".join(lines[:-1]) + lines[-1][:20])  # killed while it was appended
-    assert [step.step for step in Tape(tape).steps()] == list(range(6))
-    (tape / MANIFEST).write_text("".join([*lines[:2], "{}\n"]))
-    with pytest.raises(ValueError, match=r"manifest.jsonl, line 3 is damaged"):
-        Tape(tape)
-    (tape / MANIFEST).unlink()
-    double = tape / files[2].name.replace("000000002-", "000000001-", 1)
-    double.write_bytes(content[files[2]])
-    with pytest.raises(ValueError, match="of which .* has some, too"):
-        Tape(tape)
-    files[1].unlink()
-    with pytest.raises(ValueError, match="holds steps|of which"):
-        list(Tape(tape).steps())
-
-
-def test_a_tape_whose_writer_was_killed_at_any_moment_of_a_resume_is_readable(tape, monkeypatch):
-    """Kills the second writer before each of its renames in turn; the third one repairs what is left."""
-    writer = TapeWriter(tape, 2)
-    for step in (2, 3, 4):
-        writer.append(step, step, groups_of_step(step))
-    writer.flush()  # one file with steps 2 to 4
-    writer.release()
-    for allowed in range(4):
-        left = [allowed]
-
-        def replace(self, target, left=left, rename=Path.rename):
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            return rename(self, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", replace)
-            try:
-                TapeWriter(tape, 4).release()
-            except KeyboardInterrupt:
-                assert [step.step for step in Tape(tape).steps()][:4] == [0, 1, 2, 3]
-    TapeWriter(tape, 4).release()
-    assert [step.step for step in Tape(tape).steps()] == [0, 1, 2, 3]
-
-
 def test_an_error_that_says_nothing_is_named_by_its_type():
     def reward(prompt, completion):
         return 0.0
@@ -306,3 +187,12 @@ def test_an_error_that_says_nothing_is_named_by_its_type():
     data = make_data(engine=Broken(), engine_restarts=0, reward=reward)
     with pytest.raises(ProducerError, match="rollout generation failed: KeyError: 0"):
         fit(make_module(), data, 1)
+
+
+def test_a_sample_of_the_battery(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code = "import runpy, sys; sys.argv[1:] = ['--files', '60', '--configs', '30', '--seed', '7']; "
+    code += "sys.path.insert(0, 'benchmarks'); runpy.run_path('benchmarks/hostile_files.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "90 in all, 0 wrong" in done.stdout
