@@ -15,7 +15,8 @@ BOMB = b"".join(b"%c: &%c [%s]\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n
 TEXTS = [
     b"data: {seed: \xff}", b"\xff\xfe\0\0", b"data: [", b"- 1", b"", b"\0", b"data: &a {seed: *a}", b"a: " + b"[" * 500,
     b"a: &a [x,x,x,x,x,x,x,x,x]\n" + BOMB,
-    b"data: {seed: 1, seed: 2}", b"data: {seed: !!python/object/apply:os.system [ls]}", b"<<: *nothing", b"data: 3", b"? [a]\n: 1",
+    b"data: {seed: 1, seed: 2}", b"data: {seed: !!python/object/apply:os.system [ls]}", b"<<: *nothing",
+    b"data: 3", b"? [a]\n: 1",
 ]  # fmt: skip
 
 

@@ -139,7 +139,9 @@ class Files:
         elif kind == "missing":
             file.unlink()
         elif kind == "copied":
-            shutil.copy(file, folder / file.name.replace("0000000", f"00000{chance.randrange(100):02d}", 1))
+            shutil.copy(
+                file, folder / ("copy-" + file.name if file.suffix != ".arrow" else file.name.replace("-0", "-1", 1))
+            )
         elif kind == "renamed":
             file.rename(folder / file.name.replace("0000000", "0000001", 1))
         elif kind == "damaged name":

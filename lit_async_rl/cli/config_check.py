@@ -1,4 +1,4 @@
-"""Checks of configurations that come before and after jsonargparse: files that can be read, classes that are classes."""
+"""Checks of configurations that come before and after jsonargparse: readable files, real classes."""
 
 from __future__ import annotations
 

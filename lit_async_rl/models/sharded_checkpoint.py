@@ -1,8 +1,8 @@
 """Sharded checkpoints: folders that are whole or not there, with a manifest of digests that is checked before loading.
 
 torch's distributed checkpoints write each rank's shards into a folder and know neither digests nor crashes. Here the
-folder is written beside its name, gets a manifest (size and XXH3 digest of each file), and takes the place of the old one
-by renaming.
+folder is written beside its name, gets a manifest (size and XXH3 digest of each file), and takes the place of the old
+one by renaming.
 """
 
 from __future__ import annotations

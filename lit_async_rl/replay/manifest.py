@@ -1,8 +1,8 @@
 """The manifest of a rollout tape: which files belong to it, and how many rows each has.
 
 `manifest.jsonl` has one line for each file, appended after the file was renamed into place. A crash in between leaves a
-file that follows the last one listed; readers count it in. A resume first renames what was undone to `*.undone` and then
-writes the manifest anew, so a listed file of which only the `*.undone` is there counts as undone.
+file that follows the last one listed; readers count it in. A resume first renames what was undone to `*.undone` and
+then writes the manifest anew, so a listed file of which only the `*.undone` is there counts as undone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from lit_async_rl.training.checkpoint_io import append, replacing
@@ -114,7 +115,7 @@ def _read_manifest(folder: Path) -> list[TapeFile] | None:
 
 
 def _check_order(files: Sequence[TapeFile]) -> None:
-    for before, after in zip(files, files[1:], strict=False):
+    for before, after in pairwise(files):
         if after.first <= before.last:
             raise ValueError(f"{after.path} holds steps {_steps(after)}, of which {before.path.name} has some, too")
 

@@ -18,8 +18,8 @@ from lit_async_rl.training.checkpoint_io import append, replacing, tolerate_full
 class CSVLog(CSVLogger):
     """Lightning's `CSVLogger`, with the same arguments and the same file.
 
-    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room. With
-    a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
+    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
+    With a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
     """
 
     @property
