@@ -61,7 +61,7 @@ def test_a_flipped_byte_anywhere_in_a_checkpoint_is_noticed(checkpoint, tmp_path
         with pytest.raises(ValueError, match=r"flipped.ckpt' is (damaged|no whole checkpoint)"):
             AtomicCheckpointIO().load_checkpoint(path)
         path.write_bytes(content[:place])
-        with pytest.raises(ValueError, match="no whole checkpoint"):
+        with pytest.raises(ValueError, match=r"no whole checkpoint|is damaged"):
             check_checkpoint(path)
 
 
