@@ -123,6 +123,7 @@ from .losses.aggregation import TokenMean as TokenMean
 from .models.lora import LoRA as LoRA
 from .models.packing import SharedPromptPacking as SharedPromptPacking
 from .models.sharding import FSDPStrategy as FSDPStrategy
+from .models.sharding import ModelParallelStrategy as ModelParallelStrategy
 from .models.sharding import Sharding as Sharding
 from .models.tokenizer import TextCodec as TextCodec
 from .prompts.curriculum import Curriculum as Curriculum

@@ -35,3 +35,12 @@ class NonFiniteError(RuntimeError):
 
 class EngineDown(RuntimeError):
     """The engine hangs or broke; another is to take its place, with weights from all ranks. No user meets it."""
+
+
+def describe(error: BaseException) -> str:
+    """What an exception says, with its type where its message alone would not be understood (`KeyError: 0`)."""
+    message = str(error).strip()
+    is_sentence = isinstance(error, (ValueError, OSError, RuntimeError)) and " " in message
+    if is_sentence and not isinstance(error, UnicodeError):
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

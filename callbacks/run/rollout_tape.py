@@ -85,6 +85,11 @@ class RolloutTape(pl.Callback):
         """Writes the rest."""
         self._flush()
 
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Lets others use the folder."""
+        if self._writer is not None:
+            self._writer.release()
+
     def _flush(self) -> None:
         if self._writer is not None:
             self._writer.flush()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.models.loading import check_vocabulary
+from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
 from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 
@@ -92,8 +95,28 @@ class WeightSync(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Goes on counting there."""
+        """Goes on counting there; finds the data module's state, which Lightning looks for under its class's name."""
         self._steps_before = checkpoint["steps_since_publication"]
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.state.fn == TrainerFn.FITTING and isinstance(data, RolloutDataModule):
+            restore_renamed(data, checkpoint)
+
+
+def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> None:
+    """Gives a data module its state where the class that saved it had another name.
+
+    Raises:
+        ValueError: the checkpoint has no such state, or several.
+    """
+    if type(data).__qualname__ in checkpoint or data.tape is not None:  # Lightning did it; a tape has no state
+        return
+    found = [name for name, value in checkpoint.items() if is_producer_state(value)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the checkpoint holds {len(found)} states of a RolloutDataModule, not one: its rollouts and the position "
+            "in data.prompts would be lost. " + START_ANEW
+        )
+    data.load_state_dict(checkpoint[found[0]])
 
 
 def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:

@@ -10,16 +10,15 @@ import logging
 import os
 import sys
 import warnings
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import set_parsing_settings
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -34,7 +33,6 @@ from lit_async_rl.callbacks import (
     ImportanceMonitor,
     Progress,
     RolloutMonitor,
-    RolloutTape,
     RunSummary,
     SampleLogger,
     SaveOnFailure,
@@ -44,27 +42,19 @@ from lit_async_rl.callbacks import (
     ThroughputMonitor,
     WeightSync,
 )
+from lit_async_rl.cli.config_check import check_class_paths, check_config_files
+from lit_async_rl.cli.error_report import Parser, one_line_errors
+from lit_async_rl.cli.run_folders import run_folders
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.errors import (
-    EngineError,
-    EnvironmentFailure,
-    NonFiniteError,
-    ProducerError,
-    RewardError,
-    StalledError,
-)
+from lit_async_rl.errors import describe
+from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.weights import stream_weights
-from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_writable
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_checkpoint
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.training.module import PolicyModule
 
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
-
-USER_ERRORS = (
-    *(ValueError, OSError, ModuleNotFoundError),
-    *(EngineError, NonFiniteError, ProducerError, RewardError, EnvironmentFailure, StalledError),
-)
 
 
 class AsyncRLCLI(LightningCLI):
@@ -83,6 +73,7 @@ class AsyncRLCLI(LightningCLI):
             run=False,
             auto_configure_optimizers=False,
             seed_everything_default=0,
+            parser_class=Parser,
             parser_kwargs={"parser_mode": "omegaconf", "allow_abbrev": False},
             save_config_kwargs={"overwrite": True},
             trainer_defaults={
@@ -95,6 +86,13 @@ class AsyncRLCLI(LightningCLI):
             },
         )
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Refuses what is no configuration, and classes that are none, before anything is called."""
+        check_config_files(sys.argv[1:] if args is None else args)
+        set_parsing_settings(import_path_denylist=[])  # those denied by default are errors now
+        super().parse_arguments(parser, args)
+        check_class_paths(self.config)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Shares values that two classes need, so that a configuration states each once."""
         parser.add_argument("--num_threads", type=int, default=1, help="torch threads of the trainer's thread")
@@ -105,7 +103,10 @@ class AsyncRLCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuses what would fail late; threads must be set before any parallel work."""
-        check_checkpoint(self.config["ckpt_path"])
+        if self.config["ckpt_path"] is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            check_checkpoint(self.config["ckpt_path"])
+        if (interval := self.config["trainer"]["val_check_interval"]) is not None and not interval:
+            raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
         if self.config["num_threads"] < 1:
             raise ValueError(f"num_threads must be >= 1, got {self.config['num_threads']}")
         torch.set_num_threads(self.config["num_threads"])
@@ -117,7 +118,12 @@ class AsyncRLCLI(LightningCLI):
         unwanted = tuple(kind for kinds in off for kind in kinds)
         defaults = self.trainer_defaults["callbacks"]
         self.trainer_defaults["callbacks"] = [c for c in defaults if not isinstance(c, unwanted)]
-        trainer = super().instantiate_trainer(**kwargs)
+        chosen = {name: self.config_init["trainer"][name] for name in ("accelerator", "devices", "precision")}
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            settings = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+            raise ValueError(f"trainer ({settings}): {describe(error)}") from error
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
@@ -127,22 +133,24 @@ class AsyncRLCLI(LightningCLI):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
-    with _user_errors():
+    run: list[AsyncRLCLI] = []
+    with command(lambda: run[0].trainer.log_dir if run else None):
         cli = AsyncRLCLI(args)
+        run.append(cli)
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
-        check_folders(trainer)
         ckpt_path = cli.config["ckpt_path"]
-        if data.validation.prompts is not None:
-            trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
-        trainer.fit(model, data, ckpt_path=ckpt_path)
-        if data.validation.prompts is not None and not trainer.interrupted:
-            trainer.validate(model, data, verbose=False)
+        with run_folders(trainer, is_resumed=ckpt_path is not None):
+            if data.validation.prompts is not None:
+                trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
+            trainer.fit(model, data, ckpt_path=ckpt_path)
+            if data.validation.prompts is not None and not trainer.interrupted:
+                trainer.validate(model, data, verbose=False)
         cli.summary.print(trainer)
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:
     """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
-    with _user_errors():
+    with command():
         cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
         if cli.datamodule.validation.prompts is None:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
@@ -160,7 +168,7 @@ def evaluate(args: Sequence[str] | None = None) -> None:
 
 def export(args: Sequence[str] | None = None) -> None:
     """Writes a checkpoint as a Hugging Face folder."""
-    with _user_errors():
+    with command():
         cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
         if cli.config["ckpt_path"] is None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
@@ -177,48 +185,12 @@ def export(args: Sequence[str] | None = None) -> None:
         print(f"version {cli.model.version} written to {cli.config['out']}")
 
 
-def check_folders(trainer: Trainer) -> None:
-    """Refuses folders that cannot be written to, before anything is computed.
-
-    Raises:
-        OSError: names the setting and the folder.
-    """
-    folders: dict[str, str | Path | None] = {"trainer.logger's folder": trainer.log_dir}  # a collective
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelCheckpoint):
-            folders["ModelCheckpoint.dirpath"] = callback.dirpath
-        if isinstance(callback, RolloutTape):
-            folders["RolloutTape.folder"] = callback.folder
-    for name, folder in folders.items():
-        if folder is not None and trainer.is_global_zero:
-            check_writable(Path(folder), name)
-
-
-def check_checkpoint(path: str | None) -> None:
-    """Refuses a missing or truncated file before anything is loaded; folders are sharded checkpoints.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        ValueError: the file is not whole.
-    """
-    if path is None or Path(path).is_dir():
-        return
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"ckpt_path={path!r}: there is no such checkpoint")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"ckpt_path={path!r} is no whole checkpoint: it was cut off, or is something else")
-
-
 @contextmanager
-def _user_errors() -> Iterator[None]:
-    """A user's mistake ends in its message, without a traceback; with one if LIT_ASYNC_RL_TRACEBACK is set."""
+def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Around a command: errors in one line, no notices about internals, and nothing that is loaded is executed."""
     quiet()
-    try:
+    with one_line_errors(folder), nothing_executed():
         yield
-    except USER_ERRORS as error:
-        if os.environ.get("LIT_ASYNC_RL_TRACEBACK"):
-            raise
-        sys.exit(f"{type(error).__name__}: {error}")
 
 
 def quiet() -> None:

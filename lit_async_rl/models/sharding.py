@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.sharded_checkpoint import WholeFolders
 from lit_async_rl.models.weights import is_wrapped
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -103,8 +104,25 @@ def is_transformer_block(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer)
 
 
-class FSDPStrategy(strategies.FSDPStrategy):
-    """Lightning's `fsdp` (FSDP1), which also runs without an accelerator, to try it: torch wants the CPU by name."""
+class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
+    """Lightning's (FSDP2 and tensor parallelism), whose checkpoint folders are whole and checked."""
+
+    @property
+    def writes_folders(self) -> bool:
+        """Whether checkpoints are sharded."""
+        return self._save_distributed_checkpoint
+
+
+class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
+    """Lightning's `fsdp` (FSDP1), whose checkpoint folders are whole and checked.
+
+    It also runs without an accelerator, to try it: torch wants the CPU by name.
+    """
+
+    @property
+    def writes_folders(self) -> bool:
+        """Whether checkpoints are sharded."""
+        return self._state_dict_type == "sharded"
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

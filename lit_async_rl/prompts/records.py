@@ -36,6 +36,12 @@ def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
             continue
         try:
             record = json.loads(line)
+            if b"\\u" in line:
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{file}, line {number} holds half of a character (a lone surrogate, \\ud800)") from None
+        except RecursionError:
+            raise ValueError(f"{file}, line {number} is nested too deeply") from None
         except ValueError as error:  # no JSON, or no UTF-8
             raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
         if not isinstance(record, dict):
@@ -57,7 +63,7 @@ def parquet_records(path: str) -> Records:
     file = _existing_file(path)
     try:
         return _Rows(pyarrow.parquet.read_table(file, memory_map=True))
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"path={path!r} is no Parquet file: {error}") from error
 
 

@@ -2,7 +2,7 @@
 
 A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row for each rollout, see `tape_rows`), each
 written beside its name and renamed. The checksum in the name, 16 hexadecimal digits of the content's SHA-256, is
-compared before a file is read.
+compared before a file is read, and `manifest.jsonl` lists the files that belong to the tape (see `replay.manifest`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import errno
 import hashlib
 import itertools
 import logging
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from lit_async_rl.errors import describe
+from lit_async_rl.replay.manifest import TapeFile, add_to_manifest, tape_files, write_manifest
 from lit_async_rl.replay.tape_rows import SCHEMA, from_rows, to_row
-from lit_async_rl.training.checkpoint_io import check_writable, is_disk_full, replacing
+from lit_async_rl.training.checkpoint_io import check_writable, is_disk_full, replacing, tolerate_full_disk
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.folder_lock import FolderLock, remove_stale_parts
 
 log = logging.getLogger(__name__)
-NAME = re.compile(r"steps-(\d+)-(\d+)-([0-9a-f]{16})\.arrow")
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,34 @@ class TapeWriter:
         self.folder = Path(folder)
         check_writable(self.folder, "the tape's folder")
         self._rows: list[dict[str, Any]] = list(waiting)
-        for file in _files(self.folder):
-            if file.last >= first_step:
-                if file.first < first_step:
-                    self._keep_before(first_step, file)
-                file.path.replace(file.path.with_suffix(".undone"))
+        self._lock = FolderLock(self.folder, "the tape's folder")
+        try:
+            remove_stale_parts(self.folder)
+            self._undo(first_step)
+        except BaseException:
+            self._lock.release()
+            raise
 
-    def _keep_before(self, first_step: int, undone: _File) -> None:
+    def _undo(self, first_step: int) -> None:
+        """Sets aside what the tape holds of `first_step` and later ones; the new manifest makes it so."""
+        files = tape_files(self.folder)
+        undone = [file for file in files if file.last >= first_step]
+        files = [file for file in files if file.last < first_step]
+        for file in undone:
+            if file.first < first_step:
+                files += self._keep_before(first_step, file, files)
+            file.path.replace(file.path.with_suffix(".undone"))
+        if undone:
+            log.warning("tape %s: %d files of step %d and later were set aside", self.folder, len(undone), first_step)
+        with tolerate_full_disk(f"the manifest of tape {self.folder}"):
+            write_manifest(self.folder, files)
+
+    def _keep_before(self, first_step: int, undone: TapeFile, whole: Sequence[TapeFile]) -> list[TapeFile]:
         """Writes a file's steps before `first_step` to one of their own."""
-        whole = {n for f in _files(self.folder) if f.last < first_step for n in range(f.first, f.last + 1)}
-        known = whole | {row["step"] for row in self._rows}
+        known = {n for file in whole for n in range(file.first, file.last + 1)} | {row["step"] for row in self._rows}
         rows = _read(undone, None).to_pylist()
         self._rows = [row for row in rows if row["step"] < first_step and row["step"] not in known] + self._rows
-        self.flush()
+        return self._write()
 
     @property
     def waiting(self) -> list[dict[str, Any]]:
@@ -89,6 +105,16 @@ class TapeWriter:
         Raises:
             OSError: it is still full after `timeout_s`.
         """
+        try:
+            self._wait_for_room(timeout_s)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Lets others use the folder. Safe to call twice."""
+        self._lock.release()
+
+    def _wait_for_room(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._rows:
@@ -101,22 +127,30 @@ class TapeWriter:
 
     def flush(self) -> None:
         """Writes what was appended, as one file."""
+        for file in self._write():
+            with tolerate_full_disk(f"the manifest of tape {self.folder}"):
+                add_to_manifest(self.folder, file)
+
+    def _write(self) -> list[TapeFile]:
+        """The file that now holds what was appended; none where nothing was, or the disk is full."""
         if not self._rows:
-            return
+            return []
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
             writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
         data = sink.getvalue().to_pybytes()
         first, last = self._rows[0]["step"], self._rows[-1]["step"]
+        path = self.folder / f"steps-{first:09d}-{last:09d}-{_checksum(data)}.arrow"
         try:
-            with replacing(self.folder / f"steps-{first:09d}-{last:09d}-{_checksum(data)}.arrow") as file:
+            with replacing(path) as file:
                 file.write(data)
         except OSError as error:
             if not is_disk_full(error):
                 raise
             log.warning("tape %s: the disk is full; steps %d to %d wait in memory", self.folder, first, last)
-            return
-        self._rows = []
+            return []
+        rows, self._rows = len(self._rows), []
+        return [TapeFile(path, first, last, _checksum(data), rows)]
 
 
 class Tape:
@@ -127,11 +161,12 @@ class Tape:
 
     Raises:
         FileNotFoundError: there is no tape.
+        ValueError: files are missing, or hold the same steps.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._files = _files(self.folder)
+        self._files = tape_files(self.folder)
         if not self._files:
             raise FileNotFoundError(f"{self.folder} holds no tape (no file steps-*.arrow)")
 
@@ -157,39 +192,45 @@ class Tape:
         for file in self._files:
             if file.last < first_step:
                 continue
-            rows = _read(file, None).to_pylist()
-            for step, of_step in itertools.groupby(rows, lambda row: row["step"]):
-                if step < first_step:
-                    continue
-                grouped = [list(rows) for _, rows in itertools.groupby(of_step, lambda row: row["group"])]
-                yield TapeStep(step, grouped[0][0]["policy_version"], tuple(from_rows(rows) for rows in grouped))
+            yield from (step for step in _steps_of(file) if step.step >= first_step)
 
 
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    first: int
-    last: int
-    checksum: str
-
-
-def _files(folder: Path) -> list[_File]:
-    names = [(path, NAME.fullmatch(path.name)) for path in sorted(folder.glob("steps-*.arrow"))]
-    return [_File(path, int(match[1]), int(match[2]), match[3]) for path, match in names if match]
+def _steps_of(file: TapeFile) -> list[TapeStep]:
+    rows = _read(file, None).to_pylist()
+    if len({(row["step"], row["group"], row["sample"]) for row in rows}) < len(rows):
+        raise ValueError(f"{file.path} holds a rollout twice")
+    if any(not file.first <= row["step"] <= file.last for row in rows):
+        raise ValueError(f"{file.path} holds other steps than {file.first} to {file.last}")
+    steps = []
+    try:
+        for step, of_step in itertools.groupby(rows, lambda row: row["step"]):
+            grouped = [list(rows) for _, rows in itertools.groupby(of_step, lambda row: row["group"])]
+            steps.append(TapeStep(step, grouped[0][0]["policy_version"], tuple(from_rows(rows) for rows in grouped)))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file.path} holds what is no rollout: {describe(error)}") from error
+    return steps
 
 
 def _checksum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _read(file: _File, columns: Sequence[str] | None) -> pa.Table:
+def _read(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     data = file.path.read_bytes()
     if _checksum(data) != file.checksum:
         raise ValueError(
             f"{file.path} was damaged: its {len(data)} bytes do not have the checksum in its name. Restore it "
             f"from a copy, or move it away to go on without steps {file.first} to {file.last}"
         )
-    table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    try:
+        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file.path} is no file of a tape: {error}") from error
+    if missing := {"step", "group", "sample", "policy_version"} - set(table.column_names):
+        raise ValueError(f"{file.path} is no file of a tape: it has no column {min(missing)}")
+    if file.rows is not None and table.num_rows != file.rows:
+        raise ValueError(f"{file.path} holds {table.num_rows} rows, and the manifest says {file.rows}")
     return table if columns is None else table.select(list(columns))
 
 

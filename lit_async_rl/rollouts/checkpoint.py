@@ -76,6 +76,11 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     return (partials, random_state) if listener.engine_error is None else ([], None)
 
 
+def is_producer_state(value: Any) -> bool:
+    """Whether a value of a checkpoint is what `save_producer` returned, in whatever format."""
+    return isinstance(value, Mapping) and {"format", "settings", "admission", "groups", "position"} <= value.keys()
+
+
 def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     """Goes on where `save_producer` was called; before `producer.start`, with an engine that has weights.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.engines.request_ledger import RequestLedger
-from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError
+from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError, describe
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 
@@ -86,7 +86,7 @@ class EngineListener:
             ProducerError: something did, other than the engine.
         """
         if self.error is not None:
-            raise ProducerError(f"rollout generation failed: {self.error}") from self.error
+            raise ProducerError(f"rollout generation failed: {describe(self.error)}") from self.error
 
     def check_engine(self) -> None:
         """Raises what the engine died of.
@@ -99,7 +99,7 @@ class EngineListener:
         if isinstance(error, StalledError):
             raise error
         if error is not None:
-            raise ProducerError(f"rollout generation failed: {error}") from error
+            raise ProducerError(f"rollout generation failed: {describe(error)}") from error
         if not self._thread.is_alive():
             raise ProducerError("the producer thread is not running: it was stopped, or never started")
 

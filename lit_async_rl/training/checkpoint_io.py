@@ -8,11 +8,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
+
+from lit_async_rl.models.sharded_checkpoint import check_folder
+from lit_async_rl.utils.digest import DigestWriter, check_file
+from lit_async_rl.utils.folder_lock import part_name, remove_stale_parts
 
 log = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,8 +42,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale_parts(target.parent)
             with replacing(target) as file:
-                torch.save(checkpoint, file)
+                writer = DigestWriter(file)
+                torch.save(checkpoint, cast("BinaryIO", writer))  # it writes, and nothing else
+                writer.finish_archive()
         except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
             if not is_disk_full(error):
                 raise
@@ -48,10 +55,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         self._disk_is_full = False
 
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint after its digest was checked; nothing in it is executed, whatever `weights_only` says."""
+        check_checkpoint(path)
+        return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only=True)
+
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, unless the one that takes its place could not be written."""
         if not self._disk_is_full:
             super().remove_checkpoint(path)
+
+
+def check_checkpoint(path: str | Path) -> None:
+    """Refuses a checkpoint that is missing, damaged, foreign, or that would execute something when it is loaded.
+
+    Addresses such as `s3://` are not checked.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: says what is wrong with it.
+    """
+    if "://" in str(path):
+        return
+    where = f"ckpt_path={str(path)!r}"
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{where}: there is no such checkpoint")
+    check = check_folder if Path(path).is_dir() else check_file
+    check(Path(path), where)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -67,7 +97,7 @@ def is_disk_full(error: BaseException) -> bool:
 @contextmanager
 def replacing(target: Path) -> Iterator[BinaryIO]:
     """A file beside `target` that takes its place when all is on the disk; after an error nothing is left of it."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = part_name(target)
     try:
         with part.open("wb") as file:
             yield file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ class CSVLog(CSVLogger):
     """Lightning's `CSVLogger`, with the same arguments and the same file.
 
     When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
+    With a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
     """
 
     @property
@@ -31,6 +33,17 @@ class CSVLog(CSVLogger):
 
 
 class _Writer(ExperimentWriter):
+    def _check_log_dir_exists(self) -> None:
+        """Goes on with the table that is there, where Lightning would delete it."""
+        path = Path(self.metrics_file_path)
+        if "://" in self.log_dir or not path.is_file():
+            return
+        with path.open(newline="") as file:
+            self.metrics_keys = next(csv.reader(file), [])
+        with path.open("rb+") as table:
+            if table.seek(0, os.SEEK_END) and (table.seek(-1, os.SEEK_END), table.read())[1] != b"\n":
+                table.write(b"\n")  # the last row was cut off by a crash
+
     def save(self) -> None:
         """Appends the rows that wait; all or none of them."""
         if "://" in self.log_dir:

@@ -1,4 +1,4 @@
-"""A rank that lives and hangs ends the run: `StalledError` on all ranks, within `data.limits.rollout_timeout_s` + 10 s."""
+"""A training process that lives and hangs ends the run within the limit, with its rank, its phase and the setting."""
 
 import dataclasses
 import math

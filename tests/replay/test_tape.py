@@ -64,7 +64,7 @@ def test_a_resumed_replay_goes_on_at_its_step(recorded, tmp_path):
 
 def test_a_damaged_tape_ends_in_a_clear_message(recorded, tmp_path):
     folder, *_ = recorded
-    file = sorted(folder.iterdir())[2]
+    file = sorted(folder.glob("*.arrow"))[2]
     data = bytearray(file.read_bytes())
     for damaged in (data[:-7], data[:1000] + bytes([data[1000] ^ 1]) + data[1001:]):
         (tmp_path / file.name).write_bytes(damaged)

@@ -1,0 +1,111 @@
+"""Checks of configurations that come before and after jsonargparse: readable files, real classes."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+
+MOST_BYTES, MOST_NODES, MOST_LEVELS = 10_000_000, 1_000_000, 100
+
+
+def check_config_files(args: Sequence[str]) -> None:
+    """Refuses configurations that are no YAML, or that would grow beyond bounds when they are read.
+
+    Args:
+        args: of the command line; missing files are left to the parser.
+
+    Raises:
+        ValueError: names the file.
+    """
+    for file in _config_files(args):
+        if file.is_file():
+            _check_yaml(file)
+
+
+def _config_files(args: Sequence[str]) -> Iterator[Path]:
+    for number, argument in enumerate(args):
+        if argument in ("--config", "-c") and number + 1 < len(args):
+            yield Path(args[number + 1]).expanduser()
+        elif argument.startswith("--config="):
+            yield Path(argument.removeprefix("--config=")).expanduser()
+
+
+def _check_yaml(file: Path) -> None:
+    if file.stat().st_size > MOST_BYTES:
+        raise ValueError(f"config={str(file)!r} is no configuration: it has more than {MOST_BYTES:,} bytes")
+    try:
+        text = file.read_bytes().decode()
+        is_mapping = _measure(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config={str(file)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"config={str(file)!r}{line} is no YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"config={str(file)!r} is no YAML: {error}") from None
+    if not is_mapping:
+        raise ValueError(f"config={str(file)!r} holds no settings (`name: value`)")
+
+
+def _measure(text: str) -> bool:
+    """Whether a document is a mapping. Counts its nodes with every alias written out, without writing any.
+
+    Raises:
+        ValueError: too many nodes or levels.
+    """
+    sizes: dict[str, int] = {}  # of what has an anchor
+    is_mapping = None
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes inside so far
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        size = 0
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            is_mapping = isinstance(event, yaml.MappingStartEvent) if is_mapping is None else is_mapping
+            open_nodes.append((event.anchor, 1))
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            anchor, size = open_nodes.pop()
+            sizes |= {} if anchor is None else {anchor: size}
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in open_nodes):
+                raise ValueError(f"*{event.anchor} stands within &{event.anchor}")
+            size = sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+            sizes |= {} if event.anchor is None else {event.anchor: 1}
+        if size and open_nodes:
+            anchor, inside = open_nodes.pop()
+            open_nodes.append((anchor, inside + size))
+        if len(open_nodes) > MOST_LEVELS or (open_nodes and open_nodes[-1][1] > MOST_NODES):
+            raise ValueError(f"more than {MOST_LEVELS} levels, or {MOST_NODES:,} values with its aliases written out")
+    return bool(is_mapping)
+
+
+def check_class_paths(config: Any, setting: str = "") -> None:
+    """Refuses a `class_path` that is no class, before anything is called.
+
+    jsonargparse checks subclasses; where a type is a callable (`model.scheduler`, `data.reward`) it would take any
+    function for a class and call it with `init_args`.
+
+    Args:
+        config: as parsed.
+        setting: its full name.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if isinstance(config, Namespace):
+        config = vars(config)
+    if isinstance(config, Mapping):
+        path = config.get("class_path")
+        if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
+            raise ValueError(f"{setting}.class_path must be a class, got {path}, which is none; nothing was called")
+        for name, value in config.items():
+            check_class_paths(value, f"{setting}.{name}" if setting else str(name))
+    elif isinstance(config, (list, tuple)):
+        for number, value in enumerate(config):
+            check_class_paths(value, f"{setting}.{number}")

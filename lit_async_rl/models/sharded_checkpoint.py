@@ -1,0 +1,186 @@
+"""Sharded checkpoints: folders that are whole or not there, with a manifest of digests that is checked before loading.
+
+torch's distributed checkpoints write each rank's shards into a folder and know neither digests nor crashes. Here the
+folder is written beside its name, gets a manifest (size and XXH3 digest of each file), and takes the place of the old
+one by renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed import all_gather_object, get_rank, get_world_size
+from torch.distributed.checkpoint import filesystem, metadata
+
+from lit_async_rl.utils.digest import CHUNK, check_content, read_safely
+from lit_async_rl.utils.folder_lock import part_name
+
+MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
+
+
+class WholeFolders:
+    """Mixin for Lightning's FSDP strategies: their sharded checkpoints are whole, checked, and execute nothing."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a folder beside its name and renames it; single files are left to the `CheckpointIO`."""
+        strategy: Any = self
+        if not strategy.writes_folders or "://" in str(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        path = Path(strategy.broadcast(filepath))
+        part = Path(strategy.broadcast(str(part_name(path))))
+        if strategy.is_global_zero:
+            shutil.rmtree(part, ignore_errors=True)
+        strategy.barrier("sharded checkpoint: begin")
+        super().save_checkpoint(checkpoint, part, storage_options)  # type: ignore[misc]
+        strategy.barrier("sharded checkpoint: written")
+        write_manifest(part)
+        if strategy.is_global_zero:
+            _take_place(part, path)
+        strategy.barrier("sharded checkpoint: renamed")
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Checks a folder on one rank, and loads it without executing anything.
+
+        Raises:
+            ValueError: it is damaged; on all ranks.
+        """
+        strategy: Any = self
+        path = Path(strategy.broadcast(checkpoint_path))
+        problem = None
+        if strategy.is_global_zero and path.is_dir():
+            try:
+                check_folder(path, f"ckpt_path={str(path)!r}")
+            except ValueError as error:
+                problem = str(error)
+        if (problem := strategy.broadcast(problem)) is not None:
+            raise ValueError(problem)
+        with nothing_executed():
+            return super().load_checkpoint(path, weights_only=True)  # type: ignore[misc]
+
+
+@contextmanager
+def nothing_executed() -> Iterator[None]:
+    """Has torch refuse pickles wherever it would execute them (its distributed checkpoints ask for that)."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _take_place(part: Path, path: Path) -> None:
+    """Renames; a crash in between leaves the old folder under its name, or both beside it."""
+    old = part.with_suffix(".old.part")
+    if path.is_dir():
+        path.rename(old)
+    elif path.exists():
+        path.unlink()
+    part.rename(path)
+    handle = os.open(path.parent, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        os.fsync(handle)
+    os.close(handle)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_manifest(folder: Path) -> None:
+    """Adds the manifest to a folder that all ranks have written; each rank reads back what it wrote. A collective."""
+    rank, ranks = get_rank(), get_world_size()
+    own = [file for file in sorted(folder.iterdir()) if _writer(file, ranks) == rank]
+    digests: list[Any] = [None] * ranks
+    all_gather_object(digests, {file.name: [file.stat().st_size, _digest(file)] for file in own})
+    if rank == 0:
+        everything = {name: entry for part in digests for name, entry in part.items()}
+        with (folder / MANIFEST).open("w") as file:
+            json.dump({"format": 1, "files": everything}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _writer(file: Path, ranks: int) -> int:
+    """The rank that wrote a file, `__<rank>_<number>.distcp`; 0 for all others."""
+    number = file.name.split("_")[2] if file.name.startswith("__") else ""
+    return int(number) % ranks if number.isdigit() else 0
+
+
+def check_folder(folder: Path, where: str) -> None:
+    """Refuses a sharded checkpoint that is damaged, or that would execute something.
+
+    Raises:
+        ValueError: names the folder and what is wrong with it.
+    """
+    if not (folder / "meta.pt").is_file() or not (folder / ".metadata").is_file():
+        raise ValueError(f"{where} is no sharded checkpoint: a folder of one has the files .metadata and meta.pt")
+    if (folder / MANIFEST).is_file():
+        _check_manifest(folder, where)
+    else:
+        log.warning("%s has no %s (saved elsewhere, or by an earlier version): damage goes unnoticed", where, MANIFEST)
+    try:
+        _MetadataReader(io.BytesIO((folder / ".metadata").read_bytes())).load()
+    except Exception as error:
+        raise ValueError(f"{where} is damaged: .metadata cannot be read: {error}") from None
+    check_content(read_safely(folder / "meta.pt", where), where, ("version", "updated", "random_state"))
+
+
+def _check_manifest(folder: Path, where: str) -> None:
+    try:
+        files = dict(json.loads((folder / MANIFEST).read_text())["files"])
+        expected = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{where} is damaged: {MANIFEST} cannot be read") from None
+    for name, (size, digest) in expected.items():
+        file = folder / name
+        if Path(name).name != name or not file.is_file():
+            raise ValueError(f"{where} is damaged: its file {name} is missing")
+        if file.stat().st_size != size or _digest(file) != digest:
+            raise ValueError(f"{where} is damaged: its file {name} does not have the digest of {MANIFEST}")
+    if more := {file.name for file in folder.iterdir()} - expected.keys() - {MANIFEST}:
+        raise ValueError(f"{where} is damaged: {MANIFEST} does not know its file {min(more)}")
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Reads `.metadata`, which torch pickles: only its own classes, by their exact names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module == "torch.distributed.checkpoint.metadata" and inspect.isclass(found := vars(metadata).get(name)):
+            return found
+        others = {
+            ("torch", "Size"): torch.Size,
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+            ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+            ("collections", "OrderedDict"): OrderedDict,
+        }
+        if (module, name) not in others:
+            raise pickle.UnpicklingError(f"it holds code, which is never executed: {module}.{name}")
+        return others[module, name]

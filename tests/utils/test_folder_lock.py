@@ -1,0 +1,70 @@
+"""One run in one folder: a lock, what killed runs left, and tables that are kept."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_async_rl.cli.app import main
+from lit_async_rl.cli.run_folders import set_aside
+from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.utils.folder_lock import FolderLock, part_name, remove_stale_parts
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import sys, time
+from lit_async_rl.utils.folder_lock import FolderLock
+FolderLock(sys.argv[1], "x")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_runs_in_one_folder_the_second_is_told_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    runs = tmp_path / "runs" / "quickstart" / "fixed"
+    runs.mkdir(parents=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(runs)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        where = ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs")]
+        where += ["--trainer.logger.init_args.version", "fixed", "--data.validation.prompts", "null"]
+        with pytest.raises(SystemExit) as error:
+            main(["--config", "configs/quickstart.yaml", *where])
+        assert f"is in use by process {holder.pid} on " in error.value.code
+        with pytest.raises(OSError, match=f"process {holder.pid}"):
+            TapeWriter(runs)
+    finally:
+        holder.kill()
+        holder.wait()
+    lock = FolderLock(runs, "x")  # the kernel took it back
+    FolderLock(runs, "y").release()
+    lock.release()
+
+
+def test_parts_of_processes_that_are_gone_are_removed(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    mine = part_name(tmp_path / "last.ckpt")
+    stale = [Path(str(mine).replace(str(os.getpid()), str(gone.pid))), tmp_path / f".metrics.csv.{gone.pid}.part"]
+    others = [mine, tmp_path / f".last.ckpt.elsewhere-{gone.pid}.part", tmp_path / ".notes.part"]
+    for path in (*stale, *others):
+        path.touch()
+    remove_stale_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_a_table_that_is_there_is_kept(tmp_path):
+    for step in (1, 2):
+        logger = CSVLog(tmp_path, version="fixed")
+        logger.log_metrics({f"m{step}": step}, step)
+        logger.save()
+    table = Path(logger.log_dir) / "metrics.csv"
+    assert table.read_text().splitlines() == ["m1,m2,step", "1,,1", ",2,2"]
+    set_aside(table)
+    table.touch()
+    set_aside(table)
+    assert {path.name for path in table.parent.iterdir()} == {"metrics.1.csv", "metrics.2.csv"}
