@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -47,7 +48,8 @@ class BottleneckVerdict(pl.Callback):
     """Prints `lit_async_rl.scheduling.bottleneck`'s verdict every `every_n_steps` steps and, on the whole run, at the end.
 
     Logs, with each, `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`, `perf/scoring_share` and
-    `perf/share_to_win`. Validation is left out of the window. Changes nothing.
+    `perf/share_to_win`. Validation is left out of the window. A replay of a tape has one side only, and gets no
+    verdict. Changes nothing.
 
     Args:
         every_n_steps: optimizer steps of a window.
@@ -56,7 +58,7 @@ class BottleneckVerdict(pl.Callback):
         verdict: the last one.
 
     Raises:
-        ValueError: `every_n_steps` is not positive.
+        ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -71,14 +73,15 @@ class BottleneckVerdict(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Steps are counted from here."""
+        rollout_data(trainer, "BottleneckVerdict")
         self._left_out, self._step, self._run = NOTHING, trainer.global_step, None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The clock starts when the first step's rollouts are there: that wait no setting can take away."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if self._run is None and isinstance(data, RolloutDataModule) and data.stats() is not None:  # has the producer
+        data = rollout_data(trainer, "BottleneckVerdict")
+        if self._run is None and data.tape is None and data.stats() is not None:  # this rank has the producer
             began = self._totals(trainer)
             self._run, self._window = _Load(began), _Load(began)
 

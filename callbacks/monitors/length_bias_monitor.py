@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.types import RolloutBatch
 
@@ -59,8 +59,7 @@ class LengthBiasMonitor(StepMonitor):
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         """The window's values."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        stats = rollout_data(trainer, "LengthBiasMonitor").stats()
         if stats is None:
             return {}
         self._totals.append(stats.fates)

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rollouts.evaluation import (
@@ -21,7 +21,6 @@ from lit_async_rl.rollouts.evaluation import (
     Question,
     make_questions,
 )
-from lit_async_rl.training.module import PolicyModule
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Evaluation(pl.Callback):
             the first step. One that is due while another runs begins when that has ended.
         num_samples: completions of each prompt, n.
         ks: k of each pass@k; None is 1 and `num_samples`.
-        sampling: how they are sampled; None is `data.validation.sampling`.
+        sampling: how they are sampled; None is `data.val_sampling`.
         max_concurrent: most samples in the engine at a time.
         max_block_s: longest that the trainer waits for one evaluation.
         timeout_s: an evaluation that has not ended by then is given up, with a line in the log.
@@ -96,12 +95,17 @@ class Evaluation(pl.Callback):
         self._next_id = FIRST_ID
         self._blocked_s = 0.0
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """A new run evaluates at its first step; a resumed one when `load_state_dict`, which comes next, says."""
+        if stage == "fit":
+            self._run, self._next_step = None, 0
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reads the prompts, on rank 0."""
-        data = _data(trainer)
+        data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
             raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")
-        if (self.sampling or data.validation.sampling).temperature == 0 and self.num_samples > 1:
+        if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
             raise ValueError(f"Evaluation.num_samples={self.num_samples} at temperature 0 are copies of one completion")
         if trainer.is_global_zero and not self._questions:
             self._questions = make_questions(self.datasets, data.codec)
@@ -112,15 +116,14 @@ class Evaluation(pl.Callback):
         """Begins an evaluation if one is due."""
         if not self._questions or self._run is not None or trainer.global_step < self._next_step:
             return
-        assert isinstance(pl_module, PolicyModule)
         self._began_step, self._blocked_s = trainer.global_step, 0.0
         self._next_step = trainer.global_step + self.every_n_steps
-        data = _data(trainer)
+        data = rollout_data(trainer, "Evaluation")
         plan = EvaluationPlan(
             questions=self._questions,
             num_samples=self.num_samples,
-            sampling=self.sampling or data.validation.sampling,
-            version=pl_module.version,
+            sampling=self.sampling or data.val_sampling,
+            version=policy_module(pl_module, "Evaluation").version,
             max_concurrent=self.max_concurrent,
             first_id=self._next_id,
         )
@@ -174,7 +177,7 @@ class Evaluation(pl.Callback):
 
     def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
         assert self._run is not None
-        result = self._run.result(_data(trainer).success_reward, self.ks)
+        result = self._run.result(rollout_data(trainer, "Evaluation").success_reward, self.ks)
         self._run = None
         self.results.append(result)
         metrics = {f"eval/{name}": value for name, value in result.metrics.items()}
@@ -192,9 +195,3 @@ class Evaluation(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on there."""
         self._next_step = state_dict["next_step"]
-
-
-def _data(trainer: pl.Trainer) -> RolloutDataModule:
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(data, RolloutDataModule), f"Evaluation needs a RolloutDataModule, not {type(data).__name__}"
-    return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import lightning.pytorch as pl
@@ -24,6 +25,7 @@ class RunSummary(pl.Callback):
         self.wall_s = 0.0
         self.num_steps = 0
         self._began = 0.0
+        self._is_replay = False
         self._folder: str | None = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -42,6 +44,7 @@ class RunSummary(pl.Callback):
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
 
     def table(self, trainer: pl.Trainer) -> Table:
         """What happened, in a few lines."""
@@ -53,8 +56,13 @@ class RunSummary(pl.Callback):
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(monitor, StalenessMonitor) and self.num_steps:
                 mean, most = float(monitor.run_mean.compute()), float(monitor.run_max.compute())
+                if math.isnan(mean):  # no token was trained on
+                    continue
                 table.add_row("staleness mean, max", f"{mean:.2f}, {most:.0f} versions")
-        if self.stats is not None:
+        if self.stats is not None and self._is_replay:
+            table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time, for the tape")
+            table.add_row("tokens replayed", f"{self.stats.num_tokens:,}")
+        elif self.stats is not None:
             table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time")
             table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")

@@ -30,6 +30,10 @@ class SaveOnSigterm(Checkpoint):
     def __init__(self) -> None:
         self.path: str | None = None
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What an earlier run saved does not count."""
+        self.path = None
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

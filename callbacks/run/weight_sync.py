@@ -7,8 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.callbacks.parts import policy_module, rollout_data
 
 
 class WeightSync(pl.Callback):
@@ -25,7 +24,7 @@ class WeightSync(pl.Callback):
         total_s: seconds spent publishing since training began.
 
     Raises:
-        ValueError: `weight_sync_steps` is not positive.
+        ValueError: `weight_sync_steps` is not positive; when training starts, module or data module is another.
     """
 
     def __init__(self, weight_sync_steps: int = 1) -> None:
@@ -38,7 +37,7 @@ class WeightSync(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
-        module, data = _parts(trainer, pl_module)
+        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         data.publish(module.version, module.stream_weights())
         data.start(module.version, module.stream_weights)
@@ -57,7 +56,7 @@ class WeightSync(pl.Callback):
         if trainer.global_step - self._published_step < self.weight_sync_steps:
             return None
         self._published_step = trainer.global_step
-        module, data = _parts(trainer, pl_module)
+        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         began = time.monotonic()
         if data.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
@@ -78,10 +77,3 @@ class WeightSync(pl.Callback):
     ) -> None:
         """Goes on counting there."""
         self._steps_before = checkpoint["steps_since_publication"]
-
-
-def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(pl_module, PolicyModule), f"WeightSync publishes a PolicyModule, not {type(pl_module).__name__}"
-    assert isinstance(data, RolloutDataModule), f"WeightSync serves a RolloutDataModule, not {type(data).__name__}"
-    return pl_module, data
