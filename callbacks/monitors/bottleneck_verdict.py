@@ -18,6 +18,7 @@ from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.bottleneck import Intervals, Setting, Settings, Verdict, diagnose
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 MUCH_PADDING = 0.25  # share of the positions in a training pass
 NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
@@ -71,7 +72,7 @@ class BottleneckVerdict(pl.Callback):
         self._window = _Load()
         self._step = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Steps are counted from here."""
         rollout_data(trainer, "BottleneckVerdict")
         self._left_out, self._step, self._run = NOTHING, trainer.global_step, None

@@ -13,6 +13,7 @@ from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class LengthBiasMonitor(StepMonitor):
@@ -48,7 +49,7 @@ class LengthBiasMonitor(StepMonitor):
         self._totals: deque[Mapping[str, FateTotals]] = deque(maxlen=window + 1)
         self._has_warned = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The window begins here."""
         super().on_train_start(trainer, pl_module)
         self._totals.clear()

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ReplayMonitor(StepMonitor):
@@ -26,7 +27,7 @@ class ReplayMonitor(StepMonitor):
         super().__init__()
         self.off_policy = MeanMetric()
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks that there is a buffer."""
         if rollout_data(trainer, "ReplayMonitor").replay is None:
             raise ValueError("ReplayMonitor: data.replay is not set, so there is nothing to monitor")

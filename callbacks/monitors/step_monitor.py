@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.distributed.ranks import cpu_group
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class StepMonitor(pl.Callback):
@@ -38,7 +39,7 @@ class StepMonitor(pl.Callback):
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         """The step's metrics; starts over."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Steps are counted from here; metrics live on the CPU, which the default group may not serve."""
         rollout_data(trainer, type(self).__name__)
         self._step = trainer.global_step

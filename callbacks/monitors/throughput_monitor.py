@@ -12,6 +12,7 @@ from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ThroughputMonitor(StepMonitor):
@@ -34,7 +35,7 @@ class ThroughputMonitor(StepMonitor):
         self._began = 0.0
         self._before: ProducerStats | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The clock starts."""
         super().on_train_start(trainer, pl_module)
         self._began, self._before, self._tokens = time.monotonic(), None, 0

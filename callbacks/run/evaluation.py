@@ -21,6 +21,7 @@ from lit_async_rl.rollouts.evaluation import (
     Question,
     make_questions,
 )
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +96,12 @@ class Evaluation(pl.Callback):
         self._next_id = FIRST_ID
         self._blocked_s = 0.0
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """A new run evaluates at its first step; a resumed one when `load_state_dict`, which comes next, says."""
         if stage == "fit":
             self._run, self._next_step = None, 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Reads the prompts, on rank 0."""
         data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
@@ -171,7 +172,7 @@ class Evaluation(pl.Callback):
             self._run.abandon()
         self._run = None
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Forgets what is under way."""
         self._run = None
 

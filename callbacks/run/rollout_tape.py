@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class RolloutTape(pl.Callback):
@@ -36,7 +37,7 @@ class RolloutTape(pl.Callback):
         self._step = 0
         self._waiting: list[dict[str, Any]] = []  # by the run that this one resumes
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Opens the tape, on rank 0."""
         policy_module(pl_module, "RolloutTape")
         rollout_data(trainer, "RolloutTape")
@@ -81,7 +82,7 @@ class RolloutTape(pl.Callback):
         if self._writer is not None:
             self._writer.close(self.full_disk_timeout_s)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Writes the rest."""
         self._flush()
 

@@ -14,6 +14,7 @@ from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.staleness_monitor import StalenessMonitor
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class RunSummary(pl.Callback):
@@ -28,17 +29,17 @@ class RunSummary(pl.Callback):
         self._is_replay = False
         self._folder: str | None = None
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Notes the accuracy."""
         if "val/pass@1" in trainer.callback_metrics:
             self.accuracy.append(float(trainer.callback_metrics["val/pass@1"]))
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The clock starts."""
         self._began, self.num_steps = time.monotonic(), -trainer.global_step
         self._folder = trainer.log_dir  # a collective: asked for on all ranks
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The clock stops, before the engine does."""
         self.wall_s = time.monotonic() - self._began
         self.num_steps += trainer.global_step
@@ -46,7 +47,7 @@ class RunSummary(pl.Callback):
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
         self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
 
-    def table(self, trainer: pl.Trainer) -> Table:
+    def table(self, trainer: AnyTrainer) -> Table:
         """What happened, in a few lines."""
         table = Table(show_header=False, title="run summary")
         if len(self.accuracy) > 1:
@@ -76,7 +77,7 @@ class RunSummary(pl.Callback):
             table.add_row("checkpoint", path)
         return table
 
-    def print(self, trainer: pl.Trainer) -> None:
+    def print(self, trainer: AnyTrainer) -> None:
         """Writes the table, on rank 0."""
         table = self.table(trainer)  # a collective: monitors add up over ranks
         if trainer.is_global_zero:

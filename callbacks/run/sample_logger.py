@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.training.checkpoint_io import append, tolerate_full_disk
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 COLUMNS = ["step", "group", "prompt", "completion", "reward", "oldest_version", "newest_version"]
 
@@ -36,7 +37,7 @@ class SampleLogger(pl.Callback):
         self._step = 0
         self._folder: str | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Steps are counted from here."""
         rollout_data(trainer, "SampleLogger")
         self._step, self._folder = trainer.global_step, trainer.log_dir  # a collective: asked for on all ranks

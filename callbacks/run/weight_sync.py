@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class WeightSync(pl.Callback):
@@ -35,7 +36,7 @@ class WeightSync(pl.Callback):
         self._published_step = 0
         self._steps_before = 0  # a resume: steps since the last publication
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0

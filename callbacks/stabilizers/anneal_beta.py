@@ -10,6 +10,7 @@ from lit_async_rl.callbacks.parts import policy_module
 from lit_async_rl.losses import OAPL, TrajectoryBalance
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class AnnealBeta(pl.Callback):
@@ -33,7 +34,7 @@ class AnnealBeta(pl.Callback):
         self.final, self.steps = final, steps
         self._first: tuple[PolicyModule, float] | None = None  # of this module
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes the loss's own beta as the start."""
         module = policy_module(pl_module, "AnnealBeta")
         if self._first is None or self._first[0] is not module:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lit_async_rl.callbacks.parts import policy_module
 from lit_async_rl.models.loading import receive_weights
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ReferenceReset(pl.Callback):
@@ -30,7 +31,7 @@ class ReferenceReset(pl.Callback):
         self.every_n_steps = every_n_steps
         self._last = 0
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks that there is something to reset."""
         self._last = 0
         _reference(pl_module)
@@ -60,7 +61,7 @@ class ReferenceReset(pl.Callback):
             _reference(pl_module).load_state_dict(checkpoint["reference"])
 
 
-def _reference(pl_module: pl.LightningModule) -> CausalPolicy:
+def _reference(pl_module: AnyModule) -> CausalPolicy:
     reference = policy_module(pl_module, "ReferenceReset").reference
     if reference is None:
         raise ValueError(

@@ -161,4 +161,4 @@ SITUATIONS: dict[str, dict[str, Any]] = {
         others=[NaNs("gradient")], trainer=dict(gradient_clip_val=0.1, gradient_clip_algorithm="value")
     ),
 }
-__all__ = ["MODEL", "SITUATIONS", "Notes", "NaNs", "assert_finite", "discovered", "everything", "make", "run"]
+__all__ = ["MODEL", "SITUATIONS", "NaNs", "Notes", "assert_finite", "discovered", "everything", "make", "run"]
