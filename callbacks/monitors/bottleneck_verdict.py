@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -17,6 +18,7 @@ from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.bottleneck import Intervals, Setting, Settings, Verdict, diagnose
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 MUCH_PADDING = 0.25  # share of the positions in a training pass
 NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
@@ -47,7 +49,8 @@ class BottleneckVerdict(pl.Callback):
     """Prints the verdict of `scheduling.bottleneck` every `every_n_steps` steps, and on the whole run at the end.
 
     Logs, with each, `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`, `perf/scoring_share` and
-    `perf/share_to_win`. Validation is left out of the window. Changes nothing.
+    `perf/share_to_win`. Validation is left out of the window. A replay of a tape has one side only, and gets no
+    verdict. Changes nothing.
 
     Args:
         every_n_steps: optimizer steps of a window.
@@ -56,7 +59,7 @@ class BottleneckVerdict(pl.Callback):
         verdict: the last one.
 
     Raises:
-        ValueError: `every_n_steps` is not positive.
+        ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -69,16 +72,17 @@ class BottleneckVerdict(pl.Callback):
         self._window = _Load()
         self._step = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Steps are counted from here."""
+        rollout_data(trainer, "BottleneckVerdict")
         self._left_out, self._step, self._run = NOTHING, trainer.global_step, None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The clock starts when the first step's rollouts are there: that wait no setting can take away."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if self._run is None and isinstance(data, RolloutDataModule) and data.stats() is not None:  # has the producer
+        data = rollout_data(trainer, "BottleneckVerdict")
+        if self._run is None and data.tape is None and data.stats() is not None:  # this rank has the producer
             began = self._totals(trainer)
             self._run, self._window = _Load(began), _Load(began)
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_async_rl.stabilizers.gradients import GradSpace
+from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
+from lit_async_rl.stabilizers.step_lr import metric_suffix, optimizer_index, raw_optimizer, unscale_gradients
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class GradientMonitor(pl.Callback):
     """Logs `grad/norm` (before clipping) and `grad/cosine` with the step before; changes nothing.
 
     Stale data show here first: consecutive gradients that point the same way (GAC, arXiv:2603.01501). Keeps one copy of
-    this rank's gradient. Put it before callbacks that change gradients.
+    this rank's gradient. Put it before callbacks that change gradients. Of several optimizers each has its own values,
+    with `/0`, `/1` behind the name. A gradient with NaN or infinity has neither norm nor cosine.
 
     Args:
         cosine: False saves the copy and logs the norm only.
@@ -22,30 +27,29 @@ class GradientMonitor(pl.Callback):
 
     def __init__(self, cosine: bool = True) -> None:
         self.cosine = cosine
-        self._space: GradSpace | None = None
-        self._previous: list[Tensor | None] | None = None
+        self._spaces = GradSpaces()
+        self._previous: dict[int, tuple[GradSpace, list[Tensor | None]]] = {}  # by position of the optimizer
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Sharding is done by now."""
-        parameters = [p for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]]
-        self._space = GradSpace(trainer.strategy.model or pl_module, [parameters])
-        self._previous = None
+        self._spaces, self._previous = GradSpaces(), {}
 
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Looks at the accumulated gradient."""
-        assert self._space is not None
-        now = self._space.gradients()
-        previous = self._previous
-        if previous is None:
-            norm = float(self._space.norms(now)[0])
-        else:
-            squares = self._space.dots((now, now), (previous, previous), (now, previous))[:, 0]
-            norm = float(squares[0].sqrt())
-            if squares[0] > 0 and squares[1] > 0:
-                pl_module.log("grad/cosine", float(squares[2] / (squares[0] * squares[1]).sqrt()))
-        pl_module.log("grad/norm", norm)
+        unscale_gradients(trainer, optimizer)
+        index = optimizer_index(trainer, optimizer)
+        suffix = metric_suffix(trainer, None, index)
+        space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
+        now = space.gradients()
+        known, previous = self._previous.get(index, (None, []))
+        if known is not space:  # parameters were added
+            previous = [None] * len(now)
+        gg, pp, gp = space.dots((now, now), (previous, previous), (now, previous))[:, 0].tolist()
+        if not math.isfinite(gg):
+            return
+        pl_module.log(f"grad/norm{suffix}", math.sqrt(gg))
+        if gg > 0 and pp > 0:
+            pl_module.log(f"grad/cosine{suffix}", gp / math.sqrt(gg * pp))
         if self.cosine:
-            self._previous = [None if piece is None else piece.clone() for piece in now]
+            self._previous[index] = space, [None if piece is None else piece.clone() for piece in now]

@@ -33,8 +33,6 @@ class ImportanceMonitor(StepMonitor):
         """Adds one micro-batch."""
         signals: Any = pl_module.stabilizer_signals
         log_ratio, mask = signals["log_ratio"].cpu(), signals["mask"].cpu()
-        if not mask.any():
-            return
         self.sequences.update(sequence_log_ratio(log_ratio, mask)[batch.group_index.cpu() >= 0])
         self.tokens.update(log_ratio[mask])
         self.clipped.update(signals["clipped"].cpu()[mask].float())
@@ -43,15 +41,17 @@ class ImportanceMonitor(StepMonitor):
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         """The step's values."""
         sequences, tokens = torch.as_tensor(self.sequences.compute()), torch.as_tensor(self.tokens.compute())
-        values = {
+        largest, clipped = self.largest.compute(), self.clipped.compute()
+        for metric in (self.sequences, self.tokens, self.clipped, self.largest):
+            metric.reset()
+        if not tokens.numel():
+            return {}
+        return {
             "importance/ess_ratio": ess_ratio(sequences.reshape(-1)),
             "importance/ess_ratio_token": ess_ratio(tokens.reshape(-1)),
             "importance/kl_k1": kl_k1(tokens).mean(),
             "importance/kl_k2": kl_k2(tokens).mean(),
             "importance/kl_k3": kl_k3(tokens).mean(),
-            "importance/ratio_max": self.largest.compute().exp(),
-            "importance/clip_fraction": self.clipped.compute(),
+            "importance/ratio_max": largest.exp(),
+            "importance/clip_fraction": clipped,
         }
-        for metric in (self.sequences, self.tokens, self.clipped, self.largest):
-            metric.reset()
-        return values

@@ -10,9 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class LengthBiasMonitor(StepMonitor):
@@ -48,7 +49,7 @@ class LengthBiasMonitor(StepMonitor):
         self._totals: deque[Mapping[str, FateTotals]] = deque(maxlen=window + 1)
         self._has_warned = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The window begins here."""
         super().on_train_start(trainer, pl_module)
         self._totals.clear()
@@ -59,8 +60,7 @@ class LengthBiasMonitor(StepMonitor):
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         """The window's values."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        stats = rollout_data(trainer, "LengthBiasMonitor").stats()
         if stats is None:
             return {}
         self._totals.append(stats.fates)

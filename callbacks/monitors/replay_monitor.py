@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -10,8 +11,9 @@ import lightning.pytorch as pl
 from torchmetrics import MeanMetric
 
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ReplayMonitor(StepMonitor):
@@ -25,10 +27,9 @@ class ReplayMonitor(StepMonitor):
         super().__init__()
         self.off_policy = MeanMetric()
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks that there is a buffer."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, RolloutDataModule) or data.replay is None:
+        if rollout_data(trainer, "ReplayMonitor").replay is None:
             raise ValueError("ReplayMonitor: data.replay is not set, so there is nothing to monitor")
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
@@ -40,6 +41,6 @@ class ReplayMonitor(StepMonitor):
         """The step's values."""
         replay = trainer.datamodule.replay  # type: ignore[attr-defined]
         values = {f"replay/{name}": float(value) for name, value in asdict(replay.stats()).items()}
-        values["sample/off_policy_share"] = float(self.off_policy.compute())
+        share = float(self.off_policy.compute())
         self.off_policy.reset()
-        return values
+        return values if math.isnan(share) else values | {"sample/off_policy_share": share}

@@ -23,13 +23,12 @@ class RolloutMonitor(StepMonitor):
     def __init__(self) -> None:
         super().__init__()
         self.reward, self.reward_square = MeanMetric(), MeanMetric()
-        self.length, self.entropy, self.no_signal = MeanMetric(), MeanMetric(), MeanMetric()
+        self.length, self.no_signal, self.entropy = MeanMetric(), MeanMetric(), MeanMetric()
+        self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
         """Adds the rows that are no padding."""
         real = batch.group_index >= 0
-        if not real.any():
-            return
         signals: Any = pl_module.stabilizer_signals
         self.reward.update(batch.rewards[real].cpu())
         self.reward_square.update(batch.rewards[real].square().cpu())
@@ -39,14 +38,15 @@ class RolloutMonitor(StepMonitor):
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         """The step's values."""
-        mean = self.reward.compute()
+        mean, square, length, no_signal, entropy = (metric.compute() for metric in self._metrics)
+        for metric in self._metrics:
+            metric.reset()
+        if length.isnan():  # no rollout in the whole step
+            return {}
         values = {
             "reward/mean": mean,
-            "reward/std": (self.reward_square.compute() - mean.square()).clamp(min=0).sqrt(),
-            "rollout/length_mean": self.length.compute(),
-            "rollout/no_signal_share": self.no_signal.compute(),
-            "policy/entropy": self.entropy.compute(),
+            "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
+            "rollout/length_mean": length,
+            "rollout/no_signal_share": no_signal,
         }
-        for metric in (self.reward, self.reward_square, self.length, self.no_signal, self.entropy):
-            metric.reset()
-        return values
+        return values | ({"policy/entropy": entropy} if length > 0 else {})

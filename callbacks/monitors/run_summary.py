@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.staleness_monitor import StalenessMonitor
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class RunSummary(pl.Callback):
@@ -24,26 +26,28 @@ class RunSummary(pl.Callback):
         self.wall_s = 0.0
         self.num_steps = 0
         self._began = 0.0
+        self._is_replay = False
         self._folder: str | None = None
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Notes the accuracy."""
         if "val/pass@1" in trainer.callback_metrics:
             self.accuracy.append(float(trainer.callback_metrics["val/pass@1"]))
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The clock starts."""
         self._began, self.num_steps = time.monotonic(), -trainer.global_step
         self._folder = trainer.log_dir  # a collective: asked for on all ranks
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The clock stops, before the engine does."""
         self.wall_s = time.monotonic() - self._began
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
 
-    def table(self, trainer: pl.Trainer) -> Table:
+    def table(self, trainer: AnyTrainer) -> Table:
         """What happened, in a few lines."""
         table = Table(show_header=False, title="run summary")
         if len(self.accuracy) > 1:
@@ -53,8 +57,13 @@ class RunSummary(pl.Callback):
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(monitor, StalenessMonitor) and self.num_steps:
                 mean, most = float(monitor.run_mean.compute()), float(monitor.run_max.compute())
+                if math.isnan(mean):  # no token was trained on
+                    continue
                 table.add_row("staleness mean, max", f"{mean:.2f}, {most:.0f} versions")
-        if self.stats is not None:
+        if self.stats is not None and self._is_replay:
+            table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time, for the tape")
+            table.add_row("tokens replayed", f"{self.stats.num_tokens:,}")
+        elif self.stats is not None:
             table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time")
             table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
@@ -68,7 +77,7 @@ class RunSummary(pl.Callback):
             table.add_row("checkpoint", path)
         return table
 
-    def print(self, trainer: pl.Trainer) -> None:
+    def print(self, trainer: AnyTrainer) -> None:
         """Writes the table, on rank 0."""
         table = self.table(trainer)  # a collective: monitors add up over ranks
         if trainer.is_global_zero:

@@ -32,8 +32,6 @@ class StalenessMonitor(StepMonitor):
         """Adds the tokens that train."""
         signals: Any = pl_module.stabilizer_signals
         staleness = signals["staleness"][batch.loss_mask].float().cpu()
-        if not len(staleness):
-            return
         self.tokens.update(staleness)
         self.run_mean.update(staleness)
         self.run_max.update(staleness)
@@ -43,13 +41,14 @@ class StalenessMonitor(StepMonitor):
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         """The step's values."""
-        tokens = torch.as_tensor(self.tokens.compute())
-        values = {
+        tokens, mixed = torch.as_tensor(self.tokens.compute()), self.mixed.compute()
+        self.tokens.reset()
+        self.mixed.reset()
+        if not len(tokens):
+            return {}
+        return {
             "sample/staleness_mean": tokens.mean(),
             "sample/staleness_p95": torch.quantile(tokens, 0.95, interpolation="higher"),
             "sample/staleness_max": tokens.max(),
-            "sample/mixed_version_share": self.mixed.compute(),
+            "sample/mixed_version_share": mixed,
         }
-        self.tokens.reset()
-        self.mixed.reset()
-        return values

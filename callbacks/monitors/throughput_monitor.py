@@ -9,9 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ThroughputMonitor(StepMonitor):
@@ -22,6 +23,8 @@ class ThroughputMonitor(StepMonitor):
     * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
     * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
     * `sample/lost`: groups dropped in the step, redundant ones (`redundant_groups`) or by a full `ring`.
+
+    A replay of a tape has neither engine nor queue: `perf/engine_idle_share` and `sample/*` are left out.
     """
 
     prog_bar = ("perf/tokens_per_s",)
@@ -32,7 +35,7 @@ class ThroughputMonitor(StepMonitor):
         self._began = 0.0
         self._before: ProducerStats | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """The clock starts."""
         super().on_train_start(trainer, pl_module)
         self._began, self._before, self._tokens = time.monotonic(), None, 0
@@ -46,18 +49,18 @@ class ThroughputMonitor(StepMonitor):
         now = time.monotonic()
         step_s = now - self._began
         values = {"perf/step_s": step_s, "perf/tokens_per_s": self._tokens / step_s}
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        data = rollout_data(trainer, "ThroughputMonitor")
+        stats = data.stats()
         if stats is not None:
             before = self._before or ProducerStats.zero()
-            wait_s, run_s = stats.wait_s - before.wait_s, stats.run_s - before.run_s
-            values |= {
-                "perf/rollout_wait_s": wait_s,
-                "perf/trainer_wait_share": wait_s / run_s,
-                "perf/engine_idle_share": max(0.0, 1 - (stats.engine_busy_s - before.engine_busy_s) / run_s),
-                "sample/queue_size": float(stats.num_queued),
-                "sample/unfinished": float(stats.num_unfinished),
-                "sample/lost": float(stats.num_lost - before.num_lost),
-            }
+            wait_s, run_s = stats.wait_s - before.wait_s, max(1e-9, stats.run_s - before.run_s)  # clocks may be coarse
+            values |= {"perf/rollout_wait_s": wait_s, "perf/trainer_wait_share": wait_s / run_s}
+            if data.tape is None:
+                values |= {
+                    "perf/engine_idle_share": max(0.0, 1 - (stats.engine_busy_s - before.engine_busy_s) / run_s),
+                    "sample/queue_size": float(stats.num_queued),
+                    "sample/unfinished": float(stats.num_unfinished),
+                    "sample/lost": float(stats.num_lost - before.num_lost),
+                }
         self._began, self._before, self._tokens = now, stats, 0
         return values

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rollouts.evaluation import (
@@ -21,7 +21,7 @@ from lit_async_rl.rollouts.evaluation import (
     Question,
     make_questions,
 )
-from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +96,14 @@ class Evaluation(pl.Callback):
         self._next_id = FIRST_ID
         self._blocked_s = 0.0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        """A new run evaluates at its first step; a resumed one when `load_state_dict`, which comes next, says."""
+        if stage == "fit":
+            self._run, self._next_step = None, 0
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Reads the prompts, on rank 0."""
-        data = _data(trainer)
+        data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
             raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")
         if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
@@ -112,15 +117,14 @@ class Evaluation(pl.Callback):
         """Begins an evaluation if one is due."""
         if not self._questions or self._run is not None or trainer.global_step < self._next_step:
             return
-        assert isinstance(pl_module, PolicyModule)
         self._began_step, self._blocked_s = trainer.global_step, 0.0
         self._next_step = trainer.global_step + self.every_n_steps
-        data = _data(trainer)
+        data = rollout_data(trainer, "Evaluation")
         plan = EvaluationPlan(
             questions=self._questions,
             num_samples=self.num_samples,
             sampling=self.sampling or data.val_sampling,
-            version=pl_module.version,
+            version=policy_module(pl_module, "Evaluation").version,
             max_concurrent=self.max_concurrent,
             first_id=self._next_id,
         )
@@ -169,13 +173,13 @@ class Evaluation(pl.Callback):
             self._run.abandon()
         self._run = None
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Forgets what is under way."""
         self._run = None
 
     def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
         assert self._run is not None
-        result = self._run.result(_data(trainer).validation.success_reward, self.ks)
+        result = self._run.result(rollout_data(trainer, "Evaluation").validation.success_reward, self.ks)
         self._run = None
         self.results.append(result)
         metrics = {f"eval/{name}": value for name, value in result.metrics.items()}
@@ -193,9 +197,3 @@ class Evaluation(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on there."""
         self._next_step = state_dict["next_step"]
-
-
-def _data(trainer: pl.Trainer) -> RolloutDataModule:
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(data, RolloutDataModule), f"Evaluation needs a RolloutDataModule, not {type(data).__name__}"
-    return data

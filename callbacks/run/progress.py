@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
+
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 NAMES = {
     "reward/mean": "reward",
@@ -18,7 +19,7 @@ NAMES = {
 class Progress(TQDMProgressBar):
     """Lightning's own bar; shows reward, held-out accuracy, staleness and tokens per second only."""
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    def get_metrics(self, trainer: AnyTrainer, pl_module: AnyModule) -> dict[str, Any]:
         """The four values, rounded."""
         shown = super().get_metrics(trainer, pl_module)
         return {

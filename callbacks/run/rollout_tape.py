@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.replay.tape import TapeWriter
-from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class RolloutTape(pl.Callback):
@@ -22,7 +22,8 @@ class RolloutTape(pl.Callback):
         full_disk_timeout_s: how long the end of training waits for room on a full disk.
 
     Raises:
-        ValueError: a number is not positive, or there is no folder to write to.
+        ValueError: a number is not positive; when training starts, there is no folder to write to, or module or data
+            module is another.
         OSError: the disk is full at the end, and stays so.
     """
 
@@ -36,8 +37,10 @@ class RolloutTape(pl.Callback):
         self._step = 0
         self._waiting: list[dict[str, Any]] = []  # by the run that this one resumes
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Opens the tape, on rank 0."""
+        policy_module(pl_module, "RolloutTape")
+        rollout_data(trainer, "RolloutTape")
         self._step = trainer.global_step
         log_dir = trainer.log_dir  # a collective: asked for on all ranks
         if not trainer.is_global_zero:
@@ -54,10 +57,8 @@ class RolloutTape(pl.Callback):
         """After a step."""
         if self._writer is None or trainer.global_step == self._step:
             return
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutDataModule), f"RolloutTape reads a RolloutDataModule, not {type(data).__name__}"
-        assert isinstance(pl_module, PolicyModule)
-        self._writer.append(self._step, pl_module.stabilizer_signals["version"], data.last_step_groups)
+        module, data = policy_module(pl_module, "RolloutTape"), rollout_data(trainer, "RolloutTape")
+        self._writer.append(self._step, module.stabilizer_signals["version"], data.last_step_groups)
         self._step = trainer.global_step
         if self._step % self.every_n_steps == 0:
             self._writer.flush()
@@ -81,7 +82,7 @@ class RolloutTape(pl.Callback):
         if self._writer is not None:
             self._writer.close(self.full_disk_timeout_s)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Writes the rest."""
         self._flush()
 

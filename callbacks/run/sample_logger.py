@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.training.checkpoint_io import append, tolerate_full_disk
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 COLUMNS = ["step", "group", "prompt", "completion", "reward", "oldest_version", "newest_version"]
 
@@ -26,7 +27,7 @@ class SampleLogger(pl.Callback):
         num_groups: prompts shown, with all of their completions.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a number is not positive; when training starts, there is no `RolloutDataModule`.
     """  # noqa: D205
 
     def __init__(self, every_n_steps: int = 20, num_groups: int = 2) -> None:
@@ -36,8 +37,9 @@ class SampleLogger(pl.Callback):
         self._step = 0
         self._folder: str | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Steps are counted from here."""
+        rollout_data(trainer, "SampleLogger")
         self._step, self._folder = trainer.global_step, trainer.log_dir  # a collective: asked for on all ranks
 
     @rank_zero_only
@@ -48,8 +50,7 @@ class SampleLogger(pl.Callback):
         if trainer.global_step == self._step or (trainer.global_step - 1) % self.every_n_steps:
             return
         self._step = trainer.global_step
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutDataModule), f"SampleLogger reads a RolloutDataModule, not {type(data).__name__}"
+        data = rollout_data(trainer, "SampleLogger")
         rows = [
             [
                 *(trainer.global_step, group.index, group.prompt.text, rollout.text, rollout.reward),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
 from lit_async_rl.errors import EngineError, NonFiniteError, ProducerError, StalledError
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 BETWEEN_STEPS = (EngineError, NonFiniteError, ProducerError, StalledError)
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class SaveOnFailure(Checkpoint):
     def __init__(self) -> None:
         self.path: str | None = None
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Saves; called before the engine is closed."""
         if not isinstance(exception, BETWEEN_STEPS) or trainer.world_size > 1 or not trainer.training:
             return

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -30,39 +30,43 @@ class SaveOnSigterm(Checkpoint):
     def __init__(self) -> None:
         self.path: str | None = None
 
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """What an earlier run saved does not count."""
+        self.path = None
+
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Between two steps (a `Checkpoint` comes after all other callbacks)."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and _on_any_rank(trainer):
             self._save(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """When the signal came while the trainer waited for rollouts."""
         if self.path is None and _on_any_rank(trainer):
             self._save(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Within a step, or when several ranks have agreed to end (`lit_async_rl.distributed.scatter`)."""
         if isinstance(exception, SIGTERMException) and self.path is None:
             self._save(trainer)
 
-    def _save(self, trainer: pl.Trainer) -> None:
+    def _save(self, trainer: AnyTrainer) -> None:
         self.path = str(Path(checkpoint_folder(trainer)) / "last.ckpt")
         trainer.save_checkpoint(self.path)
         trainer.should_stop = True
         log.warning("SIGTERM: saved %s after step %d; resume with --ckpt_path", self.path, trainer.global_step)
 
 
-def checkpoint_folder(trainer: pl.Trainer) -> str:
+def checkpoint_folder(trainer: AnyTrainer) -> str:
     """Where the run's `ModelCheckpoint` writes; without one, where Lightning would."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-            return str(callback.dirpath)
+        if dirpath := getattr(callback, "dirpath", None):  # the `ModelCheckpoint` of either Lightning
+            return str(dirpath)
     return trainer.default_root_dir
 
 
-def _on_any_rank(trainer: pl.Trainer) -> bool:
+def _on_any_rank(trainer: AnyTrainer) -> bool:
     data = trainer.datamodule  # type: ignore[attr-defined]
     asked = data.is_asked_to_stop if isinstance(data, RolloutDataModule) else trainer.received_sigterm
     return trainer.strategy.reduce_boolean_decision(asked, all=False)

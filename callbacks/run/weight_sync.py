@@ -9,11 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
+<<<<<<< HEAD
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
 from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
+=======
+from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+>>>>>>> 532d27e7e75bb40ea534f404affe5c1eac7888c0
 
 
 class WeightSync(pl.Callback):
@@ -31,7 +36,11 @@ class WeightSync(pl.Callback):
         total_s: seconds spent publishing since training began.
 
     Raises:
+<<<<<<< HEAD
         ValueError: settings of module, data module and trainer contradict each other.
+=======
+        ValueError: `weight_sync_steps` is not positive; when training starts, module or data module is another.
+>>>>>>> 532d27e7e75bb40ea534f404affe5c1eac7888c0
     """
 
     def __init__(self) -> None:
@@ -40,8 +49,9 @@ class WeightSync(pl.Callback):
         self._published_step = 0
         self._steps_before = 0  # a resume: steps since the last publication
 
+<<<<<<< HEAD
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        module, data = _parts(trainer, pl_module)
+        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         if data.model != module.model:
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
@@ -56,8 +66,11 @@ class WeightSync(pl.Callback):
         trainer.accumulate_grad_batches = wanted
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+=======
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+>>>>>>> 532d27e7e75bb40ea534f404affe5c1eac7888c0
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
-        module, data = _parts(trainer, pl_module)
+        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         data.publish(module.version, module.stream_weights())
         data.start(module.version, module.stream_weights)
@@ -76,7 +89,7 @@ class WeightSync(pl.Callback):
         if trainer.global_step - self._published_step < self.weight_sync_steps:
             return None
         self._published_step = trainer.global_step
-        module, data = _parts(trainer, pl_module)
+        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         began = time.monotonic()
         if data.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
@@ -97,6 +110,7 @@ class WeightSync(pl.Callback):
     ) -> None:
         """Goes on counting there; finds the data module's state, which Lightning looks for under its class's name."""
         self._steps_before = checkpoint["steps_since_publication"]
+<<<<<<< HEAD
         data = trainer.datamodule  # type: ignore[attr-defined]
         if trainer.state.fn == TrainerFn.FITTING and isinstance(data, RolloutDataModule):
             restore_renamed(data, checkpoint)
@@ -117,10 +131,3 @@ def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> N
             "in data.prompts would be lost. " + START_ANEW
         )
     data.load_state_dict(checkpoint[found[0]])
-
-
-def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(pl_module, PolicyModule), f"WeightSync publishes a PolicyModule, not {type(pl_module).__name__}"
-    assert isinstance(data, RolloutDataModule), f"WeightSync serves a RolloutDataModule, not {type(data).__name__}"
-    return pl_module, data

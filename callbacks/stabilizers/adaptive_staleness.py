@@ -95,7 +95,7 @@ class AdaptiveStaleness(pl.Callback):
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError("AdaptiveStaleness: several optimizers, choose one: optimizer=<position or name>")
         data = bounded_data(trainer, "AdaptiveStaleness")
-        self._highest = data.max_staleness
+        self._highest, self._pending = data.max_staleness, None
         data.set_max_staleness(self._highest)  # one that cannot change its bound says so now, not after hours
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
@@ -104,7 +104,9 @@ class AdaptiveStaleness(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Measures."""
-        if chosen_index(trainer, pl_module, optimizer, self.optimizer) is not None:
+        if chosen_index(trainer, pl_module, optimizer, self.optimizer) is None:
+            self._signals.pass_over()
+        else:
             self._pending = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
 
     def on_train_batch_end(

@@ -6,9 +6,11 @@ import dataclasses
 
 import lightning.pytorch as pl
 
+from lit_async_rl.callbacks.parts import policy_module
 from lit_async_rl.losses import OAPL, TrajectoryBalance
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class AnnealBeta(pl.Callback):
@@ -30,27 +32,26 @@ class AnnealBeta(pl.Callback):
             if not value > 0:
                 raise ValueError(f"AnnealBeta.{name} must be positive, got {value}")
         self.final, self.steps = final, steps
-        self._first: float | None = None
+        self._first: tuple[PolicyModule, float] | None = None  # of this module
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes the loss's own beta as the start."""
-        loss = _loss(pl_module)
-        self._first = loss.beta if self._first is None else self._first
+        module = policy_module(pl_module, "AnnealBeta")
+        if self._first is None or self._first[0] is not module:
+            self._first = module, _loss(module).beta
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
         """Sets the value of this step."""
         assert self._first is not None
-        assert isinstance(pl_module, PolicyModule)
-        done = min(1.0, trainer.global_step / self.steps)
-        beta = self._first + done * (self.final - self._first)
-        pl_module.objective.loss = dataclasses.replace(_loss(pl_module), beta=beta)
-        pl_module.log("loss/beta", beta)
+        module, first = self._first
+        beta = first + min(1.0, trainer.global_step / self.steps) * (self.final - first)
+        module.objective.loss = dataclasses.replace(_loss(module), beta=beta)
+        module.log("loss/beta", beta)
 
 
-def _loss(pl_module: pl.LightningModule) -> TrajectoryBalance | OAPL:
-    assert isinstance(pl_module, PolicyModule)
-    if not isinstance(pl_module.objective.loss, TrajectoryBalance | OAPL):
-        raise ValueError(f"AnnealBeta: model.loss={type(pl_module.objective.loss).__name__} has no beta to change")
-    return pl_module.objective.loss
+def _loss(module: PolicyModule) -> TrajectoryBalance | OAPL:
+    if not isinstance(module.objective.loss, TrajectoryBalance | OAPL):
+        raise ValueError(f"AnnealBeta: model.loss={type(module.objective.loss).__name__} has no beta to change")
+    return module.objective.loss

@@ -98,6 +98,8 @@ class CollapseAlarm(pl.Callback):
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError("CollapseAlarm: several optimizers, choose one: optimizer=<position or submodule name>")
         self._previous, self._spaces = None, GradSpaces()
+        self._alarm, self._stepped = [], False
+        self.action.begin(trainer)
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
         """Collects, once for each micro-batch."""
@@ -106,6 +108,7 @@ class CollapseAlarm(pl.Callback):
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Measures and judges."""
         if chosen_index(trainer, pl_module, optimizer, self.optimizer) is None:
+            self._signals.pass_over()
             return
         unscale_gradients(trainer, optimizer)
         signals = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
@@ -181,7 +184,7 @@ class CollapseAlarm(pl.Callback):
         """Counts and history."""
         return {
             "watch": self.watch.state_dict(),
-            "action": self.action.state_dict(),
+            "action": self.action.state_dict() if self._resumed is None else self._resumed,
             "quiet_steps": self._quiet_steps,
             "reports": list(self.reports),
         }

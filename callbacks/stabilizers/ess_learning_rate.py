@@ -139,6 +139,7 @@ class ESSLearningRate(pl.Callback):
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Acts."""
         if chosen_index(trainer, pl_module, optimizer, self.optimizer) is None:
+            self._signals.pass_over()
             return
         for name, value in self.apply(optimizer).items():
             pl_module.log(name, value)

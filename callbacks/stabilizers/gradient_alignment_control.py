@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.alignment import AlignmentRule, ExactResidual, LastRaw, Reference, Regime, Residual
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
-from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, metric_suffix, raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.step_lr import (
+    check_choice,
+    chosen_index,
+    metric_suffix,
+    raw_optimizer,
+    tolerate_dropped_gradients,
+    unscale_gradients,
+)
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -130,7 +137,7 @@ class GradientAlignmentControl(pl.Callback):
         gradients = space.gradients()
         # one collective for all three; without a reference two of them are 0
         dots = space.dots((gradients, gradients), (gradients, reference), (reference, reference))
-        skips = self._skips.setdefault(index, [0] * space.num_groups)
+        skips = self._skips_of(index, space.num_groups)
         steps = [_Step.of(*dots[:, group].tolist()) for group in range(space.num_groups)]
         for group, step in enumerate(steps):
             self._decide(step, skips, group)
@@ -143,6 +150,13 @@ class GradientAlignmentControl(pl.Callback):
         if known is None or known[0] is not space:
             known = self._references[index] = (space, [None] * len(space.params))
         return known[1]
+
+    def _skips_of(self, index: int, num_groups: int) -> list[int]:
+        """Skips in a row of each group; groups may have been added, or left with a resume or a second run."""
+        skips = self._skips.setdefault(index, [])
+        skips[num_groups:] = []
+        skips += [0] * (num_groups - len(skips))
+        return skips
 
     def _decide(self, step: _Step, skips: list[int], group: int) -> None:
         """Fills in regime and share, and counts skips."""
@@ -206,6 +220,7 @@ class GradientAlignmentControl(pl.Callback):
         """Checks the choice of optimizer and forgets references of an earlier run."""
         check_choice(trainer, pl_module, self.optimizer, "GradientAlignmentControl")
         self._references, self._spaces = {}, GradSpaces(self._spaces.per_parameter_group)
+        tolerate_dropped_gradients(trainer)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Acts, on the accumulated gradient."""

@@ -11,7 +11,14 @@ from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
-from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, metric_suffix, raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.step_lr import (
+    check_choice,
+    chosen_index,
+    metric_suffix,
+    raw_optimizer,
+    tolerate_dropped_gradients,
+    unscale_gradients,
+)
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -45,13 +52,19 @@ class GradientClipping(pl.Callback):
         self.dropped = DroppedUpdates("GradientClipping", max_in_a_row)
         self._spaces = GradSpaces()
 
-    def apply(self, root: nn.Module, optimizer: Optimizer) -> dict[str, float]:
-        """Clips between backward and step, in any loop; returns what it saw and did."""
+    def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
+        """Clips between backward and step, in any loop; returns what it saw and did.
+
+        Args:
+            root: outermost module (the FSDP or DDP wrapper, if there is one).
+            optimizer: whose parameters to look at.
+            index: tells several optimizers apart.
+        """
         optimizer = raw_optimizer(optimizer)
         space = self._spaces.of(root, optimizer)
         gradients = space.gradients()
         norm = space.norms(gradients)[0].item()
-        self.dropped.note(not math.isfinite(norm))
+        self.dropped.note(not math.isfinite(norm), index)
         if not math.isfinite(norm):
             space.drop([0])
             return {"grad/clip_scale": 0.0, "grad/num_dropped": float(self.dropped.total)}
@@ -64,6 +77,8 @@ class GradientClipping(pl.Callback):
         """Checks the choice of optimizer."""
         check_choice(trainer, pl_module, self.optimizer, "GradientClipping")
         self._spaces = GradSpaces()
+        self.dropped.begin()
+        tolerate_dropped_gradients(trainer)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Acts."""
@@ -73,7 +88,7 @@ class GradientClipping(pl.Callback):
         unscale_gradients(trainer, optimizer)
         assert trainer.strategy.model is not None
         suffix = metric_suffix(trainer, self.optimizer, index)
-        for name, value in self.apply(trainer.strategy.model, optimizer).items():
+        for name, value in self.apply(trainer.strategy.model, optimizer, index).items():
             pl_module.log(name + suffix, value)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:

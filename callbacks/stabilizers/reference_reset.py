@@ -6,9 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_async_rl.callbacks.parts import policy_module
 from lit_async_rl.models.loading import receive_weights
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ReferenceReset(pl.Callback):
@@ -30,8 +31,9 @@ class ReferenceReset(pl.Callback):
         self.every_n_steps = every_n_steps
         self._last = 0
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks that there is something to reset."""
+        self._last = 0
         _reference(pl_module)
 
     def on_train_batch_end(
@@ -41,9 +43,9 @@ class ReferenceReset(pl.Callback):
         if trainer.global_step == self._last or trainer.global_step % self.every_n_steps:
             return
         self._last = trainer.global_step
-        assert isinstance(pl_module, PolicyModule)
         lm = _reference(pl_module).causal_lm
-        lm.load_state_dict(receive_weights(lm, pl_module.stream_weights()), strict=False)  # tied names come once
+        weights = policy_module(pl_module, "ReferenceReset").stream_weights()
+        lm.load_state_dict(receive_weights(lm, weights), strict=False)  # tied names come once
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -59,11 +61,11 @@ class ReferenceReset(pl.Callback):
             _reference(pl_module).load_state_dict(checkpoint["reference"])
 
 
-def _reference(pl_module: pl.LightningModule) -> CausalPolicy:
-    assert isinstance(pl_module, PolicyModule)
-    if pl_module.reference is None:
+def _reference(pl_module: AnyModule) -> CausalPolicy:
+    reference = policy_module(pl_module, "ReferenceReset").reference
+    if reference is None:
         raise ValueError(
             "ReferenceReset: no reference is kept that could be moved. Set model.kl_coefficient, or a loss that needs "
             "one; and no model.lora, whose reference is the policy without its adapters"
         )
-    return pl_module.reference
+    return reference

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
-from lit_async_rl.stabilizers.step_lr import raw_optimizer
+from lit_async_rl.stabilizers.step_lr import optimizer_index, raw_optimizer, tolerate_dropped_gradients
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -35,6 +35,8 @@ class SkipNonFinite(pl.Callback):
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Parameters may have been replaced."""
         self._spaces = GradSpaces()
+        self.dropped.begin()
+        tolerate_dropped_gradients(trainer)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Looks at the accumulated gradient; a collective where it is sharded."""
@@ -44,7 +46,7 @@ class SkipNonFinite(pl.Callback):
         assert trainer.strategy.model is not None
         space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
         is_broken = not bool(space.norms(space.gradients()).isfinite().all())
-        self.dropped.note(is_broken)
+        self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
         if is_broken:
             space.drop(range(space.num_groups))
         if self.dropped.total:

@@ -107,6 +107,9 @@ class LeaveOneOut(AdvantageEstimator):
 class GlobalMeanStd(AdvantageEstimator):
     """A = (R - mean) / (std + eps) over the whole step. REINFORCE++, arXiv:2501.03262, without its token-level KL.
 
+    Mean and standard deviation count each rollout once; released implementations (OpenRLHF, verl) count each of its
+    tokens, so that long completions weigh more, and verl's eps is under the root, added to the variance.
+
     A group of equal rewards gives 0 only if the whole step is equal, or with `group_baseline`.
 
     Args:

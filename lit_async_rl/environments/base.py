@@ -44,7 +44,7 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """Starts episodes. A YAML names the class; `data.environment` takes the place of `data.reward`."""
+    """Starts episodes; `environment` of an `EpisodeEngine`, whose rewards take the place of `data.reward`."""
 
     @abstractmethod
     async def start(self, prompt: Prompt) -> Episode:

@@ -204,7 +204,7 @@ class EpisodeEngine(RolloutEngine):
                 raise ValueError(f"a reward of {observation.reward}")
             with self._lock:
                 self._continue(talk, observation)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
             self._fail(prompt, text, f"did not answer within step_timeout_s={self.step_timeout_s:g}")
         except Exception as error:
             self._fail(prompt, text, f"raised {type(error).__name__}: {error}", error)

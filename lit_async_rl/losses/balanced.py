@@ -99,7 +99,8 @@ class BAPOReleased(PolicyLoss):
 
     ratio(c_low, c_high) = sum over A > 0 of min(r, c_high) A / |sum over A < 0 of max(r, c_low) A|, without mu; c_low
     rises to its maximum, then c_high, until the ratio is at least the target. (Raising c_low lowers the ratio, so that
-    half of the path leads away.) Constants of the repository's example script; formulas re-written, no code taken.
+    half of the path leads away.) Constants of the repository's example script, where its configuration's own defaults
+    are another set: target 1, c_low 0.6 to 0.8, both steps 0.05. Formulas re-written, no code taken.
 
     Args:
         target_ratio: of positive to negative sums.

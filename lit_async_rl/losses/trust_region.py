@@ -32,7 +32,8 @@ class DPPO(PolicyLoss):
 
     keep = not (A > 0 and pi - mu > max_increase, or A <= 0 and pi - mu < -max_decrease). A ratio is a poor measure for
     rare tokens: 1e-6 to 1e-5 is a ratio of 10 and no change at all. arXiv:2602.04879, formula and constants from
-    prime-rl; the paper's text could not be checked. verl's `dppo_tv` is this with `kl_coefficient` 0.
+    prime-rl, without its factor on the advantage (1 there); the paper's text could not be checked. verl's `dppo_tv`
+    differs: no squared log-ratio, and the gradient flows through log pi with the detached weight min(r, 20).
 
     Args:
         max_increase: largest rise of the probability where A > 0.
@@ -172,8 +173,9 @@ class M2POAdaptiveClip(PolicyLoss):
     """PPO-clip with bounds [e^-c, e^c], c such that mean min((log r)^2, c^2) = budget over the harmful tokens.
 
     What M2PO's released code computes (per micro-batch, as here) in place of the paper's mask (`M2PO`). Nothing is
-    clipped while the mean is within the budget. The code's floors under the clip range are inactive in its runs and
-    left out.
+    clipped while the mean is within the budget. It differs from that code in two ways: c is solved for exactly, where
+    the code only comes close to the budget; and the floors under the clip range (0.3 and 0.5), which are inactive in
+    the code's runs, are left out.
 
     Args:
         budget: largest mean of the capped (log r)^2.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 _MIN_ROLLOUTS = 2  # a completion with none to compare it with says nothing
@@ -203,7 +203,7 @@ class ReplayBuffer:
         """Puts it back."""
         self._prompts, self._order = {key: {} for key in state["prompts"]}, {}
         for entry in state["stored"]:
-            fields = {**entry, "prompt": Prompt(**entry["prompt"]), "rollout": Rollout(**entry["rollout"])}
+            fields = {**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])}
             stored = _Stored(**fields)
             key, ids = (stored.prompt_ids, stored.prompt.answer), stored.rollout.completion_ids
             self._prompts[key][ids] = stored
@@ -214,6 +214,11 @@ class ReplayBuffer:
 
 def _key(group: RolloutGroup) -> _Key:
     return group.prompt_ids, group.prompt.answer
+
+
+def _rollout(fields: dict[str, Any]) -> Rollout:
+    turns = fields["turns"]
+    return Rollout(**{**fields, "turns": None if turns is None else tuple(Turn(**turn) for turn in turns)})
 
 
 def _version(rollout: Rollout, group: RolloutGroup) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -69,10 +70,11 @@ class Replay:
         self._steps = tape.steps(first_step)
         self._groups: deque[tuple[int, RolloutGroup]] = deque()
         self._num_handed_out = self._num_tokens = 0
+        self._began, self._wait_s = time.monotonic(), 0.0
 
     def start(self, version: int) -> None:
         """The policy's version."""
-        self.version = version
+        self.version, self._began = version, time.monotonic()
 
     def advance(self, version: int) -> None:
         """The policy's version."""
@@ -88,7 +90,9 @@ class Replay:
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
         """The next group; None when the tape has ended."""
         if not self._groups:
+            began = time.monotonic()
             step = next(self._steps, None)
+            self._wait_s += time.monotonic() - began
             if step is None:
                 log.warning("the tape has ended after %d groups: training stops", self._num_handed_out)
                 return None
@@ -105,8 +109,14 @@ class Replay:
         return replace(group, rollouts=tuple(moved))
 
     def stats(self) -> ProducerStats:
-        """What was handed out."""
-        return replace(ProducerStats.zero(), run_s=1e-9, num_finished=self._num_handed_out, num_tokens=self._num_tokens)
+        """What was handed out; the trainer waits while the tape is read."""
+        return replace(
+            ProducerStats.zero(),
+            wait_s=self._wait_s,
+            run_s=max(1e-9, time.monotonic() - self._began),  # clocks may be coarse
+            num_finished=self._num_handed_out,
+            num_tokens=self._num_tokens,
+        )
 
     def stop(self) -> bool:
         """There is no thread."""

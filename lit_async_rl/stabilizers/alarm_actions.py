@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,6 +17,9 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 class AlarmAction(ABC):
     """Carried out after the step that raised the alarm, on all ranks alike."""
+
+    def begin(self, trainer: AnyTrainer) -> None:  # noqa: B027
+        """Called when training starts: forgets an earlier run, and refuses a trainer on which it could not act."""
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
         """Called before each update whose data broke no limit: the weights as they are now have proved good."""
@@ -57,6 +59,9 @@ class LowerStaleness(AlarmAction):
     Args:
         by: versions at a time.
         minimum: but not below.
+
+    Raises:
+        ValueError: a setting is out of range; when training starts, the data module has no bound or cannot change it.
     """
 
     def __init__(self, by: int = 1, minimum: int = 0) -> None:
@@ -64,6 +69,12 @@ class LowerStaleness(AlarmAction):
             raise ValueError(f"LowerStaleness: by must be >= 1 and minimum >= 0, got {by} and {minimum}")
         self.by, self.minimum = by, minimum
         self._bound: int | None = None
+
+    def begin(self, trainer: AnyTrainer) -> None:
+        """Needs a data module whose bound can be changed."""
+        data = bounded_data(trainer, "LowerStaleness")
+        data.set_max_staleness(data.max_staleness)
+        self._bound = None
 
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         """See the class."""
@@ -132,7 +143,8 @@ class RollBack(_Limited):
 
     Each rank copies its own shards to the CPU: works under every strategy, without communication. Schedulers and data
     go on: data sampled by the policies that were undone arrives for up to `max_staleness` more versions, and is for
-    importance weights or `ESSLearningRate` to deal with. The copies are not checkpointed.
+    importance weights or `ESSLearningRate` to deal with. The copies are not checkpointed. Parameters that were unfrozen
+    or given to the optimizer since the copy keep their weights, and start with new moments.
 
     Args:
         every_n_steps: healthy steps between copies.
@@ -145,15 +157,21 @@ class RollBack(_Limited):
             raise ValueError(f"RollBack: every_n_steps must be >= 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self._step: int | None = None
-        self._weights: list[Tensor] = []
+        self._weights: dict[str, Tensor] = {}
         self._moments: list[list[dict[str, object]]] = []
+
+    def begin(self, trainer: AnyTrainer) -> None:
+        """Forgets the copies of an earlier run."""
+        self._step, self._weights, self._moments = None, {}, []
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes a copy when it is time; not after the update, because nothing has judged that one yet."""
-        if self._step is not None and trainer.global_step - self._step < self.every_n_steps:
+        tensors = _tensors(pl_module)
+        is_due = self._step is None or trainer.global_step - self._step >= self.every_n_steps
+        if not is_due and tensors.keys() <= self._weights.keys():
             return
         self._step = trainer.global_step
-        self._weights = [_piece(t).to("cpu", copy=True) for t in _tensors(pl_module)]
+        self._weights = {name: _piece(t).to("cpu", copy=True) for name, t in tensors.items()}
         self._moments = [[_copied(o.state.get(p, {})) for p in _params(o)] for o in trainer.optimizers]
 
     @torch.no_grad()
@@ -161,16 +179,20 @@ class RollBack(_Limited):
         """See the class."""
         if self._step is None:
             return None
-        for tensor, saved in zip(_tensors(pl_module), self._weights, strict=True):
-            _piece(tensor).copy_(saved)
-        for optimizer, all_saved in zip(trainer.optimizers, self._moments, strict=True):
-            for param, moments in zip(_params(optimizer), all_saved, strict=True):
+        for name, tensor in _tensors(pl_module).items():
+            if name in self._weights:
+                _piece(tensor).copy_(self._weights[name])
+        for optimizer, saved in zip(trainer.optimizers, self._moments, strict=True):
+            params = _params(optimizer)  # groups are added at the end
+            for param, moments in zip(params, saved + [{}] * (len(params) - len(saved)), strict=True):
                 _restore_moments(optimizer, param, moments)
         return f"Weights and moments were rolled back to those after step {self._step}."
 
 
 class RollBackToCheckpoint(_Limited):
     """Restores weights and moments from the newest checkpoint that was written while the run was healthy.
+
+    One that was written before parameter groups were added to an optimizer is of no use.
 
     Args:
         max_rollbacks: then it stops instead.
@@ -180,10 +202,14 @@ class RollBackToCheckpoint(_Limited):
         super().__init__(max_rollbacks)
         self.path: str | None = None
 
+    def begin(self, trainer: AnyTrainer) -> None:
+        """Forgets the checkpoints of an earlier run."""
+        self.path = None
+
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Remembers what the checkpoint callbacks have written up to now."""
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
+            if hasattr(callback, "last_model_path"):  # the `ModelCheckpoint` of either Lightning
                 self.path = callback.last_model_path or callback.best_model_path or self.path
 
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
@@ -191,14 +217,23 @@ class RollBackToCheckpoint(_Limited):
         if self.path is None:
             return None
         checkpoint = trainer.strategy.load_checkpoint(self.path)
+        if not _fits(checkpoint, trainer.optimizers):
+            return None
         # not strict: a module may leave out of its checkpoints what never changes
         trainer.strategy.load_model_state_dict(checkpoint, strict=False)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         return f"Weights and moments were rolled back to the checkpoint {self.path}."
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [p for p in module.parameters() if p.requires_grad] + list(module.buffers())
+def _fits(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:
+    """Whether its optimizers have as many parameter groups; sharded checkpoints are read elsewhere."""
+    saved = checkpoint.get("optimizer_states") or []
+    return all(len(s["param_groups"]) == len(o.param_groups) for s, o in zip(saved, optimizers, strict=False))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return trained | dict(module.named_buffers())
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:

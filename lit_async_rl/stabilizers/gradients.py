@@ -7,6 +7,8 @@ holds a piece of the vector; a piece that several ranks hold alike (DDP, replica
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_not
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -118,15 +120,18 @@ class GradSpaces:
 
     def __init__(self, per_parameter_group: bool = False) -> None:
         self.per_parameter_group = per_parameter_group
-        self._known: dict[int, GradSpace] = {}
+        self._known: WeakKeyDictionary[Optimizer, GradSpace] = WeakKeyDictionary()  # ids are used again
+
+    def __reduce__(self) -> tuple[type[GradSpaces], tuple[bool]]:
+        return GradSpaces, (self.per_parameter_group,)  # a copy, in another process say, starts empty
 
     def of(self, root: nn.Module, optimizer: Optimizer) -> GradSpace:
         """The optimizer's space."""
-        known = self._known.get(id(optimizer))
+        known = self._known.get(optimizer)
         groups = [list(group["params"]) for group in optimizer.param_groups]
-        if known is None or len(known.params) != sum(map(len, groups)):
-            split = groups if self.per_parameter_group else [[p for group in groups for p in group]]
-            known = self._known[id(optimizer)] = GradSpace(root, split)
+        params = [p for group in groups for p in group]
+        if known is None or len(known.params) != len(params) or any(map(is_not, known.params, params)):
+            known = self._known[optimizer] = GradSpace(root, groups if self.per_parameter_group else [params])
         return known
 
 

@@ -29,11 +29,21 @@ class DroppedUpdates:
         if max_in_a_row is not None and max_in_a_row < 0:
             raise ValueError(f"{owner}.max_in_a_row must be >= 0, or null for no limit, got {max_in_a_row}")
         self.owner, self.max_in_a_row = owner, max_in_a_row
-        self.total = self.num_in_a_row = 0
+        self.total = 0
+        self._in_a_row: dict[int, int] = {}
 
-    def note(self, is_dropped: bool) -> None:
-        """One update; the same on all ranks."""
-        self.num_in_a_row = self.num_in_a_row + 1 if is_dropped else 0
+    @property
+    def num_in_a_row(self) -> int:
+        """Drops of one optimizer since its last good update; the most of all optimizers."""
+        return max(self._in_a_row.values(), default=0)
+
+    def begin(self) -> None:
+        """A new run: drops in a row are counted from here."""
+        self._in_a_row = {}
+
+    def note(self, is_dropped: bool, index: int = 0) -> None:
+        """One update by the optimizer at position `index`; the same on all ranks."""
+        self._in_a_row[index] = self._in_a_row.get(index, 0) + 1 if is_dropped else 0
         if is_dropped:
             self.total += 1
             _say(

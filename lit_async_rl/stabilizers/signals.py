@@ -71,6 +71,7 @@ class SignalCollector:
         self.extract = extract
         self._recorder: _StepRecorder | None = None
         self._seen: Any = None
+        self._is_anothers = False  # what was collected belongs to an optimizer that has made its step
         self._log_weights: list[Tensor] = []
         self._sums: list[Tensor] = []
 
@@ -84,14 +85,21 @@ class SignalCollector:
         if self._recorder is not None:
             self._recorder.release()
             self._recorder = None
+        self._seen = None
         self._clear()
 
     def collect(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes the signals of the `training_step` that just ran; those it has already taken count once."""
         signals = self._find(trainer, pl_module)
         if signals is not None and "log_ratio" in signals and signals["log_ratio"] is not self._seen:
+            if self._is_anothers:
+                self._clear()
             self._seen = signals["log_ratio"]
             self.add(signals)
+
+    def pass_over(self) -> None:
+        """Another optimizer makes its step: what was collected is its own, unless nothing follows before `reduce`."""
+        self._seen, self._is_anothers = None, True
 
     def add(self, signals: Signals) -> None:
         """Adds one micro-batch; for loops without a trainer."""
@@ -129,7 +137,7 @@ class SignalCollector:
         return recorder.output if recorder is not None and isinstance(recorder.output, Mapping) else None
 
     def _clear(self) -> None:
-        self._log_weights, self._sums = [], []
+        self._log_weights, self._sums, self._is_anothers = [], [], False
 
 
 def weight_sums(log_weights: Float64[Tensor, " B"]) -> Float64[Tensor, "3"]:

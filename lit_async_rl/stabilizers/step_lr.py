@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch.optim import Optimizer
@@ -17,6 +18,11 @@ def raw_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def optimizer_index(trainer: AnyTrainer, optimizer: Optimizer) -> int:
+    """Position of `optimizer` among the trainer's."""
+    return next(n for n, known in enumerate(trainer.optimizers) if raw_optimizer(known) is raw_optimizer(optimizer))
+
+
 def chosen_index(
     trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, choice: int | str | None
 ) -> int | None:
@@ -28,7 +34,7 @@ def chosen_index(
         optimizer: the one that is about to step.
         choice: a position; the name of a submodule, which means the optimizers of its parameters; or None, all.
     """
-    index = next(n for n, known in enumerate(trainer.optimizers) if raw_optimizer(known) is raw_optimizer(optimizer))
+    index = optimizer_index(trainer, optimizer)
     if isinstance(choice, str):
         wanted = {id(p) for p in pl_module.get_submodule(choice).parameters()}
         return index if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]) else None
@@ -66,6 +72,22 @@ def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
         return
     if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":  # no public way to ask
         scaler.unscale_(optimizer)
+
+
+def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:
+    """Lets `gradient_clip_algorithm: value` leave out an update without gradients, on which torch raises IndexError."""
+    precision: Any = trainer.precision_plugin
+    clip = precision.clip_grad_by_value
+    if hasattr(clip, "_tolerates_dropped_gradients"):
+        return
+
+    @functools.wraps(clip)
+    def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            clip(optimizer, clip_val)
+
+    clip_grad_by_value._tolerates_dropped_gradients = True  # type: ignore[attr-defined]
+    precision.clip_grad_by_value = clip_grad_by_value
 
 
 class OneStepLearningRate:

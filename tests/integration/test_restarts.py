@@ -160,7 +160,9 @@ def test_a_fresh_engine_has_the_arguments_of_the_first_also_inside_another():
     assert isinstance(again, EpisodeEngine)
     assert (again.max_turns, again.environment, again.engine.seed) == (5, outer.environment, 3)
     assert again.engine is not inner
-    assert [outer.fresh(out_of_memory=True).engine.num_slots, again.engine.num_slots] == [3, 7]
+    halved = outer.fresh(out_of_memory=True)
+    slots = [engine.engine.num_slots for engine in (again, halved, halved.fresh(), halved.fresh().fresh(True))]
+    assert slots == [7, 3, 3, 1], "what did not fit does not come back with the next restart"
 
 
 class Reluctant(EmbeddedEngine):

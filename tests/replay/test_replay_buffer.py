@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +17,7 @@ from lit_async_rl.losses import TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.weighting import RecencyReplay, RewardReplay, UniformReplay
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 
 def group(index, prompt, texts, version, rewards=None):
@@ -163,6 +164,17 @@ def test_a_run_trains_mostly_on_old_data_within_both_bounds(tmp_path):
     again = make()
     fit(make_module(loss=TrajectoryBalance(0.1)), again, 11, ckpt_path=str(tmp_path / "replay.ckpt"))
     assert again.replay.stats().num_added > seen[-1][0].num_added, "the buffer went on"
+
+
+def test_turns_come_back_as_turns():
+    first, turns = ReplayBuffer(), (Turn(2, 0.25, 0), Turn(4, 0.5, 1))
+    plain = group(0, 0, [1, 2], 0, rewards=[0.75, 0.75])
+    first.add(replace(plain, rollouts=tuple(replace(rollout, turns=turns) for rollout in plain.rollouts)))
+    again = ReplayBuffer()
+    again.load_state_dict(first.state_dict())
+    (drawn,) = again.sample(1, 2, 0)
+    assert {rollout.turns for rollout in drawn.rollouts} == {turns}
+    assert drawn.rollouts[0].add_reward(-0.5).turns[-1].reward == 0.0
 
 
 def test_a_monitor_without_a_buffer_is_refused():

@@ -92,12 +92,13 @@ class EmbeddedEngine(RolloutEngine):
         return engine
 
     def fresh(self, out_of_memory: bool = False) -> EmbeddedEngine:
-        """The same again, with half the slots after it ran out of memory."""
+        """The same again, with half the slots after it ran out of memory; later ones keep to them."""
         engine = super().fresh(out_of_memory)
         assert isinstance(engine, EmbeddedEngine)
+        slots = max(1, self.num_slots // 2) if out_of_memory else self.num_slots
+        engine.num_slots = engine._queue.num_slots = slots
         if out_of_memory:
-            half = engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // 2)
-            log.warning("out of memory: data.engine.num_slots is now %d instead of %d", half, self.num_slots)
+            log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, self.num_slots)
         return engine
 
     def setup(self, model: str) -> None:

@@ -1,0 +1,177 @@
+"""Rollbacks, projections and bounds at their edges: added parameters, dead optimizers, the other Lightning."""
+
+import gc
+import weakref
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+from foreign_modules import Regression, fit, weights
+from test_all_callbacks import BoundedRows
+from torch import nn
+
+from lit_async_rl.callbacks import CollapseAlarm, GradientAlignmentControl
+from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, RollBack, RollBackToCheckpoint
+from lit_async_rl.stabilizers.gradients import GradSpaces
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ALWAYS = dict(min_ess_ratio=None, max_kl=None, max_grad_norm_factor=None, patience=1)  # `max_reward_drop` is broken
+
+
+def optimizer_of(*params):
+    return torch.optim.SGD([{"params": [p]} for p in params], lr=0.1)
+
+
+def gradient(params, value):
+    for p in params:
+        p.grad = torch.full_like(p, value)
+
+
+def test_a_dead_optimizers_space_is_not_anothers():
+    spaces, root = GradSpaces(), nn.Module()
+    for _ in range(9):  # addresses are used again
+        param = nn.Parameter(torch.ones(2))
+        optimizer = optimizer_of(param)
+        assert spaces.of(root, optimizer).params[0] is param
+        gone = weakref.ref(param)
+        del optimizer, param
+    gc.collect()
+    assert gone() is None, "the model is kept alive"
+
+
+def test_parameters_that_took_the_place_of_others_make_another_space():
+    spaces, old, new = GradSpaces(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = optimizer_of(old)
+    spaces.of(nn.Module(), optimizer)
+    optimizer.param_groups[0]["params"][0] = new
+    assert spaces.of(nn.Module(), optimizer).params[0] is new
+
+
+def test_a_group_may_be_added_while_each_is_aligned_by_itself():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    gac, optimizer = GradientAlignmentControl(low=0.0, high=0.0, per_parameter_group=True), optimizer_of(first)
+    gradient([first], 1.0)
+    gac.apply(nn.Module(), optimizer)
+    optimizer.add_param_group({"params": [second]})
+    for regime in (0.0, 2.0):
+        gradient([first, second], 1.0)
+        seen = gac.apply(nn.Module(), optimizer)
+        assert {seen["gac/regime/group0"], seen["gac/regime/group1"]} == {regime}
+
+
+class Unfreezing(Regression):
+    """Trains its first layer from step 3 on."""
+
+    def __init__(self):
+        super().__init__(lambda params: torch.optim.AdamW(list(params)[2:], lr=0.01))
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.net[0].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net[0].parameters())})
+
+
+class Disturbed(Unfreezing):
+    """Its data are hopeless in and after some step."""
+
+    bad_from = 5
+
+    def signals(self, batch):
+        signals = super().signals(batch)
+        return signals | {"log_ratio": signals["log_ratio"] * (200 if self.global_step >= self.bad_from else 0)}
+
+
+class BadAtOnce(Disturbed):
+    """They are hopeless as soon as the layer is unfrozen, so that no copy has it."""
+
+    bad_from = 3
+
+
+@pytest.mark.parametrize("module_class", [Disturbed, BadAtOnce])
+def test_a_rollback_goes_with_parameters_that_were_unfrozen_since(module_class):
+    class Before(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == module_class.bad_from - 1:
+                self.good = weights(pl_module.net[2])
+
+    alarm = CollapseAlarm(RollBack(every_n_steps=1), **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=99)
+    module, before = module_class(), Before()
+    fit(module, alarm, before, data=BoundedRows(), max_steps=module_class.bad_from + 1)
+    assert len(alarm.reports) == 1
+    assert f"rolled back to those after step {module_class.bad_from - 1}" in alarm.reports[0]
+    assert torch.equal(weights(module.net[2]), before.good)
+
+
+def checkpoints(package, folder):
+    return package.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, save_last=True)
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=lambda package: package.__name__)
+def test_rolling_back_to_a_checkpoint_works_in_both_lightnings(package, tmp_path):
+    class Module(package.LightningModule):
+        training_step, configure_optimizers = Regression.training_step, Regression.configure_optimizers
+        loss = Regression.loss
+
+        def __init__(self):
+            super().__init__()
+            original = Regression()
+            self.net, self.make_optimizer, self.make_scheduler = original.net, original.make_optimizer, None
+
+        def signals(self, batch):
+            return Regression.signals(self, batch) | {"log_ratio": batch["log_ratio"] * 200 * (self.global_step >= 4)}
+
+    class Data(package.LightningDataModule):
+        train_dataloader = BoundedRows.train_dataloader
+
+        def __init__(self):
+            super().__init__()
+            self.rows = BoundedRows().rows
+
+    alarm = CollapseAlarm(RollBackToCheckpoint(), **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=99)
+    module = Module()
+    settings = dict(data=Data(), trainer_class=package.Trainer, enable_checkpointing=True, max_steps=5)
+    fit(module, alarm, checkpoints(package, tmp_path), **settings)
+    assert "rolled back to the checkpoint" in alarm.reports[0]
+    saved = torch.load(tmp_path / "epoch=0-step=4.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(weights(module), torch.cat([value.flatten() for value in saved.values()]))
+
+
+def test_a_checkpoint_with_fewer_parameter_groups_is_left_alone(tmp_path):
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "two.ckpt")
+
+    action = RollBackToCheckpoint()
+    action.healthy = lambda trainer, pl_module: setattr(action, "path", str(tmp_path / "two.ckpt"))
+    alarm = CollapseAlarm(action, **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=99)
+    fit(Disturbed(), Keep(), alarm, data=BoundedRows(), max_steps=6)
+    assert "nothing good to roll back to" in alarm.reports[0]
+
+
+def test_a_copy_of_another_run_is_not_rolled_back_to():
+    alarm = CollapseAlarm(RollBack(every_n_steps=1), **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=0)
+
+    class Good(Regression):
+        factor = 0.0
+
+        def signals(self, batch):
+            return super().signals(batch) | {"log_ratio": batch["log_ratio"] * self.factor}
+
+    class Hopeless(Good):
+        factor = 200.0
+
+    fit(Good(), alarm, data=BoundedRows(), max_steps=3)
+    module = Hopeless()
+    fit(module, alarm, data=BoundedRows(), max_steps=1)
+    assert "nothing good to roll back to" in alarm.reports[-1]
+
+
+def test_lower_staleness_needs_a_bound_from_the_start():
+    module = Regression()
+    before = weights(module)
+    with pytest.raises(ValueError, match=r"^LowerStaleness needs a data module with `max_staleness`"):
+        fit(module, CollapseAlarm(LowerStaleness()))
+    assert torch.equal(weights(module), before)

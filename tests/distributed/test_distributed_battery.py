@@ -1,0 +1,14 @@
+"""All callbacks at once on two ranks, also where one of them has nothing to train on: nothing hangs, nothing is NaN."""
+
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_battery.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_with_all_callbacks(tmp_path):
+    launch(SCRIPT, [str(tmp_path)], 2, timeout_s=240)
