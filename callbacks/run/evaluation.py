@@ -138,7 +138,7 @@ class Evaluation(pl.Callback):
         left = self.max_block_s - self._blocked_s
         if self._run is not None and left > 0:
             began = time.monotonic()
-            with _data(trainer).bounded_wait("waiting for an evaluation"):
+            with rollout_data(trainer, "Evaluation").bounded_wait("waiting for an evaluation"):
                 self._run.wait(left)
             self._blocked_s += time.monotonic() - began
 

@@ -7,22 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 
-<<<<<<< HEAD
+from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
 from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
-=======
-from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
->>>>>>> 532d27e7e75bb40ea534f404affe5c1eac7888c0
 
 
 class WeightSync(pl.Callback):
-    """Publishes the policy every `weight_sync_steps` optimizer steps.
+    """Publishes the policy every `data.weight_sync_steps` optimizer steps.
 
     A version is counted, and the engine loaded, only when the weights have really changed: where every update since the
     last publication was skipped (by `GradientAlignmentControl`, say) the engine keeps what it has. The slots of the
@@ -36,57 +32,38 @@ class WeightSync(pl.Callback):
         total_s: seconds spent publishing since training began.
 
     Raises:
-<<<<<<< HEAD
         ValueError: settings of module, data module and trainer contradict each other.
-=======
-        ValueError: `weight_sync_steps` is not positive; when training starts, module or data module is another.
->>>>>>> 532d27e7e75bb40ea534f404affe5c1eac7888c0
     """
 
     def __init__(self) -> None:
         self.weight_sync_steps = 1
         self.total_s = 0.0
-        self._published_step = 0
+        self._published_step: int | None = None  # until training begins
         self._steps_before = 0  # a resume: steps since the last publication
 
-<<<<<<< HEAD
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
-        if data.model != module.model:
-            raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
-        vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
-        check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
-        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
-        data.keep_groups_whole = module.wants_whole_groups
+        link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
-        wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
-        if present not in (1, wanted):
-            given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
-            raise ValueError(f"{given}: leave the former out")
-        trainer.accumulate_grad_batches = wanted
+        if stage == "fit":  # the callback may have served another one
+            self._published_step, self._steps_before = None, 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-=======
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
->>>>>>> 532d27e7e75bb40ea534f404affe5c1eac7888c0
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         data.publish(module.version, module.stream_weights())
         data.start(module.version, module.stream_weights)
-        if self._steps_before:
-            self._steps_before = 0
-            self._sync_if_due(trainer, pl_module)
+        self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last micro-batch of every `weight_sync_steps`-th step."""
         if (seconds := self._sync_if_due(trainer, pl_module)) is not None:
             pl_module.log("perf/weight_sync_s", seconds)
 
-    def _sync_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
-        if trainer.global_step - self._published_step < self.weight_sync_steps:
+    def _sync_if_due(self, trainer: AnyTrainer, pl_module: AnyModule) -> float | None:
+        if self._steps_since(trainer) < self.weight_sync_steps:
             return None
         self._published_step = trainer.global_step
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
@@ -99,21 +76,36 @@ class WeightSync(pl.Callback):
         self.total_s += seconds
         return seconds
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Adds the steps since the last publication; not 0 only between two."""
-        checkpoint["steps_since_publication"] = trainer.global_step - self._published_step
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["steps_since_publication"] = self._steps_since(trainer)
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Goes on counting there; finds the data module's state, which Lightning looks for under its class's name."""
+    def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        """Counts on; finds the data module's state, which Lightning looks for under its class's name."""
         self._steps_before = checkpoint["steps_since_publication"]
-<<<<<<< HEAD
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if trainer.state.fn == TrainerFn.FITTING and isinstance(data, RolloutDataModule):
-            restore_renamed(data, checkpoint)
+        if trainer.state.fn == "fit":
+            restore_renamed(rollout_data(trainer, "WeightSync"), checkpoint)
+
+    def _steps_since(self, trainer: AnyTrainer) -> int:
+        return self._steps_before if self._published_step is None else trainer.global_step - self._published_step
+
+
+def link(trainer: AnyTrainer, module: PolicyModule, data: RolloutDataModule) -> None:
+    """Takes what module, data module and trainer share from the one that states it.
+
+    Raises:
+        ValueError: two of them state different things.
+    """
+    if data.model != module.model:
+        raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
+    vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
+    check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
+    check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
+    data.keep_groups_whole = module.wants_whole_groups
+    wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
+    if present not in (1, wanted):
+        given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
+        raise ValueError(f"{given}: leave the former out")
+    trainer.accumulate_grad_batches = wanted
 
 
 def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> None:
