@@ -44,3 +44,19 @@ def describe(error: BaseException) -> str:
     if is_sentence and not isinstance(error, UnicodeError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+class StalenessError(RuntimeError):
+    """A token older than its staleness bound, or newer than the policy, reached the trainer."""
+
+
+class StepError(RuntimeError):
+    """An optimizer step would not be made of exactly its micro-batches, each of them once."""
+
+
+class SetupError(RuntimeError):
+    """A part is used without another one that it needs, or before it was set up."""
+
+
+class InvariantError(RuntimeError):
+    """A promise that the library makes to itself is broken: a bug, please report it."""

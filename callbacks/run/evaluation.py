@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rollouts.evaluation import (
     FIRST_ID,
@@ -178,7 +179,8 @@ class Evaluation(pl.Callback):
         self._run = None
 
     def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
-        assert self._run is not None
+        if self._run is None:
+            raise InvariantError("no evaluation is running")
         result = self._run.result(rollout_data(trainer, "Evaluation").validation.success_reward, self.ks)
         self._run = None
         self.results.append(result)

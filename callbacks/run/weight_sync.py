@@ -43,10 +43,28 @@ class WeightSync(pl.Callback):
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
-        link(trainer, module, data)
+        self.link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
         if stage == "fit":  # the callback may have served another one
             self._published_step, self._steps_before = None, 0
+
+    def link(self, trainer: AnyTrainer, module: PolicyModule, data: RolloutDataModule) -> None:
+        """Takes what module, data module and trainer share from the one that states it.
+
+        Raises:
+            ValueError: two of them state different things.
+        """
+        if data.model != module.model:
+            raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
+        vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
+        check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
+        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
+        data.keep_groups_whole = module.wants_whole_groups
+        wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
+        if present not in (1, wanted):
+            given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
+            raise ValueError(f"{given}: leave the former out")
+        trainer.accumulate_grad_batches = wanted
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
@@ -87,25 +105,6 @@ class WeightSync(pl.Callback):
 
     def _steps_since(self, trainer: AnyTrainer) -> int:
         return self._steps_before if self._published_step is None else trainer.global_step - self._published_step
-
-
-def link(trainer: AnyTrainer, module: PolicyModule, data: RolloutDataModule) -> None:
-    """Takes what module, data module and trainer share from the one that states it.
-
-    Raises:
-        ValueError: two of them state different things.
-    """
-    if data.model != module.model:
-        raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
-    vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
-    check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
-    check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
-    data.keep_groups_whole = module.wants_whole_groups
-    wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
-    if present not in (1, wanted):
-        given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
-        raise ValueError(f"{given}: leave the former out")
-    trainer.accumulate_grad_batches = wanted
 
 
 def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module
+from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import OAPL, TrajectoryBalance
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
@@ -44,7 +45,8 @@ class AnnealBeta(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
         """Sets the value of this step."""
-        assert self._first is not None
+        if self._first is None:
+            raise SetupError("AnnealBeta works within a fit")
         module, first = self._first
         beta = first + min(1.0, trainer.global_step / self.steps) * (self.final - first)
         module.objective.loss = dataclasses.replace(_loss(module), beta=beta)

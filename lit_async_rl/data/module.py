@@ -18,14 +18,14 @@ from torch import Tensor
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.compatibility import check_average, check_bound, check_engine, check_intake, check_streamable
-from lit_async_rl.data.dataloaders import PromptFeed, StepFeed
+from lit_async_rl.data.dataloaders import PromptFeed, StepFeed, trainer_of
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.data.step_batches import StepBatches
 from lit_async_rl.distributed.scatter import RELOAD, Exchanged, OneProcess, StepScatter, connect
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.errors import EngineDown
+from lit_async_rl.errors import EngineDown, SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource, PromptStream
@@ -120,17 +120,22 @@ class RolloutDataModule(pl.LightningDataModule):
             check_streamable(self.advantage, self.aggregation, groups_per_step, micro_batches_per_step)
         self.keep_groups_whole = False
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        self._slots = self.admission.make(self.fresh_per_step * weight_sync_steps, max_staleness)
-        made = engine, model, self._slots, self._make_producer
-        waits = limits.engine_restarts, limits.rollout_timeout_s
-        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, *waits)
         self.stream = PromptStream(prompts, seed=self.intake.seed)
         self.codec = TextCodec(model)
-        sizes = groups_per_step, micro_batches_per_step, self.intake.stream_groups
-        self._batches = StepBatches(self._source, self._collate, self.aggregation, *sizes)
+        self._bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
+        self._make_source(engine)
         self._ranks: StepScatter | OneProcess = OneProcess()
         self._stream_weights: Callable[[], Weights] | None = None
         self._val_scorer: Scorer | None = None
+
+    def _make_source(self, engine: RolloutEngine) -> None:
+        """Makes all that a fit uses up."""
+        self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self._bound)
+        made = engine, self.model, self._slots, self._make_producer, self.groups_per_step, self.fresh_per_step
+        limits = self.limits.engine_restarts, self.limits.rollout_timeout_s
+        self._source = RolloutSource(*made, self.replay, *limits)
+        sizes = self.groups_per_step, self.micro_batches_per_step, self.intake.stream_groups
+        self._batches = StepBatches(self._source, self._collate, self.aggregation, *sizes)
 
     def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
         return collate_step(
@@ -178,11 +183,10 @@ class RolloutDataModule(pl.LightningDataModule):
             version: of the policy.
             stream_weights: the current weights, for an engine that is restarted; called and read on all ranks.
         """
-        assert self.trainer is not None
         self._stream_weights = stream_weights
         self._ranks.take_over_sigterm()
         if self._ranks.leads:
-            self._source.start(version, self.trainer.global_step)
+            self._source.start(version, trainer_of(self).global_step)
 
     def advance(self, version: int) -> None:
         """Gives back the slots of the groups trained on."""
@@ -246,19 +250,21 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        if self.validation.prompts is None:
+        trainer, prompts = trainer_of(self), self.validation.prompts
+        if prompts is None:
             return []
-        assert self.trainer is not None
-        return PromptFeed(
-            self.validation.prompts, self.validation.batch_size, self.trainer.global_rank, self.trainer.world_size
-        )
+        return PromptFeed(prompts, self.validation.batch_size, trainer.global_rank, trainer.world_size)
 
     def setup(self, stage: str) -> None:
-        """Joins the ranks of the run."""
-        assert self.trainer is not None
-        self._ranks = connect(
-            self.trainer, self.limits.rollout_timeout_s, self.limits.rank_timeout_s, on_abandon=self.stop
-        )
+        """Joins the ranks of the run. A second fit begins anew: with the first prompt, and a fresh engine."""
+        if stage == "fit" and self._source.has_begun:
+            self.stream.position = 0
+            self.intake.reset()
+            if self.replay is not None and self._empty_replay is not None:
+                self.replay.load_state_dict(self._empty_replay)
+            self._make_source(self.engine.fresh())
+        limits = self.limits.rollout_timeout_s, self.limits.rank_timeout_s
+        self._ranks = connect(trainer_of(self), *limits, on_abandon=self.stop)
 
     def next_step(self) -> list[RolloutBatch] | None:
         """This rank's micro-batches of the next optimizer step, or the next one of them where groups are streamed.
@@ -266,13 +272,13 @@ class RolloutDataModule(pl.LightningDataModule):
         None when the run is asked to stop.
         """
         while (batches := self._ranks.exchange(self._make_batches)) == RELOAD:
-            assert self._stream_weights is not None
+            if self._stream_weights is None:
+                raise SetupError("add the WeightSync callback: it gives the engine its weights")
             self._give(self._stream_weights(), self._source.restart_engine)
         return batches
 
     def _make_batches(self) -> Exchanged:
-        trainer, ranks = self.trainer, self._ranks
-        assert trainer is not None
+        trainer, ranks = trainer_of(self), self._ranks
         try:
             return self._batches.next(trainer.global_step, ranks.num_places, lambda: ranks.is_asked_to_stop(trainer))
         except EngineDown:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.calls import EngineCalls
-from lit_async_rl.errors import EngineDown, ProducerError, StalledError
-from lit_async_rl.replay.buffer import ReplayBuffer
+from lit_async_rl.errors import EngineDown, InvariantError, ProducerError, SetupError, StalledError
+from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
 from lit_async_rl.replay.tape_source import Replay
 from lit_async_rl.rollouts.checkpoint import restore_producer, save_producer
 from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
@@ -66,6 +66,7 @@ class RolloutSource:
         self._saved: dict[str, Any] = {}  # by the run that this one resumes
         self._step_began = -1  # the step whose groups were handed out last
         self._is_set_up = False
+        self._replay_before: Snapshot | None = None  # the step's groups were mixed
         self._taken: list[RolloutGroup] = []  # by a call of `take` that has not returned yet
         self.engine_restarts, self._restarts_in_a_row = engine_restarts, 0
 
@@ -99,7 +100,8 @@ class RolloutSource:
     def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
         """Begins to sample held-out prompts beside the rollouts."""
         producer = self._started()
-        assert isinstance(producer, Producer), "a tape has no engine"
+        if not isinstance(producer, Producer):
+            raise SetupError("Evaluation needs an engine, and data.admission=FromTape has none")
         producer.evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan)
         producer.evaluation.submit()
         return producer.evaluation
@@ -108,9 +110,11 @@ class RolloutSource:
         """The groups of `step`, each token within its bound; None when the run is asked to stop."""
         if not self._taken:
             self.begin_step(step)
+            self._replay_before = None
         groups = self.take(self.fresh_per_step, should_stop)
         if groups is None or self.replay is None:
             return groups
+        self._replay_before = self.replay.snapshot()
         return self.replay.mix(groups, self.groups_per_step, self._started().version)
 
     def begin_step(self, step: int) -> None:
@@ -137,7 +141,7 @@ class RolloutSource:
                 return None
             self._taken.append(group)
         groups, self._taken, self._restarts_in_a_row = self._taken, [], 0
-        check_bound(groups, producer.version, self.admission.largest_bound)
+        check_bound(groups, producer.version)
         return groups
 
     def _check_restarts(self, producer: Producer | Replay, error: Exception) -> None:
@@ -157,9 +161,9 @@ class RolloutSource:
         Nothing that has come from the old engine is lost. If the new one does not start either, `take_step` says so.
         """
         producer = self._started()
-        assert isinstance(producer, Producer)
-        error = producer.listener.engine_error
-        assert error is not None
+        error = producer.listener.engine_error if isinstance(producer, Producer) else None
+        if not isinstance(producer, Producer) or error is None:
+            raise InvariantError("an engine that works is to be restarted")
         self._restarts_in_a_row += 1
         is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
         self._end_engine(error)
@@ -188,6 +192,11 @@ class RolloutSource:
         gc.collect()
         garbage_collection_cuda()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its engine was set up, or its producer started: it serves one fit."""
+        return self._is_set_up or self._producer is not None
+
     def stats(self) -> ProducerStats | None:
         """Totals of the background side; None before it started."""
         return self._producer.stats() if self._producer else None
@@ -198,8 +207,11 @@ class RolloutSource:
             return self._saved
         if isinstance(self._producer, Replay):
             return {}
-        state = save_producer(self._producer, step_is_done=step > self._step_began)
-        return state if self.replay is None else state | {"replay": self.replay.state_dict()}
+        is_done = step > self._step_began
+        state = save_producer(self._producer, step_is_done=is_done)
+        if self.replay is None:
+            return state
+        return state | {"replay": self.replay.state_dict(None if is_done else self._replay_before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Kept until the engine has weights."""
@@ -215,5 +227,6 @@ class RolloutSource:
         self._is_set_up = False
 
     def _started(self) -> Producer | Replay:
-        assert self._producer is not None, "add the WeightSync callback: it starts the producer"
+        if self._producer is None:
+            raise SetupError("add the WeightSync callback: it starts the producer")
         return self._producer

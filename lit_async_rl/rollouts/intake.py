@@ -64,6 +64,10 @@ class Intake:
         self.filters, self.curriculum, self.seed = tuple(filters or ()), curriculum, seed
         self.stream_groups, self.replicate_prompts = stream_groups, replicate_prompts
         self.success_reward = success_reward
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was measured."""
         self.pass_rates = PassRates()
         self._fates: dict[str, FateTotals] = {}
         self._num_lost: Counter[int] = Counter()  # position -> how often it was lost in a row

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.scheduling.admission import Admission
 
 
@@ -48,7 +49,8 @@ class RingAdmission(Admission):
 
     def take(self, index: int) -> int:
         """Marks the chosen group as trained on in this round; returns its deadline."""
-        assert index == self._waiting[0]
+        if index != self._waiting[0]:
+            raise InvariantError(f"group {index} is not the one that has waited longest")
         self._waiting.popleft()
         return super().take(index)
 

@@ -20,7 +20,7 @@ class NIGT(Optimizer):
 
     The module's parameters are x_t, where gradients are taken, so it is x_t that samples; theta_t is in the optimizer's
     state, and `swap` exchanges the two. What makes it Rennala's is which gradients g_t averages: the first M to finish,
-    all at x_t, which is `max_staleness: 0` with `at_bound: Drop` and M = `groups_per_step`; with `SourceMean` it is
+    all at x_t, which is `max_staleness: 0` with `admission: Drop` and M = `groups_per_step`; with `SourceMean` it is
     Malenia's average. Every step has length lr, whatever the rewards are, so lr should fall to 0. The norm is that of
     all parameters together; under FSDP1 it would be of this rank's shard only, so use FSDP2. d_0 = g_0 as in
     Cutkosky and Mehta, arXiv:2002.03305, where the method is from; the paper's first step could not be checked.

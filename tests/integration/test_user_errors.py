@@ -59,7 +59,7 @@ SIMPLE = {
     "missing model folder": (["--model.model", "./no/such/folder"], "./no/such/folder"),
     "missing model name": (["--model.model", "nobody/nothing"], "nobody/nothing"),
     "unknown reward": (["--data.reward", "lit_async_rl.rewards.functions.no_such"], "no_such"),
-    "unknown schedule": (["--data.schedule", "sometimes"], "schedule"),
+    "unknown admission": (["--data.admission", "Sometimes"], "admission"),
     "no threads": (["--num_threads", "0"], "num_threads"),
     "prompt longer than the context": (["--data.sampling.max_tokens", "300"], "max_tokens=300"),
     "missing checkpoint": (["--ckpt_path", "no/such.ckpt"], "no/such.ckpt"),
@@ -144,7 +144,7 @@ def test_a_reward_that_always_raises_ends_the_run_though_there_are_tries(capsys,
     assert "10 prompts in a row could not be scored in data.scoring.tries=3 tries each" in said
     assert "always_raises.judge" in said
     assert "KeyError" in said
-    assert sum("reward_tries=3" in record.message for record in caplog.records) <= 30
+    assert sum("data.scoring.tries=3" in record.message for record in caplog.records) <= 30
 
 
 class DyingEngine(EmbeddedEngine):

@@ -38,7 +38,7 @@ def train(folder: Path, micro_batches: int, *flags: str, steps: int = STEPS, siz
 
 
 def replay(tape: Path) -> tuple[str, ...]:
-    return ("--data.schedule", "replay", "--data.tape", str(tape))
+    return ("--data.admission", "FromTape", "--data.admission.folder", str(tape))
 
 
 def summary(capsys) -> str:

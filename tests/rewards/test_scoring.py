@@ -92,7 +92,7 @@ def test_when_nothing_can_be_scored_tries_end():
     scorer = Scorer(reward, max_tries=2)
     assert score_all(scorer, prompts(MAX_LEFT_OUT - 1), lambda: None) == [None] * (MAX_LEFT_OUT - 1)
     with pytest.raises(
-        RewardError, match=r"10 prompts in a row .* data\.reward_tries=2 tries each.*the last: .*KeyError"
+        RewardError, match=r"10 prompts in a row .* data\.scoring\.tries=2 tries each.*the last: .*KeyError"
     ):
         score_all(scorer, prompts(1), lambda: None)
     scorer.close()

@@ -27,7 +27,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngi
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.errors import StalledError
+from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
 from lit_async_rl.utils.locks import FairLock, Room
 
@@ -94,7 +94,8 @@ class EmbeddedEngine(RolloutEngine):
     def fresh(self, out_of_memory: bool = False) -> EmbeddedEngine:
         """The same again, with half the slots after it ran out of memory; later ones keep to them."""
         engine = super().fresh(out_of_memory)
-        assert isinstance(engine, EmbeddedEngine)
+        if not isinstance(engine, EmbeddedEngine):
+            raise InvariantError("a fresh engine of another kind")
         slots = max(1, self.num_slots // 2) if out_of_memory else self.num_slots
         engine.num_slots = engine._queue.num_slots = slots
         if out_of_memory:
@@ -115,7 +116,8 @@ class EmbeddedEngine(RolloutEngine):
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and completion together."""
-        assert self._max_model_len is not None, "setup first"
+        if self._max_model_len is None:
+            raise SetupError("the engine was used before its setup")
         return self._max_model_len
 
     @property
@@ -231,7 +233,8 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def _active_slots(self) -> Slots:
-        assert self._slots is not None, "setup first"
+        if self._slots is None:
+            raise SetupError("the engine was used before its setup")
         return self._slots
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_folders import WeightFolders
+from lit_async_rl.errors import SetupError
 
 EXTENSION = "lit_async_rl.engines.vllm.worker.WorkerExtension"
 
@@ -98,7 +99,8 @@ class FileTransfer(WeightTransfer):
     @property
     def staged(self) -> str:
         """Folder with the newest weights."""
-        assert self._staged is not None, "stage first"
+        if self._staged is None:
+            raise SetupError("weights are applied before they were staged")
         return str(self._staged)
 
     def engine_arguments(self) -> dict[str, Any]:
