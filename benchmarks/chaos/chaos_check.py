@@ -1,4 +1,4 @@
-"""What must hold for a disturbed run, from its tape and its journal (see `benchmarks/chaos/chaos_run.py`), and the table."""
+"""Checks of a disturbed run, from its tape and its journal (see `chaos_run.py`), and the table of faults."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import time
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.table import Table
 
@@ -42,6 +43,11 @@ class RunSummary(pl.Callback):
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The same where SIGTERM or Ctrl-C ends training."""
+        if isinstance(exception, SIGTERMException) and self._began and not self.wall_s:
+            self.on_train_end(trainer, pl_module)
 
     def table(self, trainer: pl.Trainer) -> Table:
         """What happened, in a few lines."""

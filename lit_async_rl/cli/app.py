@@ -44,6 +44,7 @@ from lit_async_rl.callbacks import (
     ThroughputMonitor,
     WeightSync,
 )
+from lit_async_rl.cli.interrupts import CtrlC, fit_until_stopped, resume_command
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import (
     EngineError,
@@ -133,17 +134,19 @@ class AsyncRLCLI(LightningCLI):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
-    with _user_errors():
+    with _user_errors(), CtrlC():
         cli = AsyncRLCLI(args)
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
         check_folders(trainer)
         ckpt_path = cli.config["ckpt_path"]
         if data.validation.prompts is not None:
             trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
-        trainer.fit(model, data, ckpt_path=ckpt_path)
-        if data.validation.prompts is not None and not trainer.interrupted:
+        stopped_at = fit_until_stopped(trainer, model, data, ckpt_path)
+        if data.validation.prompts is not None and stopped_at is None:
             trainer.validate(model, data, verbose=False)
         cli.summary.print(trainer)
+        if stopped_at is not None and trainer.is_global_zero:
+            print(f"resume with: {resume_command(stopped_at, args)}")
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:
