@@ -1,4 +1,4 @@
-"""Checks a disturbed run by its tape and its journal (see `benchmarks/chaos/chaos_run.py`), and prints the table."""
+"""Checks of a disturbed run, from its tape and its journal (see `chaos_run.py`), and the table of faults."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import time
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.table import Table
 
@@ -46,6 +47,11 @@ class RunSummary(pl.Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
         self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
+
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """The same where SIGTERM or Ctrl-C ends training."""
+        if isinstance(exception, SIGTERMException) and self._began and not self.wall_s:
+            self.on_train_end(trainer, pl_module)
 
     def table(self, trainer: AnyTrainer) -> Table:
         """What happened, in a few lines."""

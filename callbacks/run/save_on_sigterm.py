@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.data.module import RolloutDataModule
@@ -18,7 +21,8 @@ log = logging.getLogger(__name__)
 class SaveOnSigterm(Checkpoint):
     """After SIGTERM, saves `last.ckpt` at the end of the micro-batch that runs (or at once, while the trainer waits).
 
-    A step that was not finished begins again when the run is resumed; several ranks finish it first.
+    A step that was not finished begins again when the run is resumed; several ranks finish it first. Where there is
+    nothing to save, in a validation before or after training, SIGTERM ends the process with status 143.
 
     It lies where the run's `ModelCheckpoint` writes. With `schedule: fixed_lag` saving waits until all that was
     admitted is sampled, so the time between SIGTERM and SIGKILL must be longer than a step and that.
@@ -33,6 +37,12 @@ class SaveOnSigterm(Checkpoint):
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """What an earlier run saved does not count."""
         self.path = None
+
+    def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Lightning would only look at the signal after the batch, and forget it after the last."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if trainer.state.fn == TrainerFn.VALIDATING and is_main:
+            signal.signal(signal.SIGTERM, _end_validation)  # Lightning puts back what was there before
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,6 +66,11 @@ class SaveOnSigterm(Checkpoint):
         trainer.save_checkpoint(self.path)
         trainer.should_stop = True
         log.warning("SIGTERM: saved %s after step %d; resume with --ckpt_path", self.path, trainer.global_step)
+
+
+def _end_validation(*_: Any) -> None:
+    log.warning("SIGTERM: the validation was not finished; nothing is saved")
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def checkpoint_folder(trainer: AnyTrainer) -> str:

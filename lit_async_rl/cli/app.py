@@ -44,6 +44,7 @@ from lit_async_rl.callbacks import (
 )
 from lit_async_rl.cli.config_check import check_class_paths, check_config_files
 from lit_async_rl.cli.error_report import Parser, one_line_errors
+from lit_async_rl.cli.interrupts import CtrlC, fit_until_stopped, resume_command
 from lit_async_rl.cli.run_folders import run_folders
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import describe
@@ -134,7 +135,7 @@ class AsyncRLCLI(LightningCLI):
 def main(args: Sequence[str] | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
     run: list[AsyncRLCLI] = []
-    with command(lambda: run[0].trainer.log_dir if run else None):
+    with command(lambda: run[0].trainer.log_dir if run else None), CtrlC():
         cli = AsyncRLCLI(args)
         run.append(cli)
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
@@ -142,10 +143,12 @@ def main(args: Sequence[str] | None = None) -> None:
         with run_folders(trainer, is_resumed=ckpt_path is not None):
             if data.validation.prompts is not None:
                 trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
-            trainer.fit(model, data, ckpt_path=ckpt_path)
-            if data.validation.prompts is not None and not trainer.interrupted:
+            stopped_at = fit_until_stopped(trainer, model, data, ckpt_path)
+            if data.validation.prompts is not None and stopped_at is None:
                 trainer.validate(model, data, verbose=False)
         cli.summary.print(trainer)
+        if stopped_at is not None and trainer.is_global_zero:
+            print(f"resume with: {resume_command(stopped_at, args)}")
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:

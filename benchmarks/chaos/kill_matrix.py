@@ -1,0 +1,215 @@
+"""Kills training runs of many settings at bad moments, resumes them, and compares them with runs without kills.
+
+python benchmarks/chaos/kill_matrix.py --kills 200 [--seed 0] [--steps 20] [--per_run 6] [--combo trigger=steps ...]
+                                       [--moments "first micro-batch" ...] [--folder runs/kill_matrix]
+                                       [--out docs/measurements/kill_matrix.json]
+
+The settings (`matrix_combos.FACTORS`) are what decides where a step begins and when a checkpoint is written. Runs take
+turns in a covering design: under `fixed_lag` every two values of two other factors meet. Each goes through the command
+line of `scripts/train.py`, gets SIGKILL several times (`matrix_run.MOMENTS`; of two ranks both or one), and is
+resumed from its newest checkpoint each time. When it is through (`matrix_check.violations`):
+
+* every step was made once, of as many micro-batches as it has, on whole groups that no other step was trained on;
+* no token was older than the bound, and the tape has what was trained on;
+* under `fixed_lag`, rollouts and parameters of every step are those of a run without kills, bit for bit;
+* nothing is left in the folder that is not documented; and nothing took longer than its timeout and 10 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+from matrix_check import Step, history, violations
+from matrix_combos import FACTORS, Combo, covering
+from matrix_run import MOMENTS, Hung, MatrixRun, is_moment
+
+import lit_async_rl.cli.app  # noqa: F401  children are forked with all of it
+
+
+@dataclass
+class Report:
+    """What became of all runs."""
+
+    kills: Counter[str] = field(default_factory=Counter)  # by moment
+    by_setting: Counter[str] = field(default_factory=Counter)  # kills by value of each factor
+    num_raised: int = 0
+    num_stopped: int = 0  # by SIGTERM or Ctrl-C
+    num_runs: int = 0
+    num_hangs: int = 0
+    waits: list[float] = field(default_factory=list)  # seconds from the start of a process to its first micro-batch
+    wrong: list[str] = field(default_factory=list)
+
+    def add_kill(self, moment: str, combo: Combo) -> None:
+        """Counts one."""
+        self.kills[moment] += 1
+        self.by_setting.update(f"{name}={getattr(combo, name)}" for name in FACTORS)
+
+
+def complete(run: MatrixRun, strikes: Sequence[Callable[[], bool]], report: Report) -> None:
+    """Runs until it is through; each strike ends it once, or returns False if the run ended before."""
+    run.start()
+    for strike in strikes:
+        if not strike():
+            break
+        run.end()
+        run.start()
+    run.wait_for(lambda: False)
+    run.end()
+    report.waits += run.waits
+    if any(run.codes):
+        raise RuntimeError(f"{run.folder}/log.{run.segment}.0: ended with {run.codes}")
+
+
+def strike(run: MatrixRun, chance: random.Random, report: Report) -> bool:
+    """Ends the run, most of the time by a kill, at a moment drawn by lot."""
+    if run.combo.trigger == "exception" and run.newest() and chance.random() < 0.4:
+        has_raised = run.raise_in_a_step()
+        report.num_raised += has_raised
+        return has_raised
+    if chance.random() < 0.1:
+        return stop(run, chance, report)
+    return kill(run, chance, report, chance.choice(MOMENTS))
+
+
+def kill(run: MatrixRun, chance: random.Random, report: Report, moment: str) -> bool:
+    """Kills at a moment; False if the run ended before it came."""
+    if not run.wait_for(is_moment(moment, run, chance)) or not run.is_running:
+        return False
+    both_train = run.combo.ranks > 1 and run.lines()  # before, a rank waits for the other as long as torch does
+    run.kill(chance.choice([None, 0, 1]) if both_train else None)
+    report.add_kill(moment, run.combo)
+    return True
+
+
+def stop(run: MatrixRun, chance: random.Random, report: Report) -> bool:
+    """SIGTERM or Ctrl-C in place of SIGKILL, which must end the run with a checkpoint; False if it ended before."""
+    at = chance.randrange(1, run.steps - 5)
+    if not run.wait_for(lambda: run.step >= at) or run.step > run.steps - 4:
+        return False
+    sent, code = chance.choice([(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+    before = run.checkpoints().get("last.ckpt")
+    run.kill(by=sent)
+    run.end()
+    if set(run.codes) != {code} or run.checkpoints().get("last.ckpt") == before:
+        raise RuntimeError(f"{run.folder}/log.{run.segment}.0: {sent.name} ended the run with {run.codes}")
+    report.num_stopped += 1
+    return True
+
+
+def reference(combo: Combo, folder: Path, steps: int) -> list[Step]:
+    """The run without kills."""
+    run = MatrixRun(combo, folder, steps)
+    complete(run, [], Report())
+    steps_made, wrong = history(run)
+    if wrong:
+        raise RuntimeError(f"{folder}, without kills: {wrong}")
+    return steps_made
+
+
+def attack(combo: Combo, number: int, arguments: argparse.Namespace, report: Report) -> None:
+    """One run with kills."""
+    folder, chance = Path(arguments.folder), random.Random(f"{arguments.seed} {number}")
+    expected_at = folder / f"unbroken{number}"
+    wrong: list[str] = []
+    run = MatrixRun(combo, folder / f"run{number}", arguments.steps)
+    try:
+        expected = reference(combo, expected_at, arguments.steps) if combo.is_exact else None
+        by_lot = [partial(strike, run, chance, report)] * arguments.per_run
+        complete(run, [partial(kill, run, chance, report, m) for m in arguments.moments or ()] or by_lot, report)
+        wrong = violations(run, expected)
+    except Hung as hang:
+        report.num_hangs += 1
+        wrong = [f"HUNG: {hang}"]
+    except RuntimeError as error:
+        wrong = [str(error)]
+    finally:
+        run.kill()
+        run.end()
+    report.num_runs += 1
+    report.wrong += [f"run {number} ({combo}): {line}" for line in wrong]
+    kills = sum(report.kills.values())
+    print(f"run {number}, {kills} kills: {combo}: {run.segment - 1} times resumed, {wrong or 'as without'}", flush=True)
+    shutil.rmtree(expected_at, ignore_errors=True)
+    if not wrong:
+        shutil.rmtree(run.folder)
+
+
+def summary(report: Report, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """For docs/measurements."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    kills, waits = sum(report.kills.values()), report.waits or [0.0]
+    return {
+        "name": "kill_matrix",
+        "value": len(report.wrong),
+        "unit": "violations",
+        "interval": [0.0, round(3.0 / kills, 4)] if kills and not report.wrong else None,
+        "interval_of": "violations per kill, 95 % (rule of three)",
+        "kills": kills,
+        "exceptions": report.num_raised,
+        "stopped_by_signals": report.num_stopped,
+        "runs": report.num_runs,
+        "hangs": report.num_hangs,
+        "kills_by_moment": dict(report.kills),
+        "kills_by_setting": dict(sorted(report.by_setting.items())),
+        "first_micro_batch_s": {"median": round(median(waits), 2), "max": round(max(waits), 2)},
+        "minutes": round(seconds / 60, 1),
+        "command": f"python benchmarks/chaos/kill_matrix.py {' '.join(sys.argv[1:])}",
+        "commit": commit,
+    }
+
+
+def parse_combo(settings: str) -> Combo:
+    """From `name=value,name=value`."""
+    given = dict(setting.split("=") for setting in settings.split(","))
+    return Combo(**{name: next(v for v in FACTORS[name] if str(v) == value) for name, value in given.items()})
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--per_run", type=int, default=6, help="kills of one run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--combo", type=parse_combo, nargs="*", help="name=value,... instead of the covering design")
+    parser.add_argument("--moments", nargs="*", choices=MOMENTS, help="of the kills of each run; by lot if not given")
+    parser.add_argument("--folder", default="runs/kill_matrix", help="must not exist")
+    parser.add_argument("--out", help="JSON file")
+    arguments = parser.parse_args()
+    Path(arguments.folder).mkdir(parents=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    combos = arguments.combo or covering(arguments.seed)
+    report, number, began = Report(), 0, time.monotonic()
+    for ends in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ends, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):  # which ends it with what was found so far
+        while sum(report.kills.values()) < arguments.kills:
+            attack(combos[number % len(combos)], number, arguments, report)
+            number += 1
+    found = summary(report, arguments, time.monotonic() - began)
+    print(json.dumps(found, indent=2), *report.wrong, sep="\n")
+    if arguments.out:
+        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.out).write_text(json.dumps(found, indent=2) + "\n")
+    sys.exit(bool(report.wrong))
+
+
+if __name__ == "__main__":
+    main()

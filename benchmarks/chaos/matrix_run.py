@@ -1,0 +1,235 @@
+"""One run of `kill_matrix.py` over all of its processes: started by fork, watched by its journal, killed, resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from matrix_combos import RANK_TIMEOUT_S, ROLLOUT_TIMEOUT_S, Combo, write_config
+from matrix_probe import RAISE
+
+LIMIT_S = ROLLOUT_TIMEOUT_S + 10.0  # longest without a micro-batch, or until a process ends whose other rank is gone
+HERE = Path(__file__).parent
+BASE = HERE / "kill_matrix.yaml"
+POLL_S = 0.001
+MOMENTS = ("any time", "checkpoint written", "checkpoint being written", "between micro-batches", "first micro-batch")
+
+
+class Hung(Exception):
+    """Nothing happened for `LIMIT_S`."""
+
+
+class MatrixRun:
+    """A training whose processes are children of this one, in a process group of their own.
+
+    Args:
+        combo: its settings.
+        folder: must not exist.
+        steps: optimizer steps of the whole run.
+    """
+
+    def __init__(self, combo: Combo, folder: Path, steps: int) -> None:
+        self.combo, self.folder, self.steps = combo, folder, steps
+        self.segment = 0
+        self.waits: list[float] = []  # seconds from the start of a process to its first micro-batch
+        self._pids: dict[int, int] = {}  # of each rank that runs
+        self.codes: list[int] = []  # exit codes of the last processes
+        self._make_folder()
+
+    def _make_folder(self) -> None:
+        (self.folder / "journal").mkdir(parents=True)
+        self.config = write_config(self.combo, self.folder, self.steps)
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Forks one process for each rank; they go on from the newest checkpoint, or begin anew without one."""
+        if self.segment and self.newest() is None:
+            shutil.rmtree(self.folder)
+            self._make_folder()
+        self.segment += 1
+        self._began, self._first = time.monotonic(), True
+        self._progress = self._began
+        self._size, self.codes = 0, []
+        arguments = ["--config", str(BASE), "--config", str(self.config)]
+        if (newest := self.newest()) is not None:
+            arguments += ["--ckpt_path", str(newest)]
+        port = _free_port()
+        group = 0
+        for rank in range(self.combo.ranks):
+            pid = os.fork()
+            if pid == 0:
+                self._train(arguments, rank, port, group)
+            group = group or pid
+            _ignore(lambda pid=pid, group=group: os.setpgid(pid, group))
+            self._pids[rank] = pid
+        self._group = group
+
+    def _train(self, arguments: list[str], rank: int, port: int, group: int) -> NoReturn:
+        """The child: the command line of `scripts/train.py`, started as by torchrun where there are two ranks."""
+        code = 1
+        try:
+            os.setpgid(0, group)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            log = os.open(self.folder / f"log.{self.segment}.{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ["SEGMENT"] = str(self.segment)
+            if self.combo.ranks > 1:
+                os.environ |= _torchrun(rank, self.combo.ranks, port)
+            sys.argv = ["scripts/train.py", *arguments]
+            from lit_async_rl.cli.app import main
+
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+            print(end.code, file=sys.stderr)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for rank, pid in list(self._pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._pids[rank]
+                self.codes.append(os.waitstatus_to_exitcode(status))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all ranks live. Looks for what the journal says, too.
+
+        Raises:
+            Hung: neither the journal nor the processes move.
+        """
+        self._reap()
+        size = sum(path.stat().st_size for path in self._journals())
+        if size > self._size:
+            if self._first:
+                self.waits.append(time.monotonic() - self._began)
+            self._size, self._progress, self._first = size, time.monotonic(), False
+        if time.monotonic() - max(self._progress, self._began) > LIMIT_S:
+            raise Hung(f"{self.folder}: nothing for {LIMIT_S:g} s in segment {self.segment}")
+        return len(self._pids) == self.combo.ranks
+
+    def end(self) -> None:
+        """Waits until all processes are gone.
+
+        Raises:
+            Hung: one is not, `RANK_TIMEOUT_S` + 10 s after another.
+        """
+        began = time.monotonic()
+        while self._pids:
+            self._reap()
+            time.sleep(0.002)
+            if time.monotonic() - began > RANK_TIMEOUT_S + 10.0:
+                raise Hung(f"{self.folder}: ranks {list(self._pids)} live still, segment {self.segment}")
+
+    def kill(self, rank: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
+        """Kills all ranks, or one of them; the others must notice."""
+        if rank is None and self._pids:
+            _ignore(lambda: os.killpg(self._group, by))
+        elif rank in self._pids:
+            os.kill(self._pids[rank], by)
+
+    # -- what can be seen ---------------------------------------------------------------------------------------------
+
+    def _journals(self) -> list[Path]:
+        return list((self.folder / "journal").glob(f"{self.segment}.*.jsonl"))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of rank 0's process that runs."""
+        return list(read(self.folder / "journal" / f"{self.segment}.0.jsonl"))
+
+    def checkpoints(self) -> dict[str, int]:
+        """Names and times of checkpoints."""
+        found = {}
+        for path in (self.folder / "checkpoints").glob("*.ckpt"):
+            _ignore(lambda path=path: found.update({path.name: path.stat().st_mtime_ns}))
+        return found
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint."""
+        found = self.checkpoints()
+        return self.folder / "checkpoints" / max(found, key=lambda name: found[name]) if found else None
+
+    @property
+    def step(self) -> int:
+        """Of the last micro-batch."""
+        return max((line["step"] for line in self.lines() if line["at"] == "micro"), default=0)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """That the process which runs has begun."""
+        return sum(line["at"] == "micro" for line in self.lines())
+
+    def raise_in_a_step(self) -> bool:
+        """Makes all ranks raise in the middle of a step; False if the run ended before."""
+        request = self.folder / "journal" / RAISE
+        request.write_text(str(self.step + 2))
+        self.wait_for(lambda: False)
+        self.end()
+        request.unlink()
+        return any(self.codes)
+
+    def wait_for(self, is_time: Callable[[], bool], seconds: float = LIMIT_S) -> bool:
+        """Until it is time; False if the run ended before, or that is not so after `seconds`."""
+        began = time.monotonic()
+        while self.is_running and time.monotonic() - began < seconds:
+            if is_time():
+                return True
+            time.sleep(POLL_S)
+        return False
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a journal."""
+    if path.exists():
+        for line in path.read_text().split("\n")[:-1]:
+            yield json.loads(line)
+
+
+def is_moment(name: str, run: MatrixRun, chance: random.Random) -> Callable[[], bool]:
+    """Whether the moment of `MOMENTS` has come, to be asked again and again."""
+    before, began = run.checkpoints(), time.monotonic()
+    pause, per_step = chance.uniform(0.0, 3.0), run.combo.micro_batches
+    place = chance.randrange(2, 12) * per_step + chance.randrange(1, max(2, per_step))
+    return {
+        "any time": lambda: time.monotonic() - began > pause,
+        "checkpoint written": lambda: run.checkpoints() != before,
+        "checkpoint being written": lambda: any((run.folder / "checkpoints").glob(".*.part")),
+        "between micro-batches": lambda: run.num_micro_batches > place,
+        "first micro-batch": lambda: run.num_micro_batches >= 2,
+    }[name]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_RANK=0)
+    where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="matrix", GLOO_SOCKET_IFNAME="lo")
+    return {name: str(value) for name, value in (place | where).items()}
+
+
+def _ignore(action: Callable[[], Any]) -> None:
+    with contextlib.suppress(OSError):
+        action()

@@ -1,0 +1,90 @@
+"""Ctrl-C and SIGTERM in a command: what the first and the second do, and the command that resumes the run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_async_rl.callbacks import SaveOnSigterm
+
+CTRL_C_STATUS = 130  # of shells, 128 + SIGINT
+_NOTICE = b"Ctrl-C: training ends after this step and saves a checkpoint; once more ends it at once\n"
+
+
+class CtrlC:
+    """Context in which the first Ctrl-C does what SIGTERM does, and the second ends the process at once.
+
+    So there is one way to stop cleanly, on one rank or several. Where SIGTERM has no handler, before training, it is an
+    ordinary `KeyboardInterrupt`. After Ctrl-C the context ends in `SystemExit(130)`.
+
+    Attributes:
+        was_pressed: whether it came.
+    """
+
+    def __init__(self) -> None:
+        self.was_pressed = False
+        self._before: Any = None
+
+    def __enter__(self) -> CtrlC:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        if self.was_pressed and (error is None or isinstance(error, SystemExit | KeyboardInterrupt)):
+            raise SystemExit(CTRL_C_STATUS) from None
+
+    def _press(self, *_: Any) -> None:
+        if self.was_pressed:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        self.was_pressed = True
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise KeyboardInterrupt
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, _NOTICE)  # `print` may be what was interrupted
+        signal.raise_signal(signal.SIGTERM)
+
+
+def fit_until_stopped(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule, ckpt_path: str | None
+) -> str | None:
+    """Trains; the checkpoint that `SaveOnSigterm` saved if SIGTERM or Ctrl-C ended it, None otherwise."""
+    savers = [c for c in trainer.callbacks if isinstance(c, SaveOnSigterm)]  # type: ignore[attr-defined]
+    try:
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+    except SIGTERMException:
+        if not any(saver.path for saver in savers):
+            raise
+    return next((saver.path for saver in savers if saver.path), None)
+
+
+def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
+    """The command line that began this run, with `--ckpt_path`.
+
+    Args:
+        checkpoint: to go on from.
+        args: of the command; None is `sys.argv`.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    kept = []
+    while given:
+        word = given.pop(0)
+        if word == "--ckpt_path":
+            del given[:1]
+        elif not word.startswith("--ckpt_path="):
+            kept.append(word)
+    return shlex.join(["python", sys.argv[0], *kept, "--ckpt_path", checkpoint])
