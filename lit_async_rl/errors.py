@@ -31,3 +31,19 @@ class NonFiniteError(RuntimeError):
 
 class EngineDown(RuntimeError):
     """The engine hangs or broke; another is to take its place, with weights from all ranks. No user meets it."""
+
+
+class StalenessError(RuntimeError):
+    """A token older than its staleness bound, or newer than the policy, reached the trainer."""
+
+
+class StepError(RuntimeError):
+    """An optimizer step would not be made of exactly its micro-batches, each of them once."""
+
+
+class SetupError(RuntimeError):
+    """A part is used without another one that it needs, or before it was set up."""
+
+
+class InvariantError(RuntimeError):
+    """A promise that the library makes to itself is broken: a bug, please report it."""

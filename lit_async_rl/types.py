@@ -96,6 +96,7 @@ class RolloutGroup:
         index: position in the order of admission, from 0, unique within a run (also over resumes).
         admitted_version: version that was published when the group was admitted; no token is older.
         generation_s: seconds from admission to the last token; `queue_s`: from then until it was handed out.
+        max_staleness: bound for its tokens, in versions; None where none was promised.
     """
 
     index: int
@@ -105,6 +106,7 @@ class RolloutGroup:
     admitted_version: int
     generation_s: float = 0.0
     queue_s: float = 0.0
+    max_staleness: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +128,9 @@ class RolloutBatch:
         temperature: temperature that the completions were sampled at; the policy's log-probabilities use the same.
         gradient_scale: what the gradient of the step so far is multiplied by after this micro-batch; other than 1 only
             in the last one of a step whose groups were streamed.
+        max_staleness: bound of each row's tokens, in versions; None where none was promised.
+        step: optimizer step that the micro-batch was made for, number `micro_batch` of `num_micro_batches`; None where
+            its data module does not say.
     """
 
     def __init__(
@@ -142,6 +147,10 @@ class RolloutBatch:
         group_index: Int[Tensor, " B"],
         temperature: float = 1.0,
         gradient_scale: float = 1.0,
+        max_staleness: Int[Tensor, " B"] | None = None,
+        step: int | None = None,
+        micro_batch: int = 0,
+        num_micro_batches: int = 1,
     ) -> None:
         self.input_ids = input_ids
         self.attention_mask = attention_mask
@@ -154,6 +163,8 @@ class RolloutBatch:
         self.group_index = group_index
         self.temperature = temperature
         self.gradient_scale = gradient_scale
+        self.max_staleness = max_staleness
+        self.step, self.micro_batch, self.num_micro_batches = step, micro_batch, num_micro_batches
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 from omegaconf import OmegaConf
 
-from lit_async_rl.cli.app import app as cli
+from lit_async_rl.cli import app as cli
 
 QUICKSTART = "configs/quickstart.yaml"
 SYSTEMS = {

@@ -47,7 +47,7 @@ class Evaluation(pl.Callback):
             the first step. One that is due while another runs begins when that has ended.
         num_samples: completions of each prompt, n.
         ks: k of each pass@k; None is 1 and `num_samples`.
-        sampling: how they are sampled; None is `data.validation.sampling`.
+        sampling: how they are sampled; None is `data.val_sampling`.
         max_concurrent: most samples in the engine at a time.
         max_block_s: longest that the trainer waits for one evaluation.
         timeout_s: an evaluation that has not ended by then is given up, with a line in the log.
@@ -101,7 +101,7 @@ class Evaluation(pl.Callback):
         data = _data(trainer)
         if data.tape is not None:
             raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")
-        if (self.sampling or data.validation.sampling).temperature == 0 and self.num_samples > 1:
+        if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
             raise ValueError(f"Evaluation.num_samples={self.num_samples} at temperature 0 are copies of one completion")
         if trainer.is_global_zero and not self._questions:
             self._questions = make_questions(self.datasets, data.codec)
@@ -119,7 +119,7 @@ class Evaluation(pl.Callback):
         plan = EvaluationPlan(
             questions=self._questions,
             num_samples=self.num_samples,
-            sampling=self.sampling or data.validation.sampling,
+            sampling=self.sampling or data.val_sampling,
             version=pl_module.version,
             max_concurrent=self.max_concurrent,
             first_id=self._next_id,

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.errors import SetupError
 from lit_async_rl.training.module import PolicyModule
 
 
@@ -33,8 +34,13 @@ class WeightSync(pl.Callback):
             raise ValueError(f"weight_sync_steps must be >= 1, got {weight_sync_steps}")
         self.weight_sync_steps = weight_sync_steps
         self.total_s = 0.0
-        self._published_step = 0
+        self._published_step: int | None = None  # until training begins
         self._steps_before = 0  # a resume: steps since the last publication
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Starts over where the callback is used again."""
+        if stage == "fit":
+            self._published_step, self._steps_before = None, 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
@@ -42,9 +48,7 @@ class WeightSync(pl.Callback):
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         data.publish(module.version, module.stream_weights())
         data.start(module.version, module.stream_weights)
-        if self._steps_before:
-            self._steps_before = 0
-            self._sync_if_due(trainer, pl_module)
+        self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -54,7 +58,7 @@ class WeightSync(pl.Callback):
             pl_module.log("perf/weight_sync_s", seconds)
 
     def _sync_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
-        if trainer.global_step - self._published_step < self.weight_sync_steps:
+        if self._steps_since(trainer) < self.weight_sync_steps:
             return None
         self._published_step = trainer.global_step
         module, data = _parts(trainer, pl_module)
@@ -71,7 +75,7 @@ class WeightSync(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the steps since the last publication; not 0 only between two."""
-        checkpoint["steps_since_publication"] = trainer.global_step - self._published_step
+        checkpoint["steps_since_publication"] = self._steps_since(trainer)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -79,9 +83,14 @@ class WeightSync(pl.Callback):
         """Goes on counting there."""
         self._steps_before = checkpoint["steps_since_publication"]
 
+    def _steps_since(self, trainer: pl.Trainer) -> int:
+        return self._steps_before if self._published_step is None else trainer.global_step - self._published_step
+
 
 def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:
     data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(pl_module, PolicyModule), f"WeightSync publishes a PolicyModule, not {type(pl_module).__name__}"
-    assert isinstance(data, RolloutDataModule), f"WeightSync serves a RolloutDataModule, not {type(data).__name__}"
+    if not isinstance(pl_module, PolicyModule):
+        raise SetupError(f"WeightSync publishes a PolicyModule, not {type(pl_module).__name__}")
+    if not isinstance(data, RolloutDataModule):
+        raise SetupError(f"WeightSync serves a RolloutDataModule, not {type(data).__name__}")
     return pl_module, data

@@ -20,6 +20,7 @@ from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
 
 Value = TypeVar("Value", bool, int, float)
+UNBOUNDED = 2**62  # versions
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class _Row:
     advantages: Sequence[float]  # of the completion's tokens
     token_weight: float
     group_index: int
+    max_staleness: int | None
 
     @property
     def length(self) -> int:
@@ -57,7 +59,7 @@ def collate_step(
     weights = iter(aggregation.of_step(groups))
     units = [
         [
-            _Row(group.prompt_ids, rollout, row, next(weights), group.index)
+            _Row(group.prompt_ids, rollout, row, next(weights), group.index, group.max_staleness)
             for rollout, row in zip(group.rollouts, rows, strict=True)
         ]
         for group, rows in zip(groups, advantages, strict=True)
@@ -112,6 +114,7 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> Rollout
     masks = ((True,) * len(r.completion_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
     loss_mask = _fill(completion, masks, False)
     weights = torch.tensor([[row.token_weight] for row in rows] or [[0.0]])
+    bounds = [UNBOUNDED if row.max_staleness is None else row.max_staleness for row in rows] or [UNBOUNDED]
     return RolloutBatch(
         input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.completion_ids for row in rows), pad_token_id),
         attention_mask=attention_mask,
@@ -123,6 +126,7 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> Rollout
         rewards=torch.tensor([row.rollout.reward for row in rows] or [0.0]),
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
         temperature=temperature,
+        max_staleness=torch.tensor(bounds),
     )
 
 

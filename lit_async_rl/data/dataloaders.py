@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import PromptBatch, RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyTrainer
 
 if TYPE_CHECKING:
     from lit_async_rl.data.module import RolloutDataModule
@@ -26,10 +28,9 @@ class StepFeed:
         self._micro_batches: list[RolloutBatch] = []
 
     def __len__(self) -> int:
-        trainer = self._data.trainer
-        assert trainer is not None
-        steps_left = trainer.max_steps - trainer.global_step
-        return steps_left * self._data.micro_batches_per_step if trainer.max_steps > 0 else ENDLESS
+        """Of the whole run, also when it is resumed: Lightning goes on counting where the checkpoint was saved."""
+        max_steps = _trainer_of(self._data).max_steps
+        return max_steps * self._data.micro_batches_per_step if max_steps > 0 else ENDLESS
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         return self
@@ -38,8 +39,7 @@ class StepFeed:
         if not self._micro_batches:
             step = self._data.next_step()
             if step is None:
-                trainer = self._data.trainer
-                assert trainer is not None
+                trainer = _trainer_of(self._data)
                 if trainer.world_size > 1:  # agreed upon by all ranks; Lightning's own flag is not
                     raise SIGTERMException
                 trainer.should_stop = True
@@ -73,3 +73,9 @@ class PromptFeed:
             begin = min(index * self._batch_size, len(self._source))
             end = min(begin + self._batch_size, len(self._source))
             yield PromptBatch([self._source[k] for k in range(begin, end)], index)
+
+
+def _trainer_of(data: RolloutDataModule) -> AnyTrainer:
+    if data.trainer is None:
+        raise SetupError("a RolloutDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
+    return data.trainer

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import EngineDown, ProducerError, StalledError
-from lit_async_rl.replay.buffer import ReplayBuffer
+from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
 from lit_async_rl.replay.tape_source import Replay
 from lit_async_rl.rollouts.checkpoint import restore_producer, save_producer
 from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
@@ -62,6 +62,7 @@ class RolloutSource:
         self._saved: dict[str, Any] = {}  # by the run that this one resumes
         self._step_began = -1  # the step whose groups were handed out last
         self._is_set_up = False
+        self._replay_before: Snapshot | None = None  # the step's groups were mixed
         self._taken: list[RolloutGroup] = []  # by a call of `take` that has not returned yet
         self.engine_restarts, self._restarts_in_a_row = engine_restarts, 0
 
@@ -105,9 +106,11 @@ class RolloutSource:
         """The groups of `step`, each token within its bound; None when the run is asked to stop."""
         if not self._taken:
             self.begin_step(step)
+            self._replay_before = None
         groups = self.take(self.fresh_per_step, should_stop)
         if groups is None or self.replay is None:
             return groups
+        self._replay_before = self.replay.snapshot()
         return self.replay.mix(groups, self.groups_per_step, self._started().version)
 
     def begin_step(self, step: int) -> None:
@@ -134,7 +137,7 @@ class RolloutSource:
                 return None
             self._taken.append(group)
         groups, self._taken, self._restarts_in_a_row = self._taken, [], 0
-        check_bound(groups, producer.version, self.admission.largest_bound)
+        check_bound(groups, producer.version)
         return groups
 
     def _check_restarts(self, producer: Producer | Replay, error: Exception) -> None:
@@ -186,8 +189,11 @@ class RolloutSource:
             return self._saved
         if isinstance(self._producer, Replay):
             return {}
-        state = save_producer(self._producer, step_is_done=step > self._step_began)
-        return state if self.replay is None else state | {"replay": self.replay.state_dict()}
+        is_done = step > self._step_began
+        state = save_producer(self._producer, step_is_done=is_done)
+        if self.replay is None:
+            return state
+        return state | {"replay": self.replay.state_dict(None if is_done else self._replay_before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Kept until the engine has weights."""

@@ -54,7 +54,8 @@ class StepBatches:
             return None
         self.groups = groups
         number = self.num_micro_batches * num_places
-        return self.collate(groups, aggregation=self.aggregation, num_micro_batches=number)
+        batches = self.collate(groups, aggregation=self.aggregation, num_micro_batches=number)
+        return [self._stamp(batch, step, n // num_places) for n, batch in enumerate(batches)]
 
     def _next_part(self, step: int, num_places: int, should_stop: Callable[[], bool]) -> list[RolloutBatch] | None:
         if self._streamed is None or self._streamed.is_done:
@@ -67,4 +68,8 @@ class StepBatches:
         weights = self._streamed.add(groups)
         self.groups = self._streamed.groups
         batches = self.collate(groups, aggregation=weights, num_micro_batches=num_places)
-        return [batch.replace(gradient_scale=self._streamed.gradient_scale) for batch in batches]
+        scale, number = self._streamed.gradient_scale, self._streamed.num_begun - 1
+        return [self._stamp(batch, step, number, gradient_scale=scale) for batch in batches]
+
+    def _stamp(self, batch: RolloutBatch, step: int, number: int, **changes: float) -> RolloutBatch:
+        return batch.replace(step=step, micro_batch=number, num_micro_batches=self.num_micro_batches, **changes)

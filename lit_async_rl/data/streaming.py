@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_async_rl.advantages.group import AdvantageEstimator
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.types import RolloutGroup
 
@@ -71,12 +72,13 @@ class StreamedStep:
 
     Attributes:
         groups: that have come.
+        num_begun: parts that have come.
     """
 
     def __init__(self, aggregation: Aggregation, num_groups: int, num_parts: int) -> None:
         self.aggregation, self.num_groups, self.num_parts = aggregation, num_groups, num_parts
         self.groups: list[RolloutGroup] = []
-        self._num_begun = 0
+        self.num_begun = 0
         self._divisor = 0.0  # of the groups that have come
         self._guess = 1.0
 
@@ -88,11 +90,12 @@ class StreamedStep:
     @property
     def next_size(self) -> int:
         """Groups of the next part."""
-        return (self._num_begun + 1) * self.num_groups // self.num_parts - len(self.groups)
+        return (self.num_begun + 1) * self.num_groups // self.num_parts - len(self.groups)
 
     def add(self, groups: Sequence[RolloutGroup]) -> PartWeights:
         """The next part has come; returns how its tokens are weighted."""
-        assert len(groups) == self.next_size, (len(groups), self.next_size)
+        if len(groups) != self.next_size:
+            raise InvariantError(f"a streamed micro-batch is of {self.next_size} groups, got {len(groups)}")
         lengths = [rollout.num_trained_tokens for group in groups for rollout in group.rollouts]
         divisor = self.aggregation.divisor(lengths, [len(group.rollouts) for group in groups])
         if divisor is not None:
@@ -100,7 +103,7 @@ class StreamedStep:
         if not self.groups:
             self._guess = self._divisor * self.num_groups / len(groups) or 1.0
         self.groups += groups
-        self._num_begun += 1
+        self.num_begun += 1
         return PartWeights(self.aggregation, self._guess)
 
     @property

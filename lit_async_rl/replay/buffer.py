@@ -18,6 +18,7 @@ from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
+Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
 _MIN_ROLLOUTS = 2  # a completion with none to compare it with says nothing
 
 
@@ -111,7 +112,6 @@ class ReplayBuffer:
             size = max(len(group.rollouts) for group in fresh)
             replayed = self.sample(groups_per_step - len(fresh), size, version, {_key(group) for group in fresh})
         self._replayed_ages = [version - _version(r, g) for g in replayed for r in g.rollouts]
-        assert all(age <= self.max_staleness for age in self._replayed_ages)
         for group in fresh:
             self.add(group)
         return [*fresh, *replayed]
@@ -160,6 +160,7 @@ class ReplayBuffer:
             prompt_ids=drawn[0].prompt_ids,
             rollouts=tuple(s.rollout for s in drawn),
             admitted_version=min(s.version for s in drawn),
+            max_staleness=self.max_staleness,
         )
 
     def _draw(self, items: Sequence[Any], log_weights: Sequence[float], number: int) -> list[Any]:
@@ -193,11 +194,20 @@ class ReplayBuffer:
             **{f"num_{name}": count for name, count in self._counts.items()},
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything stored, in the order it came, as plain containers; and the state of the draws."""
-        entries = [dataclasses.asdict(self._stored(*entry)) for entry in self._order]
-        prompts = list(self._prompts)  # draws depend on their order
-        return {"stored": entries, "prompts": prompts, "counts": dict(self._counts), "random": self._random.getstate()}
+    def snapshot(self) -> Snapshot:
+        """What `state_dict` needs to say later how things are now."""
+        entries = [self._stored(*entry) for entry in self._order]
+        return entries, list(self._prompts), dict(self._counts), self._random.getstate()
+
+    def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
+        """Everything stored, in the order it came, as plain containers; and the state of the draws.
+
+        Args:
+            snapshot: of an earlier state, to save that; None is the present one.
+        """
+        entries, prompts, counts, random_state = snapshot or self.snapshot()  # draws depend on the order of prompts
+        stored = [dataclasses.asdict(entry) for entry in entries]
+        return {"stored": stored, "prompts": prompts, "counts": counts, "random": random_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts it back."""

@@ -60,7 +60,7 @@ class Replay:
     Args:
         tape: what to read.
         first_step: of the tape.
-        admission: its bound is raised to what the tape holds.
+        admission: says the bound that settings ask for; the groups keep what they had.
     """
 
     def __init__(self, tape: Tape, first_step: int, admission: Admission) -> None:
@@ -101,8 +101,7 @@ class Replay:
             for rollout in group.rollouts
         ]
         oldest = min((v for rollout in moved for v in rollout.versions), default=self.version)
-        self._admission.largest_bound = max(self._admission.largest_bound, self.version - oldest)
-        return replace(group, rollouts=tuple(moved))
+        return replace(group, rollouts=tuple(moved), max_staleness=self.version - oldest)
 
     def stats(self) -> ProducerStats:
         """What was handed out."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rollouts.sample_requests import SampleRequests
 from lit_async_rl.rollouts.serialization import SavedGroup
@@ -117,10 +118,10 @@ class GroupBook:
         del self.unfinished[group.index]
         self.requests.forget(group.requests)
 
-    def hand_out(self, index: int, deadline: int) -> RolloutGroup:
-        """A finished group, to be trained on."""
+    def hand_out(self, index: int, deadline: int, max_staleness: int) -> RolloutGroup:
+        """A finished group, to be trained on within its bound."""
         waited = time.monotonic() - self.finished_at.pop(index)
-        group = dataclasses.replace(self.finished.pop(index), queue_s=waited)
+        group = dataclasses.replace(self.finished.pop(index), queue_s=waited, max_staleness=max_staleness)
         self.in_step[index] = (group, deadline)
         return group
 
@@ -205,7 +206,8 @@ class GroupBook:
 
 
 def _rollout(completion: Completion, text: str) -> Rollout:
-    assert completion.reward is not None
+    if completion.reward is None:
+        raise InvariantError(f"a completion of group {completion.request_id} was filed without its reward")
     return Rollout(
         completion_ids=completion.token_ids,
         behavior_logprobs=completion.logprobs,

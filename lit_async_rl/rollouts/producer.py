@@ -115,7 +115,8 @@ class Producer:
                 index = self.wait.until(self.admission.choose, should_stop)
                 if index is None:
                     return None
-                group = self.book.hand_out(index, self.admission.take(index))
+                deadline = self.admission.take(index)
+                group = self.book.hand_out(index, deadline, self.admission.bounds[index])
                 self._drop_lost()
                 self._admit()
                 return group

@@ -22,16 +22,25 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from lit_async_rl.errors import InvariantError, StalenessError
 from lit_async_rl.types import RolloutGroup
 
 
-def check_bound(groups: Iterable[RolloutGroup], version: int, bound: int) -> None:
-    """Our own promise, checked on every token that reaches the trainer: `Admission` may not let it break."""
-    oldest = min((v for group in groups for rollout in group.rollouts for v in rollout.versions), default=None)
-    assert oldest is None or version - oldest <= bound, (
-        f"a token of version {oldest} reached version {version}, beyond max_staleness={bound}"
-    )
+def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
+    """Checks every token of groups with a bound, before they are made into batches; `StepGuard` does it again after.
+
+    Raises:
+        StalenessError: one is older than `max_staleness` of its group.
+    """
+    for group in groups:
+        oldest = min((v for rollout in group.rollouts for v in rollout.versions), default=version)
+        if group.max_staleness is not None and version - oldest > group.max_staleness:
+            raise StalenessError(
+                f"a token of version {oldest} of group {group.index} reached version {version}, beyond its "
+                f"max_staleness={group.max_staleness}"
+            )
 
 
 class Admission:
@@ -69,7 +78,7 @@ class Admission:
         self.async_ratio, self.redundant_groups = async_ratio, redundant_groups
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness
-        self.largest_bound = max_staleness  # so far: groups keep the bound they were admitted under
+        self.bounds: dict[int, int] = {}  # of the groups under way: each keeps the one it was admitted under
         self.in_order = in_order
         self.round = 0
         self.num_taken = self.num_lost = 0  # in this round
@@ -98,14 +107,16 @@ class Admission:
 
     def admit(self) -> int:
         """Takes a slot and returns the new group's index."""
-        assert self.num_admissible > 0
+        if self.num_admissible <= 0:
+            raise InvariantError(f"a group was admitted in round {self.round} without a free slot")
         index = self.next_index
         self.next_index += 1
-        self.largest_bound = max(self.largest_bound, self.max_staleness)
-        self._hold(index, self.round + math.ceil(self._reach))
+        bound = math.ceil(self._reach)
+        self._hold(index, self.round + bound, bound)
         return index
 
-    def _hold(self, index: int, deadline: int) -> None:
+    def _hold(self, index: int, deadline: int, bound: int) -> None:
+        self.bounds[index] = bound
         self._deadlines[index] = deadline
         self._due[deadline] += 1
         if self.in_order:
@@ -147,7 +158,8 @@ class Admission:
     def take(self, index: int) -> int:
         """Marks a chosen group as trained on in this round; returns its deadline."""
         deadline = self.drop(index)
-        assert deadline >= self.round, f"group {index} was due in round {deadline}, now is {self.round}"
+        if deadline < self.round:
+            raise StalenessError(f"group {index} was due in round {deadline}, now is {self.round}")
         self.num_taken += 1
         return deadline
 
@@ -167,19 +179,22 @@ class Admission:
         for index in lost:
             self.drop(index)
         self.num_lost += len(lost)
-        assert self.num_lost <= self.redundant_groups, f"{self.num_lost} groups lost in round {self.round}"
+        if self.num_lost > self.redundant_groups:
+            raise InvariantError(f"{self.num_lost} groups lost in round {self.round}, redundant_groups is fewer")
         return lost
 
     def advance(self) -> None:
         """Ends the round: the weights trained on these groups are live (or the update was skipped)."""
-        assert self.num_left_in_round == 0, f"{self.num_left_in_round} groups of round {self.round} were never taken"
+        if self.num_left_in_round:
+            raise InvariantError(f"{self.num_left_in_round} groups of round {self.round} were never taken")
+        self.bounds = {index: self.bounds[index] for index in self._deadlines}
         self.round += 1
         self.num_taken = self.num_lost = 0
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self, num_given_back: int = 0) -> dict[str, int]:
-        """Plain numbers; `num_given_back` groups were taken in this round but not trained on."""
+    def state_dict(self, num_given_back: int = 0) -> dict[str, Any]:
+        """Plain containers; `num_given_back` groups were taken in this round but not trained on."""
         return {
             "round": self.round,
             "num_taken": self.num_taken - num_given_back,
@@ -187,10 +202,10 @@ class Admission:
             "next_index": self.next_index,
             "groups_per_round": self.groups_per_round,
             "max_staleness": self.max_staleness,
-            "largest_bound": self.largest_bound,
+            "bounds": dict(self.bounds),
         }
 
-    def restore(self, state: Mapping[str, int], deadlines: Mapping[int, int]) -> set[int]:
+    def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
         """Goes on where `state_dict` was taken, with these groups admitted (index: deadline) if the bound allows.
 
         It does for all of them when nothing was changed in between. With a smaller `max_staleness` deadlines come
@@ -210,7 +225,7 @@ class Admission:
         self.round, self.next_index = state["round"], state["next_index"]
         self.num_taken, self.num_lost = state["num_taken"], state["num_lost"]
         sooner = max(0, state["max_staleness"] - self.max_staleness)
-        self.largest_bound = max(self.max_staleness, state["largest_bound"] - sooner)
+        bounds, largest = state.get("bounds", {}), state.get("largest_bound", state["max_staleness"])  # the older way
         kept: dict[int, int] = {}
         for index, deadline in sorted(deadlines.items(), key=lambda item: (item[1], item[0])):
             ahead = self.num_taken + max(0, len(kept) - self.redundant_groups)
@@ -218,5 +233,5 @@ class Admission:
             if deadline - sooner >= trains_in:
                 kept[index] = deadline - sooner
         for index in sorted(kept):
-            self._hold(index, kept[index])
+            self._hold(index, kept[index], bounds.get(index, largest) - sooner)
         return set(kept)

@@ -145,15 +145,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def count_whole_steps(checkpoint: dict[str, Any], micro_batches_per_step: int) -> None:
-    """Lets a checkpoint that was saved within an optimizer step begin with that step: its gradients are not saved."""
-    if "loops" not in checkpoint:  # weights only
-        return
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    done = progress["current"]["ready"] // micro_batches_per_step * micro_batches_per_step
-    before = progress["total"]["ready"] - progress["current"]["ready"]
-    for counts, number in ((progress["current"], done), (progress["total"], before + done)):
-        if counts["completed"] > number:
-            counts.update(dict.fromkeys(counts, number))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
@@ -30,15 +29,16 @@ from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights, without_reference
-from lit_async_rl.training.checkpoint_io import check_same_model, count_whole_steps
+from lit_async_rl.training.checkpoint_io import check_same_model
 from lit_async_rl.training.compatibility import check_baseline, check_data_compatibility
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.validation import Validator
+from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_not_negative, check_positive
 
 
-class PolicyModule(pl.LightningModule):
+class PolicyModule(WholeSteps):
     """A causal language model trained by policy gradient on rollouts of older versions of itself.
 
     Loss, averaging, correction and advantage are four independent choices; the first and third are made here, the
@@ -117,11 +117,9 @@ class PolicyModule(pl.LightningModule):
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
         self.strict_loading = reference is None  # checkpoints may lack it
-        self.model, self.sharding = model, sharding
-        self.version = 0
+        self.model, self.sharding, self.version = model, sharding, 0
         self.stabilizer_signals: dict[str, Any] = {}
-        self._updated, self._gradient_scale = False, 1.0
-        self.validator = Validator()
+        self._updated, self._gradient_scale, self.validator = False, 1.0, Validator()
 
     @property
     def wants_whole_groups(self) -> bool:
@@ -147,12 +145,13 @@ class PolicyModule(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Checks that the prompts' tokenizer fits the model."""
+        super().setup(stage)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, RolloutDataModule):
             vocab_size = self.policy.causal_lm.config.get_text_config().vocab_size
             check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
-            chosen = self.objective.loss, self.objective.baseline
-            check_data_compatibility(*chosen, data.advantage, data.aggregation, data.keep_groups_whole)
+            of_data = data.advantage, data.aggregation, data.keep_groups_whole
+            check_data_compatibility(self.objective.loss, self.objective.baseline, *of_data)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -164,6 +163,7 @@ class PolicyModule(pl.LightningModule):
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
+        self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
         reference: Reference | None = self.reference
         if self.objective.needs_reference and reference is None:
             reference = partial(without_adapters, self.policy)
@@ -179,9 +179,11 @@ class PolicyModule(pl.LightningModule):
                 for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                     if parameter.grad is not None:
                         parameter.grad.mul_(self._gradient_scale)
+        super().on_after_backward()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
+        super().on_before_optimizer_step(optimizer)
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     def mark_updated(self) -> None:
@@ -231,19 +233,18 @@ class PolicyModule(pl.LightningModule):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds version and random state; leaves out the frozen reference, which is what `model` names.
+        """Adds the version; leaves out the frozen reference, which is what `model` names.
 
         Not where it is sharded: the parts of such a checkpoint are read for all there is, or not at all.
         """
         checkpoint["version"], checkpoint["updated"] = self.version, self._updated
-        checkpoint["random_state"] = torch.get_rng_state()
-        count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
+        super().on_save_checkpoint(checkpoint)
         if not is_sharded(self):
             checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores version and random state."""
+        """Restores the version."""
         self.version, self._updated = checkpoint["version"], checkpoint["updated"]
-        torch.set_rng_state(checkpoint["random_state"].cpu())
+        super().on_load_checkpoint(checkpoint)
         if "state_dict" in checkpoint and not is_sharded(self):
             check_same_model(without_reference(checkpoint["state_dict"]), without_reference(self.state_dict()))

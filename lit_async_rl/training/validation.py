@@ -78,7 +78,7 @@ class Validator(torch.nn.Module):
                 id=n,
                 prompt_ids=data.codec.encode(prompt),
                 num_samples=data.validation.num_samples,
-                sampling=data.validation.sampling,
+                sampling=data.val_sampling,
                 prompt=prompt,
             )
             for n, prompt in enumerate(batch.prompts)

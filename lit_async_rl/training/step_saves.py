@@ -1,0 +1,48 @@
+"""Checkpoints that are asked for in the middle of an update are written at its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class SavesBetweenUpdates:
+    """Stands in for `trainer.save_checkpoint`, whoever calls it: a user's callback, Lightning's, or ours.
+
+    Between `on_before_optimizer_step` and the end of the optimizer's step some callbacks have taken notice of the step
+    and others have not, weights may have changed and counters have not: no resume from there could be right.
+
+    Args:
+        trainer: whose method is replaced, until `remove`.
+        is_updating: whether an update is under way.
+    """
+
+    def __init__(self, trainer: pl.Trainer, is_updating: Callable[[], bool]) -> None:
+        self._trainer, self._is_updating = trainer, is_updating
+        self._pending: list[tuple[Any, ...]] = []
+        self._save = partial(type(trainer).save_checkpoint, trainer)
+        vars(trainer)["save_checkpoint"] = self
+
+    def __call__(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        """Saves now, or at the end of the update."""
+        if not self._is_updating():
+            self._save(filepath, weights_only, storage_options)
+            return
+        log.warning("checkpoint %s was asked for in the middle of an update: it is written at its end", filepath)
+        self._pending.append((filepath, weights_only, storage_options))
+
+    def flush(self) -> None:
+        """Writes what was put off."""
+        pending, self._pending = self._pending, []
+        for call in pending:
+            self._save(*call)
+
+    def remove(self) -> None:
+        """Leaves the trainer as it was."""
+        vars(self._trainer).pop("save_checkpoint", None)

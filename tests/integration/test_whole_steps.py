@@ -1,0 +1,80 @@
+"""Every optimizer step is made of exactly its micro-batches, also after resumes from checkpoints of any trigger."""
+
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from flow import barrier_engine, fit, make_data, make_module, parameters
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_resume import Watch
+
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.tasks import SortDigits
+
+
+def fixed_lag(micro_batches, **changes):
+    settings = dict(schedule="fixed_lag", max_staleness=1, groups_per_step=2, group_size=3)
+    return make_data(**(settings | changes), micro_batches_per_step=micro_batches, engine=barrier_engine())
+
+
+TRIGGERS = {
+    "steps": dict(every_n_train_steps=1),
+    "time": dict(train_time_interval=timedelta(0)),
+}
+
+
+@pytest.mark.parametrize(("micro_batches", "trigger"), [(1, "time"), (2, "steps"), (2, "time"), (3, "steps")])
+def test_a_second_resume_is_bit_for_bit_the_unbroken_run(tmp_path, micro_batches, trigger):
+    whole, watch = make_module(), Watch()
+    fit(whole, fixed_lag(micro_batches), 5, [watch])
+    path, module = None, make_module()
+    for until in (3, 4, 5):  # each of them begins where the one before wrote its first file: within a step
+        module, folder, seen = make_module(), tmp_path / str(until), Watch()
+        saves = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **TRIGGERS[trigger])
+        fit(module, fixed_lag(micro_batches), until, [seen, saves], ckpt_path=path, enable_checkpointing=True)
+        assert max(staleness for *_, staleness in seen.trained) <= 1
+        path = str(min(folder.glob("step=*.ckpt"), key=lambda file: file.stat().st_mtime_ns))
+    assert torch.equal(parameters(module), parameters(whole))
+
+
+HOOKS = (
+    *("on_train_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end", "on_validation_start", "on_validation_end"),
+)
+
+
+ONCE = ("on_before_zero_grad", "on_before_optimizer_step")  # in each step, not in each micro-batch
+
+
+class SaveAt(pl.Callback):
+    """Saves once, at the n-th call of a hook."""
+
+    def __init__(self, hook, number, path):
+        self.left, self.path = number, path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, *_):
+        self.left -= 1
+        if self.left == 0 and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    module = make_module()
+    fit(module, fixed_lag(2), 4)
+    return parameters(module)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_checkpoint_that_a_callback_saves_in_any_hook_is_one_to_resume_from(tmp_path, hook, number, unbroken):
+    path, validation = tmp_path / "it.ckpt", dict(val_prompts=SortDigits(8, size=2), val_sampling=SamplingParams())
+    checked = dict(val_check_interval=1, check_val_every_n_epoch=None, limit_val_batches=1) if "val" in hook else {}
+    number = 1 if hook == "on_train_start" else number - 1 if hook in ONCE else number
+    save = SaveAt(hook, number, path)
+    fit(make_module(), fixed_lag(2, **(validation if checked else {})), 3, [save], **checked)
+    resumed = make_module()
+    fit(resumed, fixed_lag(2), 4, ckpt_path=str(path))
+    assert torch.equal(parameters(resumed), unbroken)
