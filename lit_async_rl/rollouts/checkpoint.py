@@ -73,7 +73,7 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     if listener.is_working:
         try:
             return producer.engine.partial_completions(), producer.engine.random_state()
-        except StalledError as error:
+        except Exception as error:
             listener.break_engine(error, producer.engine)
     return [], None
 

@@ -1,0 +1,49 @@
+"""Attacks a model of the trainer with random moves, and checks what is promised after each of them.
+
+Samples, rewards, micro-batches, steps, publications, checkpoints in any hook, kills, resumes, changes of the bound,
+failing engines and rewards, and SIGTERM come in an order that the seed decides; see `benchmarks.state_machine.machine`.
+
+    python benchmarks/state_machine/__main__.py --transitions 2000000 --seed 0
+
+The first broken promise ends it with the seed and settings of the machine that met it; --machine runs that one again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import time
+
+import torch
+
+from benchmarks.state_machine.machine import Driver, run_one
+
+EVERY = 50_000  # transitions between two lines
+
+
+def main() -> None:
+    """Prints how far it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transitions", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--machine", type=int, help="seed of a single machine")
+    settings = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    gc.freeze()  # a restarted engine collects garbage, which should not look at all of torch
+    driver, began = Driver(settings.seed), time.monotonic()
+    if settings.machine is not None:
+        run_one(settings.machine, driver.most_transitions)
+        return
+    for until in range(min(EVERY, settings.transitions), settings.transitions + EVERY, EVERY):
+        driver.run(min(until, settings.transitions))
+        rate = driver.num_transitions / (time.monotonic() - began)
+        counts = f"{driver.num_transitions} transitions, {driver.num_steps} steps, {driver.num_machines} runs"
+        print(f"seed {settings.seed}: {counts}, 0 violations, {rate:.0f} transitions/s", flush=True)
+        if driver.num_transitions >= settings.transitions:
+            break
+
+
+if __name__ == "__main__":
+    main()

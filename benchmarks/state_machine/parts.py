@@ -1,0 +1,287 @@
+"""Engine, scorer and producer without threads: each of their moves is made when somebody says so.
+
+Producer, group book, intake, admission and the bookkeeping of listener and scorer are the real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.errors import InvariantError, RewardError
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.rewards.scorer import Scorer, score
+from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.rollouts.group_wait import GroupWait
+from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.types import Prompt
+
+MODULUS = 2**61 - 1
+LONGEST = 3  # tokens of a completion
+
+
+def mix(*values: int) -> int:
+    """A number that depends on all of these and on their order."""
+    mixed = 1469598103
+    for value in values:
+        mixed = (mixed * 6364136223846793005 + value + 1442695040888963407) % MODULUS
+        mixed ^= mixed >> 29
+    return mixed
+
+
+def sample_length(draw: int) -> int:
+    """Tokens of a completion."""
+    return 1 + mix(draw) % LONGEST
+
+
+def sample_token(weights: int, prompt: int, draw: int, position: int) -> int:
+    """A token of a completion: it tells which weights sampled it."""
+    return mix(weights, prompt, draw, position) % 100_000
+
+
+class NumberedPrompts(PromptSource):
+    """Prompts whose token is their number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(text=str(index))
+
+
+class NumberCodec(TextCodec):
+    """Its ids are the numbers."""
+
+    def __init__(self) -> None:
+        """Needs no tokenizer."""
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's number."""
+        return (int(prompt.text),)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids."""
+        return ",".join(map(str, ids))
+
+
+@dataclass
+class _Running:
+    request: GenerationRequest
+    number: int
+    draw: int
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, reason: Any) -> Completion:
+        return Completion(
+            request_id=self.request.id,
+            sample_index=self.number,
+            token_ids=tuple(self.tokens),
+            logprobs=(-1.0,) * len(self.tokens),
+            versions=tuple(self.versions),
+            finish_reason=reason,
+        )
+
+
+class VirtualEngine(RolloutEngine):
+    """Samples a token of one completion with each call of `step`; its weights are a number."""
+
+    busy_s = 0.0
+    num_tokens = 0
+    max_model_len = 2**31 - 1
+
+    def __init__(self, in_flight_weight_updates: bool) -> None:
+        self.in_flight_weight_updates = in_flight_weight_updates
+        self.running: list[_Running] = []
+        self.outbox: list[Completion] = []
+        self.fault: Exception | None = None
+        self.num_draws = self.weights = self.version = 0
+
+    def setup(self, model: str) -> None:
+        """Nothing to load."""
+
+    def _check(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begins all samples at once; which numbers they draw depends on their order only."""
+        self._check()
+        for request in requests:
+            for number in range(request.num_samples):
+                self.running.append(_Running(request, number, self.num_draws))
+                self.num_draws += 1
+
+    def step(self, chosen: int) -> None:
+        """One token of a running sample."""
+        sample = self.running[chosen % len(self.running)]
+        known, limit = sample.request.prompt_ids, sample.request.sampling.max_tokens
+        sample.tokens.append(sample_token(self.weights, known[0], sample.draw, len(known) - 1 + len(sample.tokens)))
+        sample.versions.append(self.version)
+        self.num_tokens += 1
+        if len(sample.tokens) >= min(limit, sample_length(sample.draw)):
+            self.running.remove(sample)
+            self.outbox.append(sample.completion("stop"))
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has finished."""
+        self._check()
+        found, self.outbox = self.outbox, []
+        return found
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
+        """Without in-flight updates all that runs finishes first."""
+        self._check()
+        while self.running and not self.in_flight_weight_updates:
+            self.step(0)
+        ((_, self.weights),) = list(weights)
+        self.version = version
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Forgets them."""
+        self._check()
+        self.running = [sample for sample in self.running if sample.request.id not in request_ids]
+        self.outbox = [completion for completion in self.outbox if completion.request_id not in request_ids]
+
+    def partial_completions(self) -> list[Completion]:
+        """Of all running samples."""
+        self._check()
+        return [sample.completion("abort") for sample in self.running if sample.tokens]
+
+    def random_state(self) -> Tensor:
+        """Numbers drawn so far."""
+        return torch.tensor([self.num_draws])
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Goes on drawing."""
+        self.num_draws = int(state[0])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _NoThread:
+    """In place of a thread."""
+
+    def __init__(self) -> None:
+        self._alive = False
+
+    def start(self) -> None:
+        self._alive = True
+
+    def join(self, timeout: float) -> None:
+        self._alive = False
+
+    def is_alive(self) -> bool:
+        return self._alive
+
+
+class VirtualListener(EngineListener):
+    """Polls when `turn` is called."""
+
+    def _new_thread(self) -> Any:
+        return _NoThread()
+
+    def turn(self) -> None:
+        """What the thread does in one turn of its loop."""
+        engine = self.engine
+        try:
+            if self.engine_error is None:
+                for completion in self._poll(engine):
+                    self._on_completion(completion)
+            self._on_turn()
+        except (RewardError, InvariantError, KeyError, ValueError) as error:
+            self.error = error
+
+
+class VirtualClock:
+    """Stands still."""
+
+    def now(self) -> float:
+        """Always the same."""
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class VirtualScorer(Scorer):
+    """Scores one completion with each call of `step`."""
+
+    def __init__(self, max_tries: int | None) -> None:
+        self.reward, self.max_tries, self.timeout_s, self.num_workers = _reward, max_tries, 1.0, 1
+        self.clock: Any = VirtualClock()
+        self.jobs: list[Any] = []
+        self.given_up: list[int] = []  # groups
+        self._busy_s, self._running, self._error, self._is_closed = 0.0, {}, None, False
+        self._workers = {}
+        self._jobs: Any = self
+
+    def put(self, job: Any) -> None:
+        """`submit` calls it, and so does a failure that gets another try."""
+        if job is not None:
+            self.jobs.append(job)
+
+    def step(self, chosen: int, fails: bool = False) -> None:
+        """Scores one of those that wait, or fails to."""
+        job = self.jobs.pop(chosen % len(self.jobs))
+        if not job.is_wanted():
+            return
+        try:
+            if fails:
+                self._fail(job, RewardError("a reward that fails"))
+                if job.num_tries == self.max_tries:
+                    self.given_up.append(job.give_up.args[0].index)
+            else:
+                job.done(score(_reward, job.prompt, job.completion))
+        except RewardError as error:
+            self._error = error
+
+
+def _reward(prompt: Prompt, completion: str) -> float:
+    return float(len(completion) % 2)
+
+
+class VirtualWait(GroupWait):
+    """Lets the background make its moves while the trainer waits."""
+
+    background: Callable[[], bool]
+
+    def until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
+        """What `ready` returns as soon as that is a number; None to stop.
+
+        Raises:
+            InvariantError: there is nothing left to wait for.
+        """
+        while True:
+            self._listener.check_thread()
+            if (found := ready()) is not None:
+                return found
+            if should_stop():
+                return None
+            self._listener.check_engine()
+            if not self.background():
+                raise InvariantError(f"the trainer waits for ever: {self._message(0.0)}")
+
+
+class VirtualProducer(Producer):
+    """A producer whose listener and waiting have no threads."""
+
+    def __init__(self, background: Callable[[], bool], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.changed = threading.Condition(threading.RLock())
+        self.listener: VirtualListener = VirtualListener(
+            settings["engine"], self.changed, self._collect, self.scorer.check
+        )
+        self.wait = VirtualWait(self.listener, self.book, self.scorer.clock, 1.0, lambda: self._num_scored)
+        self.wait.background = background
