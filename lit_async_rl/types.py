@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_async_rl.errors import InvariantError
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -71,7 +73,8 @@ class Rollout:
         lengths = {len(self.completion_ids), len(self.behavior_logprobs), len(self.versions)}
         if self.loss_mask is not None:
             lengths.add(len(self.loss_mask))
-        assert len(lengths) == 1, f"per-token fields of a rollout differ in length: {lengths}"
+        if len(lengths) != 1:
+            raise InvariantError(f"per-token fields of a rollout differ in length: {lengths}")
 
     @property
     def num_trained_tokens(self) -> int:

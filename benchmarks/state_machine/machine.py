@@ -1,8 +1,8 @@
 """A machine that attacks the trainer: random moves of all that can happen, and promises that are checked after each.
 
 Moves: a token is sampled, a completion scored, the trainer goes on to its next hook, a checkpoint is saved there, the
-run is killed and resumed from any file, the bound changes, engine or reward fail, the run is asked to stop. All of it is
-decided by one seed. `benchmarks.state_machine.trainer` says what is real.
+run is killed and resumed from any file, the bound changes, engine or reward fail, the run is asked to stop. One seed
+decides all of it. `benchmarks.state_machine.trainer` says what is real.
 """
 
 from __future__ import annotations

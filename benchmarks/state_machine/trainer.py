@@ -159,10 +159,6 @@ class VirtualPolicy(PolicyModule):
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Nobody reads it."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing that torch would save."""
-        return {}
-
 
 def rows_of(batch: RolloutBatch) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Group, tokens and versions of each row that is not padding."""
@@ -232,7 +228,7 @@ class VirtualTrainer:
 
     def _begin(self, length: int) -> None:
         """`_TrainingEpochLoop.reset` after a resume."""
-        total = self.progress.total
+        total: Any = self.progress.total
         is_at_batch_end = total.ready == total.started == total.processed == total.completed + 1
         if is_at_batch_end:
             self.progress.increment_completed()

@@ -13,6 +13,7 @@ import torch
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import SetupError
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.bottleneck import Intervals, Setting, Settings, Verdict, diagnose
 from lit_async_rl.training.module import PolicyModule
@@ -142,7 +143,8 @@ class BottleneckVerdict(pl.Callback):
 def what_to_turn(trainer: pl.Trainer, pl_module: pl.LightningModule, load: _Load) -> Settings:
     """For each side a setting that is not yet at its end."""
     data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(data, RolloutDataModule)
+    if not isinstance(data, RolloutDataModule):
+        raise SetupError(f"BottleneckVerdict reads a RolloutDataModule, not {type(data).__name__}")
     syncs = [c.weight_sync_steps for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
     present = syncs[0] if syncs else 1
     bound = data.max_staleness

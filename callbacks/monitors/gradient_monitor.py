@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.stabilizers.gradients import GradSpace
 
 
@@ -36,7 +37,8 @@ class GradientMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Looks at the accumulated gradient."""
-        assert self._space is not None
+        if self._space is None:
+            raise InvariantError("the gradient was not looked at")
         now = self._space.gradients()
         previous = self._previous
         if previous is None:

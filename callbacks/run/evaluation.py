@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.errors import InvariantError, SetupError
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rollouts.evaluation import (
     FIRST_ID,
@@ -112,7 +113,8 @@ class Evaluation(pl.Callback):
         """Begins an evaluation if one is due."""
         if not self._questions or self._run is not None or trainer.global_step < self._next_step:
             return
-        assert isinstance(pl_module, PolicyModule)
+        if not isinstance(pl_module, PolicyModule):
+            raise SetupError(f"Evaluation needs a PolicyModule, not {type(pl_module).__name__}")
         self._began_step, self._blocked_s = trainer.global_step, 0.0
         self._next_step = trainer.global_step + self.every_n_steps
         data = _data(trainer)
@@ -173,7 +175,8 @@ class Evaluation(pl.Callback):
         self._run = None
 
     def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
-        assert self._run is not None
+        if self._run is None:
+            raise InvariantError("no evaluation is running")
         result = self._run.result(_data(trainer).success_reward, self.ks)
         self._run = None
         self.results.append(result)
@@ -196,5 +199,6 @@ class Evaluation(pl.Callback):
 
 def _data(trainer: pl.Trainer) -> RolloutDataModule:
     data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(data, RolloutDataModule), f"Evaluation needs a RolloutDataModule, not {type(data).__name__}"
+    if not isinstance(data, RolloutDataModule):
+        raise SetupError(f"Evaluation needs a RolloutDataModule, not {type(data).__name__}")
     return data

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.errors import SetupError
 from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.training.module import PolicyModule
 
@@ -55,8 +56,10 @@ class RolloutTape(pl.Callback):
         if self._writer is None or trainer.global_step == self._step:
             return
         data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutDataModule), f"RolloutTape reads a RolloutDataModule, not {type(data).__name__}"
-        assert isinstance(pl_module, PolicyModule)
+        if not isinstance(data, RolloutDataModule):
+            raise SetupError(f"RolloutTape reads a RolloutDataModule, not {type(data).__name__}")
+        if not isinstance(pl_module, PolicyModule):
+            raise SetupError(f"RolloutTape needs a PolicyModule, not {type(pl_module).__name__}")
         self._writer.append(self._step, pl_module.stabilizer_signals["version"], data.last_step_groups)
         self._step = trainer.global_step
         if self._step % self.every_n_steps == 0:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.errors import SetupError
 from lit_async_rl.training.checkpoint_io import append, tolerate_full_disk
 
 COLUMNS = ["step", "group", "prompt", "completion", "reward", "oldest_version", "newest_version"]
@@ -49,7 +50,8 @@ class SampleLogger(pl.Callback):
             return
         self._step = trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutDataModule), f"SampleLogger reads a RolloutDataModule, not {type(data).__name__}"
+        if not isinstance(data, RolloutDataModule):
+            raise SetupError(f"SampleLogger reads a RolloutDataModule, not {type(data).__name__}")
         rows = [
             [
                 *(trainer.global_step, group.index, group.prompt.text, rollout.text, rollout.reward),

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.stabilizers.signals import Extract, SignalCollector, StepSignals
 from lit_async_rl.stabilizers.staleness_bound import bounded_data
 from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index
@@ -73,7 +74,8 @@ class AdaptiveStaleness(pl.Callback):
 
     def next_bound(self, bound: int, highest: int) -> int:
         """What the smoothed signal calls for."""
-        assert self._smoothed is not None
+        if self._smoothed is None:
+            raise InvariantError("the bound was to change before anything was measured")
         if self.max_kl is not None:
             lower, higher = self._smoothed > self.max_kl, self._smoothed < self.max_kl / 2
         else:

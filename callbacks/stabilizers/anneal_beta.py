@@ -6,6 +6,7 @@ import dataclasses
 
 import lightning.pytorch as pl
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import OAPL, TrajectoryBalance
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
@@ -41,8 +42,10 @@ class AnnealBeta(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
         """Sets the value of this step."""
-        assert self._first is not None
-        assert isinstance(pl_module, PolicyModule)
+        if self._first is None:
+            raise SetupError("AnnealBeta works within a fit")
+        if not isinstance(pl_module, PolicyModule):
+            raise SetupError(f"AnnealBeta needs a PolicyModule, not {type(pl_module).__name__}")
         done = min(1.0, trainer.global_step / self.steps)
         beta = self._first + done * (self.final - self._first)
         pl_module.objective.loss = dataclasses.replace(_loss(pl_module), beta=beta)
@@ -50,7 +53,8 @@ class AnnealBeta(pl.Callback):
 
 
 def _loss(pl_module: pl.LightningModule) -> TrajectoryBalance | OAPL:
-    assert isinstance(pl_module, PolicyModule)
+    if not isinstance(pl_module, PolicyModule):
+        raise SetupError(f"AnnealBeta needs a PolicyModule, not {type(pl_module).__name__}")
     if not isinstance(pl_module.objective.loss, TrajectoryBalance | OAPL):
         raise ValueError(f"AnnealBeta: model.loss={type(pl_module.objective.loss).__name__} has no beta to change")
     return pl_module.objective.loss

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.alarm_actions import AlarmAction, Warn
 from lit_async_rl.stabilizers.collapse import CollapseWatch, StepHealth
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
@@ -159,7 +160,8 @@ class CollapseAlarm(pl.Callback):
         """Norm, and cosine with the last gradient, as far as they are watched; None if there is no gradient."""
         if self.watch.max_grad_norm_factor is None and self.watch.max_cosine is None:
             return None, None
-        assert trainer.strategy.model is not None
+        if trainer.strategy.model is None:
+            raise SetupError("the Trainer has no model yet")
         space = self._spaces.of(trainer.strategy.model, optimizer)
         gradients = space.gradients()
         if self.watch.max_cosine is None:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.alignment import AlignmentRule, ExactResidual, LastRaw, Reference, Regime, Residual
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
 from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, metric_suffix, raw_optimizer, unscale_gradients
@@ -213,7 +214,8 @@ class GradientAlignmentControl(pl.Callback):
         if index is None:
             return
         unscale_gradients(trainer, optimizer)
-        assert trainer.strategy.model is not None
+        if trainer.strategy.model is None:
+            raise SetupError("the Trainer has no model yet")
         suffix = metric_suffix(trainer, self.optimizer, index)
         for name, value in self.apply(trainer.strategy.model, optimizer, index).items():
             pl_module.log(name + suffix, value)

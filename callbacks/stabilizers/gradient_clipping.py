@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
 from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, metric_suffix, raw_optimizer, unscale_gradients
@@ -71,7 +72,8 @@ class GradientClipping(pl.Callback):
         if index is None:
             return
         unscale_gradients(trainer, optimizer)
-        assert trainer.strategy.model is not None
+        if trainer.strategy.model is None:
+            raise SetupError("the Trainer has no model yet")
         suffix = metric_suffix(trainer, self.optimizer, index)
         for name, value in self.apply(trainer.strategy.model, optimizer).items():
             pl_module.log(name + suffix, value)

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import receive_weights
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.training.module import PolicyModule
@@ -41,7 +42,8 @@ class ReferenceReset(pl.Callback):
         if trainer.global_step == self._last or trainer.global_step % self.every_n_steps:
             return
         self._last = trainer.global_step
-        assert isinstance(pl_module, PolicyModule)
+        if not isinstance(pl_module, PolicyModule):
+            raise SetupError(f"ReferenceReset needs a PolicyModule, not {type(pl_module).__name__}")
         lm = _reference(pl_module).causal_lm
         lm.load_state_dict(receive_weights(lm, pl_module.stream_weights()), strict=False)  # tied names come once
 
@@ -60,7 +62,8 @@ class ReferenceReset(pl.Callback):
 
 
 def _reference(pl_module: pl.LightningModule) -> CausalPolicy:
-    assert isinstance(pl_module, PolicyModule)
+    if not isinstance(pl_module, PolicyModule):
+        raise SetupError(f"ReferenceReset needs a PolicyModule, not {type(pl_module).__name__}")
     if pl_module.reference is None:
         raise ValueError(
             "ReferenceReset: no reference is kept that could be moved. Set model.kl_coefficient, or a loss that needs "

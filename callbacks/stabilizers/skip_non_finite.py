@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
 from lit_async_rl.stabilizers.step_lr import raw_optimizer
@@ -41,7 +42,8 @@ class SkipNonFinite(pl.Callback):
         precision: Any = trainer.precision_plugin
         if hasattr(precision, "scaler") and precision.scaler is not None:
             return
-        assert trainer.strategy.model is not None
+        if trainer.strategy.model is None:
+            raise SetupError("the Trainer has no model yet")
         space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
         is_broken = not bool(space.norms(space.gradients()).isfinite().all())
         self.dropped.note(is_broken)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.types import RolloutGroup
 
 Rewards = Sequence[Sequence[float]]
@@ -34,7 +35,8 @@ class AdvantageEstimator(ABC):
                 raise ValueError(f"rewards must be finite, group {n} of the step has {list(group)}")
         if lengths is None:
             lengths = [[1] * len(group) for group in rewards]
-        assert [len(group) for group in rewards] == [len(group) for group in lengths], "a length for each reward"
+        if [len(group) for group in rewards] != [len(group) for group in lengths]:
+            raise InvariantError("each reward needs a length")
         return self.estimate(rewards, lengths)
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_async_rl.advantages.group import AdvantageEstimator, Lengths, Rewards, centered, standardized
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.types import Rollout, RolloutGroup, Turn
 
 Turns = Sequence[Sequence[Turn]]  # of the rollouts of one group
@@ -139,7 +140,8 @@ def _spread(rollout: Rollout, turns: Sequence[Turn], values: Sequence[float]) ->
     tokens: list[float] = []
     for turn, value in zip(turns, values, strict=True):
         tokens += [value] * (turn.end - len(tokens))
-    assert len(tokens) == len(rollout.completion_ids), "the last turn ends with the rollout"
+    if len(tokens) != len(rollout.completion_ids):
+        raise InvariantError("the last turn ends with the rollout")
     return tokens
 
 

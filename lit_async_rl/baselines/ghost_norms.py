@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lit_async_rl.baselines.layer_norms import InputGrams, LayerRecord, layer_squared_norms, own_parameters
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.policy import CausalPolicy
 
 
@@ -103,7 +104,8 @@ class GhostTape:
         temperature: float = 1.0,
     ) -> Float[Tensor, " B"]:
         """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all trainable parameters."""
-        assert self._hidden is not None, "record a forward pass first"
+        if self._hidden is None:
+            raise SetupError("norms are asked for before a forward pass was recorded")
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
         columns = _used_columns(coefficients)
         norms, hidden_grads, taken = self._head_pass(coefficients, input_ids, temperature, columns)
@@ -134,7 +136,8 @@ class GhostTape:
         Only `columns` predict something that counts. The last, [B, columns, T], is what a tied embedding's cross term
         needs: gradients meet in the rows of the table that the input ids name.
         """
-        assert self._hidden is not None
+        if self._hidden is None:
+            raise SetupError("norms are asked for before a forward pass was recorded")
         hidden = self._hidden.detach()
         predicted = slice(columns.start + 1, columns.stop + 1)
         rows = max(1, self.policy.chunk_tokens // (columns.stop - columns.start))

@@ -29,7 +29,7 @@ class StepFeed:
 
     def __len__(self) -> int:
         """Of the whole run, also when it is resumed: Lightning goes on counting where the checkpoint was saved."""
-        max_steps = _trainer_of(self._data).max_steps
+        max_steps = trainer_of(self._data).max_steps
         return max_steps * self._data.micro_batches_per_step if max_steps > 0 else ENDLESS
 
     def __iter__(self) -> Iterator[RolloutBatch]:
@@ -39,7 +39,7 @@ class StepFeed:
         if not self._micro_batches:
             step = self._data.next_step()
             if step is None:
-                trainer = _trainer_of(self._data)
+                trainer = trainer_of(self._data)
                 if trainer.world_size > 1:  # agreed upon by all ranks; Lightning's own flag is not
                     raise SIGTERMException
                 trainer.should_stop = True
@@ -75,7 +75,12 @@ class PromptFeed:
             yield PromptBatch([self._source[k] for k in range(begin, end)], index)
 
 
-def _trainer_of(data: RolloutDataModule) -> AnyTrainer:
+def trainer_of(data: RolloutDataModule) -> AnyTrainer:
+    """The trainer that a data module feeds.
+
+    Raises:
+        SetupError: there is none.
+    """
     if data.trainer is None:
         raise SetupError("a RolloutDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
     return data.trainer

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data.collate import collate_step
-from lit_async_rl.data.dataloaders import PromptFeed, StepFeed
+from lit_async_rl.data.dataloaders import PromptFeed, StepFeed, trainer_of
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.data.step_batches import StepBatches
 from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.distributed.scatter import RELOAD, Exchanged, OneProcess, StepScatter, connect
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.errors import EngineDown
+from lit_async_rl.errors import EngineDown, SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource, PromptStream
@@ -207,11 +207,10 @@ class RolloutDataModule(pl.LightningDataModule):
             version: of the policy.
             stream_weights: the current weights, for an engine that is restarted; called and read on all ranks.
         """
-        assert self.trainer is not None
         self._stream_weights = stream_weights
         self._ranks.take_over_sigterm()
         if self._ranks.leads:
-            self._source.start(version, self.trainer.global_step)
+            self._source.start(version, trainer_of(self).global_step)
 
     def advance(self, version: int) -> None:
         """Gives back the slots of the groups trained on."""
@@ -271,13 +270,12 @@ class RolloutDataModule(pl.LightningDataModule):
         """Held-out prompts in batches."""
         if self.val_prompts is None:
             return []
-        assert self.trainer is not None
-        return PromptFeed(self.val_prompts, self.val_batch_size, self.trainer.global_rank, self.trainer.world_size)
+        trainer = trainer_of(self)
+        return PromptFeed(self.val_prompts, self.val_batch_size, trainer.global_rank, trainer.world_size)
 
     def setup(self, stage: str) -> None:
         """Joins the ranks of the run."""
-        assert self.trainer is not None
-        self._ranks = connect(self.trainer, self.rollout_timeout_s, self.rank_timeout_s, on_abandon=self.stop)
+        self._ranks = connect(trainer_of(self), self.rollout_timeout_s, self.rank_timeout_s, on_abandon=self.stop)
 
     def next_step(self) -> list[RolloutBatch] | None:
         """This rank's micro-batches of the next optimizer step, or the next one of them where groups are streamed.
@@ -285,13 +283,13 @@ class RolloutDataModule(pl.LightningDataModule):
         None when the run is asked to stop.
         """
         while (batches := self._ranks.exchange(self._make_batches)) == RELOAD:
-            assert self._stream_weights is not None
+            if self._stream_weights is None:
+                raise SetupError("add the WeightSync callback: it gives the engine its weights")
             self._give(self._stream_weights(), self._source.restart_engine)
         return batches
 
     def _make_batches(self) -> Exchanged:
-        trainer, ranks = self.trainer, self._ranks
-        assert trainer is not None
+        trainer, ranks = trainer_of(self), self._ranks
         try:
             return self._batches.next(trainer.global_step, ranks.num_places, lambda: ranks.is_asked_to_stop(trainer))
         except EngineDown:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_e
 from torch import Tensor
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.errors import EngineDown, ProducerError, StalledError
+from lit_async_rl.errors import EngineDown, InvariantError, ProducerError, SetupError, StalledError
 from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
 from lit_async_rl.replay.tape_source import Replay
 from lit_async_rl.rollouts.checkpoint import restore_producer, save_producer
@@ -97,7 +97,8 @@ class RolloutSource:
     def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
         """Begins to sample held-out prompts beside the rollouts."""
         producer = self._started()
-        assert isinstance(producer, Producer), "a tape has no engine"
+        if not isinstance(producer, Producer):
+            raise SetupError("Evaluation needs an engine, and data.admission=FromTape has none")
         producer.evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan)
         producer.evaluation.submit()
         return producer.evaluation
@@ -157,9 +158,9 @@ class RolloutSource:
         Nothing that has come from the old engine is lost. If the new one does not start either, `take_step` says so.
         """
         producer = self._started()
-        assert isinstance(producer, Producer)
-        error = producer.listener.engine_error
-        assert error is not None
+        error = producer.listener.engine_error if isinstance(producer, Producer) else None
+        if not isinstance(producer, Producer) or error is None:
+            raise InvariantError("an engine that works is to be restarted")
         self._restarts_in_a_row += 1
         is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
         _end(self.engine, error)
@@ -209,7 +210,8 @@ class RolloutSource:
         self._is_set_up = False
 
     def _started(self) -> Producer | Replay:
-        assert self._producer is not None, "add the WeightSync callback: it starts the producer"
+        if self._producer is None:
+            raise SetupError("add the WeightSync callback: it starts the producer")
         return self._producer
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_async_rl.distributed.liveness import RankWatch
 from lit_async_rl.distributed.ranks import cpu_group, data_parallel
-from lit_async_rl.errors import StalledError
+from lit_async_rl.errors import InvariantError, StalledError
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -88,7 +88,8 @@ class StepScatter:
 
     def __init__(self, place: int, num_places: int, watch: RankWatch, timeout_s: float) -> None:
         group = cpu_group()
-        assert group is not None
+        if group is None:
+            raise InvariantError("ranks without a process group")
         self._group, self.watch, self._timeout_s = group, watch, timeout_s
         self._rank, self._num_ranks, self.num_places = dist.get_rank(), dist.get_world_size(), num_places
         places = [torch.zeros(1, dtype=torch.long) for _ in range(self._num_ranks)]
@@ -154,7 +155,8 @@ class StepScatter:
             kind = _END if batches is None else _RELOAD
             self._broadcast(torch.tensor([kind, *[0] * self._num_ranks]))
             return
-        assert len(batches) % self.num_places == 0
+        if len(batches) % self.num_places:
+            raise InvariantError(f"{len(batches)} micro-batches for {self.num_places} ranks")
         shares = [pack(batches[place :: self.num_places]) for place in range(self.num_places)]
         lengths = [len(shares[place]) for place in self._places]
         self._broadcast(torch.tensor([_STEP, *lengths]))

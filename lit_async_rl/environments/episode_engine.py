@@ -23,7 +23,7 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.conversation import Conversation
-from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt
 
@@ -113,7 +113,8 @@ class EpisodeEngine(RolloutEngine):
         inner = []
         with self._lock:
             for request in requests:
-                assert request.prompt is not None, "an environment needs the prompt, not only its tokens"
+                if request.prompt is None:
+                    raise InvariantError("an environment needs the prompt, not only its tokens")
                 inner.append(replace(request, id=next(self._ids)))
                 self._live[request.id] = [Conversation(request, n) for n in range(request.num_samples)]
                 self._talking[inner[-1].id] = list(self._live[request.id])
@@ -172,14 +173,16 @@ class EpisodeEngine(RolloutEngine):
                 self._finish(talk, completion.finish_reason)
                 return
             self._num_waiting += 1
-        assert self._codec is not None
+        if self._codec is None:
+            raise SetupError("the engine was used before its setup")
         text = self._codec.decode(completion.token_ids)
         asyncio.run_coroutine_threadsafe(self._answer(talk, text), self._loop)
 
     async def _answer(self, talk: Conversation, text: str) -> None:
         """The environment's turn; runs in the event loop."""
         prompt = talk.request.prompt
-        assert prompt is not None
+        if prompt is None:
+            raise InvariantError("an episode without a prompt")
         try:
             observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
             with self._lock:
@@ -205,7 +208,8 @@ class EpisodeEngine(RolloutEngine):
         if observation.done:
             self._finish(talk, "stop")
             return
-        assert self._codec is not None
+        if self._codec is None:
+            raise SetupError("the engine was used before its setup")
         ids = self._codec.encode_continuation(observation.text)
         request = talk.request
         length = len(request.prompt_ids) + len(talk.token_ids) + len(ids) + request.sampling.max_tokens

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.types import Rollout, RolloutGroup
 
 
@@ -96,7 +97,8 @@ class PromptMean(Aggregation):
 
 
 def _group_totals(lengths: Sequence[int], group_sizes: Sequence[int]) -> list[int]:
-    assert sum(group_sizes) == len(lengths), "group sizes add up to the number of rollouts"
+    if sum(group_sizes) != len(lengths):
+        raise InvariantError(f"groups of {sum(group_sizes)} rollouts in all, and {len(lengths)} rollouts")
     rest = iter(lengths)
     return [sum(islice(rest, size)) for size in group_sizes]
 

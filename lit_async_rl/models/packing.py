@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.loading import context_length
 
 _PADDING = -1  # branch of positions that hold no token
@@ -136,7 +137,8 @@ def pack(
     for row, index in enumerate(group_index):
         if lengths[row]:
             members.setdefault(index, []).append(row)
-    assert members, "nothing is needed"
+    if not members:
+        raise InvariantError("a pack without rows")
     # lists: there are many short segments, and each tensor operation costs as much as a long one
     ids = input_ids.tolist()
     groups = [_segments(ids, rows, lengths) for rows in members.values()]

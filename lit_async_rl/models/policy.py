@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.packing import SharedPromptPacking, check_packable
 
 
@@ -54,7 +55,8 @@ class CausalPolicy(nn.Module):
         lm: Any = self.lm
         if hasattr(lm, "get_base_model"):
             lm = lm.get_base_model()
-        assert isinstance(lm, PreTrainedModel)
+        if not isinstance(lm, PreTrainedModel):
+            raise InvariantError(f"{type(lm).__name__} is no transformers model")
         return lm
 
     @property

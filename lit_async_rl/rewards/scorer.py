@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.errors import RewardError
+from lit_async_rl.errors import RewardError, SetupError
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.clocks import AwakeClock
 
@@ -127,7 +127,8 @@ class Scorer:
                 return
             if not job.is_wanted():
                 continue
-            assert self.reward is not None
+            if self.reward is None:
+                raise SetupError("completions are to be scored, and data.reward is null")
             began = time.monotonic()
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards.scorer import Scorer
@@ -126,8 +127,10 @@ class EvaluationRun:
     """
 
     def __init__(self, listener: EngineListener, scorer: Scorer, codec: TextCodec, plan: EvaluationPlan) -> None:
-        assert plan.questions
-        assert plan.first_id >= FIRST_ID
+        if not plan.questions:
+            raise InvariantError("an evaluation without questions")
+        if plan.first_id < FIRST_ID:
+            raise InvariantError(f"ids of an evaluation begin at {FIRST_ID}, got {plan.first_id}")
         self.version, self.num_samples = plan.version, plan.num_samples
         self._listener, self._engine, self._scorer, self._codec = listener, listener.engine, scorer, codec
         at_once = len(plan.questions) * plan.num_samples
@@ -222,7 +225,8 @@ class EvaluationRun:
             success_reward: a completion whose reward reaches it is correct.
             ks: pass@k of each, unbiased (Chen et al. 2021, arXiv:2107.03374).
         """
-        assert self.is_done
+        if not self.is_done:
+            raise InvariantError("an evaluation was read before it was done")
         sums: dict[str, list[float]] = {}
         num_unscored = 0
         for item in self._open.values():

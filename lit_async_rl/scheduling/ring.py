@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.expiry import AtBound, ExpiringAdmission
 
@@ -75,7 +76,8 @@ class RingAdmission(Admission):
 
     def take(self, index: int) -> int:
         """Marks the chosen group as trained on in this round; returns its deadline."""
-        assert index == self._waiting[0]
+        if index != self._waiting[0]:
+            raise InvariantError(f"group {index} is not the one that has waited longest")
         self._waiting.popleft()
         return super().take(index)
 
@@ -119,5 +121,6 @@ def make_admission(
         )
     if ring is not None:
         return RingAdmission(groups_per_round, max_staleness, ring)
-    assert at_bound is not None
+    if at_bound is None:
+        raise InvariantError("neither a ring nor a rule for the bound")
     return ExpiringAdmission(groups_per_round, max_staleness, at_bound.ahead)

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.simulation.engine import Latency
 
@@ -94,7 +95,8 @@ class VirtualRun:
             index = admission.choose()
             self._forget_lost()
             if index is None:
-                assert self._running, "nothing to wait for: a deadlock"
+                if not self._running:
+                    raise InvariantError("nothing to wait for: a deadlock")
                 self._sample_until(self._running[0][0])
                 continue
             admission.take(index)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_async_rl.errors import InvariantError
+
 Pieces = Sequence[Tensor | None]
 
 # float32 dot products of longer vectors lose digits; their partial sums are added in float64
@@ -141,7 +143,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _checked(param: nn.Parameter) -> Tensor:
     grad = param.grad
-    assert grad is not None
+    if grad is None:
+        raise InvariantError("a parameter without a gradient")
     if grad.is_sparse:
         raise ValueError(f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: use sparse=False")
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
@@ -169,7 +172,8 @@ def _fsdp1_process_groups(root: nn.Module) -> dict[int, tuple[dist.ProcessGroup,
     for module in root.modules():
         if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
             continue
-        assert module.process_group is not None
+        if module.process_group is None:
+            raise InvariantError("a sharded module without a process group")
         groups = () if module.sharding_strategy == ShardingStrategy.NO_SHARD else (module.process_group,)
         flat = module._handle.flat_param
         for param in [flat, *(flat._params or [])]:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.importance import kl_k3
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -122,7 +123,8 @@ class SignalCollector:
     def _find(self, trainer: AnyTrainer, pl_module: AnyModule) -> Signals | None:
         recorder = self._recorder
         if self.extract is not None:
-            assert recorder is not None, "call `attach` first"
+            if recorder is None:
+                raise SetupError("signals are collected after `attach` only")
             return self.extract(trainer, pl_module, recorder.batch, recorder.output)
         if hasattr(pl_module, "stabilizer_signals"):
             return pl_module.stabilizer_signals  # type: ignore[return-value]

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.training.checkpoint_io import append, replacing, tolerate_full_disk
 
 
@@ -26,7 +27,8 @@ class CSVLog(CSVLogger):
         """What keeps the rows and writes them."""
         if self._experiment is None:
             self._experiment = _Writer(log_dir=self.log_dir)
-        assert isinstance(self._experiment, _Writer)
+        if not isinstance(self._experiment, _Writer):
+            raise InvariantError("a logger without its writer")
         return self._experiment
 
 

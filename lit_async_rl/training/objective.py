@@ -15,6 +15,7 @@ from lit_async_rl.baselines.ghost_gradients import surrogate_loss
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import Proximal
+from lit_async_rl.errors import SetupError
 from lit_async_rl.importance import kl_k3
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
@@ -95,7 +96,8 @@ class Objective:
     ) -> Float[Tensor, "B T"]:
         if not self.loss.needs_reference:
             return self.proximal(logprobs, batch.behavior_logprobs, staleness)
-        assert reference is not None
+        if reference is None:
+            raise SetupError("the loss needs a reference policy, and there is none")
         return reference
 
     def _penalty(

@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable
 from typing import IO, Any
 
+from lit_async_rl.errors import InvariantError
+
 
 class IsolatedFunction:
     """A function that runs in a child process, one for each thread that calls it, started when first needed.
@@ -67,8 +69,10 @@ class _Child:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,  # Ctrl-C is for the parent
         )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+        if self.process.stdin is None:
+            raise InvariantError("a child without a pipe")
+        if self.process.stdout is None:
+            raise InvariantError("a child without a pipe")
         self._requests, self._replies = self.process.stdin, self.process.stdout
         self.close = weakref.finalize(self, _close, self._requests, self._replies, self.process)
         self._receive()

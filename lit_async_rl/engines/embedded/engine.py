@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine, run_requests
 from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.errors import StalledError
+from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
 from lit_async_rl.utils.locks import FairLock, Room
 
@@ -93,7 +93,8 @@ class EmbeddedEngine(RolloutEngine):
     def fresh(self, out_of_memory: bool = False) -> EmbeddedEngine:
         """The same again, with half the slots after it ran out of memory."""
         engine = super().fresh(out_of_memory)
-        assert isinstance(engine, EmbeddedEngine)
+        if not isinstance(engine, EmbeddedEngine):
+            raise InvariantError("a fresh engine of another kind")
         if out_of_memory:
             half = engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // 2)
             log.warning("out of memory: data.engine.num_slots is now %d instead of %d", half, self.num_slots)
@@ -113,7 +114,8 @@ class EmbeddedEngine(RolloutEngine):
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and completion together."""
-        assert self._max_model_len is not None, "setup first"
+        if self._max_model_len is None:
+            raise SetupError("the engine was used before its setup")
         return self._max_model_len
 
     @property
@@ -229,7 +231,8 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def _active_slots(self) -> Slots:
-        assert self._slots is not None, "setup first"
+        if self._slots is None:
+            raise SetupError("the engine was used before its setup")
         return self._slots
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

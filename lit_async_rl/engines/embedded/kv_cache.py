@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lit_async_rl.errors import InvariantError
+
 BLOCK = 32  # positions
 
 
@@ -77,7 +79,8 @@ class SlotCache:
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
         """Copies row `source[j]` of the prefill to slot `slots[j]`; `fit` has made room."""
-        assert self._prefill is not None
+        if self._prefill is None:
+            raise InvariantError("a prompt was copied before it was read")
         fresh, self._prefill = self._prefill, None
         if not self._buffers:
             shapes = [(k.shape[1], self.max_len, max(k.shape[3], v.shape[3])) for k, v in fresh]

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
+from lit_async_rl.errors import InvariantError
 
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -32,7 +33,8 @@ class LlamaForward:
     """Hidden states of a supported model, with keys and values in a `SlotCache`."""
 
     def __init__(self, lm: PreTrainedModel, owns_weights: bool = False) -> None:
-        assert self.supports(lm)
+        if not self.supports(lm):
+            raise InvariantError(f"{type(lm).__name__} has no fast forward pass")
         model: Any = lm.base_model
         config = lm.config
         self._model = model
@@ -129,7 +131,8 @@ class Joined:
         self._linears = linears
         self._weight = _side_by_side([linear.weight for linear in linears]) if owns_weights else None
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        assert len(biases) in (0, len(linears))
+        if len(biases) not in (0, len(linears)):
+            raise InvariantError("some of the projections have a bias and some do not")
         self._bias = _side_by_side(biases) if owns_weights and biases else None
 
     def __call__(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.errors import InvariantError
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class RequestQueue:
         if num_active or not self._items or isinstance(self._items[0], Pending):
             return None
         barrier = self._items.popleft()
-        assert not isinstance(barrier, Pending)
+        if isinstance(barrier, Pending):
+            raise InvariantError("a request where a barrier should be")
         return barrier
 
     def take_requests(self, num_active: int) -> list[Pending]:
@@ -124,7 +126,8 @@ def check_request(request: GenerationRequest, max_model_len: int, vocab_size: in
     Raises:
         ValueError: prompt and completion do not fit, or a token of the prompt is not in the vocabulary.
     """
-    assert request.num_samples >= 1, request
+    if request.num_samples < 1:
+        raise InvariantError(f"a request for no samples: {request}")
     ids, max_tokens = request.prompt_ids, request.sampling.max_tokens
     if not ids or len(ids) + max_tokens > max_model_len:
         raise ValueError(

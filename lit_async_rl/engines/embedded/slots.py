@@ -20,6 +20,7 @@ from lit_async_rl.engines.embedded.llama import LlamaForward
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.sampling import draw, processed_logprobs
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import FinishReason
 
@@ -81,7 +82,8 @@ class Slots:
 
     def begin_batch(self, seed: int) -> None:
         """What follows will not depend on what went before."""
-        assert not self._num_active
+        if self._num_active:
+            raise InvariantError(f"{self._num_active} slots are in use")
         self.generator.manual_seed(seed)
         self.forget_prompts()
         self._cache.clear()
@@ -202,7 +204,8 @@ class Slots:
         found = []
         for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._rows.completions(rows), strict=True):
             owner = self._owners[row]
-            assert owner is not None
+            if owner is None:
+                raise InvariantError("a free slot gave a token")
             found.append(
                 Completion(
                     request_id=owner[0],

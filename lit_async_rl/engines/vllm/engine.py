@@ -25,7 +25,7 @@ from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
 from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import SharedMemoryTransfer, WeightTransfer
-from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_eos_token_ids
 
 
@@ -133,7 +133,8 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     @property
     def _vllm(self) -> VLLMProcess:
-        assert self._process is not None, "setup first"
+        if self._process is None:
+            raise SetupError("the engine was used before its setup")
         return self._process
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:

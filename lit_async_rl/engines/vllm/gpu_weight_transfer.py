@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl, WeightTransfer, as_dtype, chunks
+from lit_async_rl.errors import InvariantError
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
@@ -54,7 +55,8 @@ class _VLLMBackend(WeightTransfer):
 
     def deliver(self, control: EngineControl) -> None:
         """Sends the stream, a piece at a time."""
-        assert self._weights is not None, "a stream can be delivered once"
+        if self._weights is None:
+            raise InvariantError("a stream of weights can be delivered once")
         weights, self._weights = self._weights, None
         if not self._is_open:
             self._open(control)

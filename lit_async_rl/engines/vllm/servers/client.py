@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.requests import sampling_arguments
+from lit_async_rl.errors import InvariantError
 
 
 class ServerFailure(Exception):
@@ -167,7 +168,8 @@ def _completion(request: GenerationRequest, index: int, choice: Mapping[str, Any
         versions += [int(version)] * (span["end"] - span["start"])
     token_ids = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert len(token_ids) == len(logprobs) == len(versions), (len(token_ids), len(logprobs), choice["weight_versions"])
+    if not len(token_ids) == len(logprobs) == len(versions):
+        raise InvariantError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, {len(versions)} versions")
     return Completion(
         request_id=request.id,
         sample_index=index,

@@ -22,6 +22,7 @@ from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
 from lit_async_rl.engines.vllm.weight_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.engines.vllm.worker import ARCHITECTURE
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.utils.event_loop import LoopThread
 
@@ -118,7 +119,8 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
 
     @property
     def _loop(self) -> LoopThread:
-        assert self._thread is not None, "setup first"
+        if self._thread is None:
+            raise SetupError("the engine was used before its setup")
         return self._thread
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:

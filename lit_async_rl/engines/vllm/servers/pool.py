@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.errors import InvariantError
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,8 @@ class ServerPool:
 
     def bring_in(self, server: str) -> None:
         """This server gets requests from now on."""
-        assert server in self._outstanding, server
+        if server not in self._outstanding:
+            raise InvariantError(f"{server} is not one of the servers")
         self._in.add(server)
 
     def take_out(self, server: str) -> list[Assignment]:
