@@ -1,6 +1,10 @@
 """The bound as counting: random arrivals, random order of finishing, bounds that change."""
 
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -126,3 +130,31 @@ def test_a_slow_group_does_not_hold_up_those_behind_it():
 def test_bad_settings_are_named(groups, bound, name):
     with pytest.raises(ValueError, match=name):
         Admission(groups, bound)
+
+
+OLD = """
+from lit_async_rl.scheduling.admission import check_bound
+from lit_async_rl.errors import StalenessError
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+
+one = dict(completion_ids=(1,), behavior_logprobs=(0.0,), versions=(50,), finish_reason="stop", text="", reward=0.0)
+group = RolloutGroup(index=0, prompt=Prompt(text=""), prompt_ids=(1,), rollouts=(Rollout(**one),), admitted_version=50,
+                     max_staleness=4)
+check_bound([group], 54)
+try:
+    check_bound([group], 200)
+except StalenessError as error:
+    print(error)
+"""
+
+
+def test_without_asserts_a_token_of_150_versions_ago_is_refused_too():
+    out = subprocess.run([sys.executable, "-O", "-c", OLD], capture_output=True, text=True, timeout=120, check=True)
+    assert "a token of version 50 of group 0 reached version 200, beyond its max_staleness=4" in out.stdout
+
+
+def test_no_promise_of_the_package_is_an_assert():
+    root = Path(__file__).parents[1]
+    files = [*(root / "lit_async_rl").rglob("*.py"), *(root / "callbacks").rglob("*.py")]
+    assert len(files) > 100
+    assert not [file for file in files if re.search(r"^\s*assert\b", file.read_text(), re.MULTILINE)]
