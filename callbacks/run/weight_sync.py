@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import SetupError
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
 class WeightSync(pl.Callback):
@@ -37,12 +38,12 @@ class WeightSync(pl.Callback):
         self._published_step: int | None = None  # until training begins
         self._steps_before = 0  # a resume: steps since the last publication
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Starts over where the callback is used again."""
         if stage == "fit":
             self._published_step, self._steps_before = None, 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: pl.LightningModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = _parts(trainer, pl_module)
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
@@ -51,13 +52,13 @@ class WeightSync(pl.Callback):
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After the last micro-batch of every `weight_sync_steps`-th step."""
         if (seconds := self._sync_if_due(trainer, pl_module)) is not None:
             pl_module.log("perf/weight_sync_s", seconds)
 
-    def _sync_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
+    def _sync_if_due(self, trainer: AnyTrainer, pl_module: pl.LightningModule) -> float | None:
         if self._steps_since(trainer) < self.weight_sync_steps:
             return None
         self._published_step = trainer.global_step
@@ -72,22 +73,22 @@ class WeightSync(pl.Callback):
         return seconds
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: AnyTrainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the steps since the last publication; not 0 only between two."""
         checkpoint["steps_since_publication"] = self._steps_since(trainer)
 
     def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: AnyTrainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Goes on counting there."""
         self._steps_before = checkpoint["steps_since_publication"]
 
-    def _steps_since(self, trainer: pl.Trainer) -> int:
+    def _steps_since(self, trainer: AnyTrainer) -> int:
         return self._steps_before if self._published_step is None else trainer.global_step - self._published_step
 
 
-def _parts(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:
+def _parts(trainer: AnyTrainer, pl_module: pl.LightningModule) -> tuple[PolicyModule, RolloutDataModule]:
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(pl_module, PolicyModule):
         raise SetupError(f"WeightSync publishes a PolicyModule, not {type(pl_module).__name__}")

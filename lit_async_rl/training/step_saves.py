@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+from lit_async_rl.utils.lightning_types import AnyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class SavesBetweenUpdates:
         is_updating: whether an update is under way.
     """
 
-    def __init__(self, trainer: pl.Trainer, is_updating: Callable[[], bool]) -> None:
+    def __init__(self, trainer: AnyTrainer, is_updating: Callable[[], bool]) -> None:
         self._trainer, self._is_updating = trainer, is_updating
         self._pending: list[tuple[Any, ...]] = []
         self._save = partial(type(trainer).save_checkpoint, trainer)
