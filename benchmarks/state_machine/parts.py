@@ -22,6 +22,7 @@ from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.clocks import AwakeClock
 
 MODULUS = 2**61 - 1
 LONGEST = 3  # tokens of a completion
@@ -204,8 +205,11 @@ class VirtualListener(EngineListener):
             self.error = error
 
 
-class VirtualClock:
+class VirtualClock(AwakeClock):
     """Stands still."""
+
+    def __init__(self) -> None:
+        """Needs no thread."""
 
     def now(self) -> float:
         """Always the same."""
@@ -220,7 +224,7 @@ class VirtualScorer(Scorer):
 
     def __init__(self, max_tries: int | None) -> None:
         self.reward, self.max_tries, self.timeout_s, self.num_workers = _reward, max_tries, 1.0, 1
-        self.clock: Any = VirtualClock()
+        self.clock = VirtualClock()
         self.jobs: list[Any] = []
         self.given_up: list[int] = []  # groups
         self._busy_s, self._running, self._error, self._is_closed = 0.0, {}, None, False

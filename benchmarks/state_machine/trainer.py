@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.progress import _BatchProgress
+from torch.optim import Optimizer
 
 from benchmarks.state_machine.parts import (
     NumberCodec,
@@ -179,6 +180,13 @@ def gradient_of(group: int, tokens: tuple[int, ...]) -> int:
     return mix(group, *tokens)
 
 
+class VirtualOptimizer(Optimizer):
+    """Shows what it would step."""
+
+    def __init__(self, parameter: Any) -> None:
+        self.param_groups = [{"params": [parameter]}]
+
+
 @dataclass
 class VirtualTrainer:
     """As much of `lightning.pytorch.Trainer` as the parts around it look at; `fit` stops at every hook.
@@ -205,7 +213,7 @@ class VirtualTrainer:
         self.sync = WeightSync(self.settings.sync_steps)
         self.progress = _BatchProgress()
         self.parameter = SimpleNamespace(grad=None)
-        self.optimizers = [SimpleNamespace(param_groups=[{"params": [self.parameter]}])]
+        self.optimizers = [VirtualOptimizer(self.parameter)]
         self.datamodule.trainer = self  # type: ignore[assignment]
         self.module._trainer = self  # type: ignore[assignment]
 

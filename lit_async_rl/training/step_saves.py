@@ -27,7 +27,7 @@ class SavesBetweenUpdates:
         self._trainer, self._is_updating = trainer, is_updating
         self._pending: list[tuple[Any, ...]] = []
         self._save = partial(type(trainer).save_checkpoint, trainer)
-        vars(trainer)["save_checkpoint"] = self
+        trainer.__dict__["save_checkpoint"] = self
 
     def __call__(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """Saves now, or at the end of the update."""
@@ -45,4 +45,4 @@ class SavesBetweenUpdates:
 
     def remove(self) -> None:
         """Leaves the trainer as it was."""
-        vars(self._trainer).pop("save_checkpoint", None)
+        self._trainer.__dict__.pop("save_checkpoint", None)

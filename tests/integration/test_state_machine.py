@@ -73,8 +73,9 @@ def test_the_machine_finds_what_was_planted(name):
     for one in patches:
         one.start()
     try:
-        with pytest.raises(Violation):
+        with pytest.raises(Violation) as found:
             Driver(seed=1).run(20_000)
+        assert "TypeCheckError" not in str(found.value)
     finally:
         for one in patches:
             one.stop()
