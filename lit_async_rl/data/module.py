@@ -165,22 +165,32 @@ class RolloutDataModule(pl.LightningDataModule):
         others: dict[str, Any] = dict(async_ratio=async_ratio, redundant_groups=redundant_groups)
         self.intake = intake or Intake()
         check_intake(self.intake, schedule)
-        self.admission = make_admission(per_round, max_staleness, schedule, ring, self.intake.at_bound, **others)
-        made = engine, model, self.admission, self._make_producer
-        self._source = RolloutSource(*made, groups_per_step, self.fresh_per_step, replay, engine_restarts)
+        rule = per_round, max_staleness, schedule, ring, self.intake.at_bound
+        self._make_admission = partial(make_admission, *rule, **others)
+        self._empty_replay = None if replay is None else replay.state_dict()
+        self._engine_restarts = engine_restarts
         self.stream = PromptStream(prompts, seed=seed)
         self.codec = TextCodec(model, use_chat_template)
+        self._streams = stream_groups
+        self._make_source(engine)
+        self._ranks: StepScatter | OneProcess = OneProcess()
+        self._stream_weights: Callable[[], Weights] | None = None
+
+    def _make_source(self, engine: RolloutEngine) -> None:
+        """All that a fit uses up; nothing of an earlier one is left."""
+        self.admission = self._make_admission()
+        made = engine, self.model, self.admission, self._make_producer
+        groups = self.groups_per_step, self.fresh_per_step
+        self._source = RolloutSource(*made, *groups, self.replay, self._engine_restarts)
         collate = partial(
             collate_step,
             advantage=self.advantage,
             pad_token_id=self.codec.pad_token_id,
-            temperature=sampling.temperature,
-            keep_groups_whole=keep_groups_whole,
+            temperature=self.sampling.temperature,
+            keep_groups_whole=self.keep_groups_whole,
         )
-        sizes = groups_per_step, micro_batches_per_step
-        self._batches = StepBatches(self._source, collate, self.aggregation, *sizes, stream_groups)
-        self._ranks: StepScatter | OneProcess = OneProcess()
-        self._stream_weights: Callable[[], Weights] | None = None
+        sizes = self.groups_per_step, self.micro_batches_per_step
+        self._batches = StepBatches(self._source, collate, self.aggregation, *sizes, self._streams)
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
@@ -274,7 +284,13 @@ class RolloutDataModule(pl.LightningDataModule):
         return PromptFeed(self.val_prompts, self.val_batch_size, trainer.global_rank, trainer.world_size)
 
     def setup(self, stage: str) -> None:
-        """Joins the ranks of the run."""
+        """Joins the ranks of the run. A second fit begins anew: with the first prompt, and a fresh engine."""
+        if stage == "fit" and self._source.has_begun:
+            self.stream.position = 0
+            self.intake.reset()
+            if self.replay is not None and self._empty_replay is not None:
+                self.replay.load_state_dict(self._empty_replay)
+            self._make_source(self.engine.fresh())
         self._ranks = connect(trainer_of(self), self.rollout_timeout_s, self.rank_timeout_s, on_abandon=self.stop)
 
     def next_step(self) -> list[RolloutBatch] | None:

@@ -180,6 +180,11 @@ class RolloutSource:
             *(type(error).__name__, error),
         )
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its engine was set up, or its producer started: it serves one fit."""
+        return self._is_set_up or self._producer is not None
+
     def stats(self) -> ProducerStats | None:
         """Totals of the background side; None before it started."""
         return self._producer.stats() if self._producer else None

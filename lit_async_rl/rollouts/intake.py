@@ -58,6 +58,10 @@ class Intake:
     ) -> None:
         self.filters, self.curriculum, self.at_bound = tuple(filters or ()), curriculum, at_bound
         self.success_reward = success_reward
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was measured."""
         self.pass_rates = PassRates()
         self._fates: dict[str, FateTotals] = {}
         self._num_lost: Counter[int] = Counter()  # position -> how often it was lost in a row

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_resume import Watch
 
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.errors import StalenessError, StepError
 from lit_async_rl.tasks import SortDigits
 
 
@@ -78,3 +79,34 @@ def test_a_checkpoint_that_a_callback_saves_in_any_hook_is_one_to_resume_from(tm
     resumed = make_module()
     fit(resumed, fixed_lag(2), 4, ckpt_path=str(path))
     assert torch.equal(parameters(resumed), unbroken)
+
+
+def test_a_data_module_serves_a_second_fit_which_begins_anew():
+    data, first, second = fixed_lag(2), Watch(), Watch()
+    module, again = make_module(), make_module()
+    fit(module, data, 3, [first])
+    fit(again, data, 3, [second])
+    assert first.trained == second.trained
+    assert torch.equal(parameters(module), parameters(again))
+
+
+def test_a_resume_with_fewer_steps_than_were_made_ends_at_once(tmp_path):
+    path = tmp_path / "it.ckpt"
+    fit(make_module(), fixed_lag(2), 2, [SaveAt("on_train_end", 1, path)])
+    trainer = fit(make_module(), fixed_lag(2), 1, [seen := Watch()], ckpt_path=str(path))
+    assert trainer.global_step == 2
+    assert not seen.trained
+
+
+def test_a_loader_that_is_cut_off_within_a_step_is_refused():
+    with pytest.raises(StepError, match=r"made of 1 of its 2 micro-batches.*limit_train_batches a multiple"):
+        fit(make_module(), fixed_lag(2), 4, limit_train_batches=3)
+
+
+def test_a_token_beyond_the_bound_of_its_row_ends_the_run(monkeypatch):
+    monkeypatch.setattr("lit_async_rl.data.rollout_source.check_bound", lambda *_: None)
+    data = fixed_lag(2)
+    make = data._batches.collate
+    data._batches.collate = lambda *a, **k: [b.replace(max_staleness=b.max_staleness * 0) for b in make(*a, **k)]
+    with pytest.raises(StalenessError, match=r"a token of version 0 reached version 1 .* more than max_staleness=0"):
+        fit(make_module(), data, 4)
