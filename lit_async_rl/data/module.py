@@ -26,7 +26,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineDown
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptSource, PromptStream
+from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.replay.tape_source import NoEngine, Replay
@@ -272,7 +274,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if self.val_prompts is None:
             return []
         assert self.trainer is not None
-        return PromptFeed(self.val_prompts, self.val_batch_size, self.trainer.global_rank, self.trainer.world_size)
+        usable = UsableSubset(self.val_prompts, self.codec.encode)
+        return PromptFeed(usable, self.val_batch_size, self.trainer.global_rank, self.trainer.world_size)
 
     def setup(self, stage: str) -> None:
         """Joins the ranks of the run."""

@@ -21,6 +21,7 @@ from functools import partial
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.training.validation import pass_at_k
@@ -107,10 +108,11 @@ class _Open:
 
 
 def make_questions(datasets: dict[str, PromptSource], codec: TextCodec) -> list[Question]:
-    """All prompts of all data sets."""
+    """All prompts of all data sets that can be used."""
+    usable = {name: UsableSubset(source, codec.encode) for name, source in datasets.items()}
     return [
         Question(dataset=name, prompt=source[n], prompt_ids=codec.encode(source[n]))
-        for name, source in datasets.items()
+        for name, source in usable.items()
         for n in range(len(source))
     ]
 
@@ -128,7 +130,7 @@ class EvaluationRun:
     def __init__(self, listener: EngineListener, scorer: Scorer, codec: TextCodec, plan: EvaluationPlan) -> None:
         assert plan.questions
         assert plan.first_id >= FIRST_ID
-        self.version, self.num_samples = plan.version, plan.num_samples
+        self.version, self.num_samples, self._stop = plan.version, plan.num_samples, plan.sampling.stop
         self._listener, self._engine, self._scorer, self._codec = listener, listener.engine, scorer, codec
         at_once = len(plan.questions) * plan.num_samples
         self._limit = plan.max_concurrent if self._engine.in_flight_weight_updates else at_once
@@ -173,7 +175,7 @@ class EvaluationRun:
             return
         self._scorer.submit(
             item.question.prompt,
-            self._codec.decode(completion.token_ids),
+            self._codec.decode(completion.token_ids, self._stop),
             done=partial(self._file_reward, item),
             give_up=partial(self._file_reward, item, None),
             is_wanted=lambda: not self._is_abandoned,

@@ -89,7 +89,9 @@ class Validator(torch.nn.Module):
             found = run_requests(engine, requests)
         engine.close()
         for prompt, completions in zip(batch.prompts, found, strict=True):
-            texts = [data.codec.decode(completion.token_ids) for completion in completions]
+            texts = [
+                data.codec.decode(c.token_ids, data.val_sampling.stop if c.turns is None else ()) for c in completions
+            ]
             rewards = [
                 score(data.reward, prompt, text) if completion.reward is None else completion.reward
                 for completion, text in zip(completions, texts, strict=True)

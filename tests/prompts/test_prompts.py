@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.prompts.sources import HuggingFacePrompts, JsonlPrompts, ParquetPrompts, PromptSource, PromptStream
+from lit_async_rl.prompts.sources import HuggingFacePrompts, JsonlPrompts, ParquetPrompts, PromptSource
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt
 
@@ -61,7 +62,7 @@ def test_order_differs_between_epochs_and_seeds():
 
 def test_order_is_the_same_in_another_process():
     code = """
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.tasks import SortDigits
 stream = PromptStream(SortDigits(size=20), 3)
 print(*(stream.next().text for _ in range(50)))
