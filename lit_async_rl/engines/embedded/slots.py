@@ -116,7 +116,7 @@ class Slots:
     def _read(self, pending: Sequence[Pending], rows: Int[Tensor, " n"], version: int) -> list[Completion]:
         prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))  # each once
         lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
-        width = max(len(ids) for ids in prompts)
+        width = max(2, *(len(ids) for ids in prompts))  # a single column would be taken for a decode step
         input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
         self._cache.begin_prefill()
