@@ -71,3 +71,12 @@ def chat_model(folder: Path, template: str | None = CHATML, **config: int) -> st
     lm = tiny_llama(vocab=len(tokenizer), **config)
     lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
     return save(lm, folder, tokenizer)
+
+
+def brute_force(tokenizer, ids, stops, after=0):
+    """Least number of tokens, more than `after`, whose text contains a stop string: every prefix is decoded."""
+    for end in range(after + 1, len(ids) + 1):
+        text = tokenizer.decode(list(ids[:end]), skip_special_tokens=True)
+        if any(stop in text for stop in stops):
+            return end
+    return None

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from chat_models import byte_fallback, byte_level, chat_model
+from chat_models import brute_force, byte_fallback, byte_level, chat_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_tokenizer
@@ -25,15 +25,6 @@ FINDERS = {
     "characters": StopStrings(load_tokenizer(asset("sort_policy"))),
     "words": StopStrings(tiny_tokenizer()),
 }
-
-
-def brute_force(tokenizer, ids, stops, after=0):
-    """The definition: every prefix is decoded."""
-    for end in range(after + 1, len(ids) + 1):
-        text = tokenizer.decode(list(ids[:end]), skip_special_tokens=True)
-        if any(stop in text for stop in stops):
-            return end
-    return None
 
 
 @pytest.mark.parametrize("kind", FINDERS)
