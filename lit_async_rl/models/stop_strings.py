@@ -3,7 +3,7 @@
 A completion ends with the first token after which its decoded text contains a stop string. Decoding the text after
 every token would cost more than sampling it, so two cheaper questions come first. Once per tokenizer: which tokens of
 the vocabulary can be the last of a stop string at all? That is one look-up in a table per token. Only after one of
-these the last few tokens are decoded, and only if they contain a stop string the whole completion is.
+these the text of the last few tokens is put together, and only if it contains a stop string all tokens are decoded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class StopStrings:
     def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size or len(tokenizer)
-        self._special = frozenset(tokenizer.all_special_ids)
         self._tables: dict[tuple[str, ...], Tensor] = {}
 
     @classmethod
@@ -66,10 +65,11 @@ class StopStrings:
 
     def is_at_end(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Whether the text of `token_ids` contains a stop string; that of fewer of them is known to contain none."""
-        tail = self._tail(token_ids, MARGIN + BYTES_OF_CHARACTER * max(map(len, stops)))
-        return any(stop in self._text(tail) for stop in stops) and (
-            len(tail) == len(token_ids) or any(stop in self._text(token_ids) for stop in stops)
-        )
+        tail = self._tail_text(token_ids, MARGIN + BYTES_OF_CHARACTER * max(map(len, stops)))
+        if not any(stop in tail for stop in stops):
+            return False
+        text = self._text(token_ids)
+        return any(stop in text for stop in stops)
 
     def first_end(self, token_ids: Sequence[int], stops: tuple[str, ...], after: int = 0) -> int | None:
         """The least number of tokens, more than `after`, whose text contains a stop string; None if none does."""
@@ -77,14 +77,20 @@ class StopStrings:
         ends = (after + n + 1 for n in candidates.tolist())
         return next((end for end in ends if self.is_at_end(token_ids[:end], stops)), None)
 
-    def _tail(self, token_ids: Sequence[int], length: int) -> Sequence[int]:
-        """The shortest end of `token_ids` with `length` tokens that show in the text."""
-        pieces, begin = self._pieces, len(token_ids)
+    def _tail_text(self, token_ids: Sequence[int], length: int) -> str:
+        """Text of the shortest end of `token_ids` with `length` tokens that show in the text."""
+        known, begin = self._pieces, len(token_ids)
+        pieces: list[str | None] = []
         while begin and length:
             begin -= 1
             token = token_ids[begin]
-            length -= token not in self._special and (token >= len(pieces) or pieces[token] != "")
-        return token_ids[begin:]
+            if token >= len(known) or (piece := known[token]) == "":  # special, or unknown to the tokenizer
+                continue
+            pieces.append(piece)
+            length -= 1
+        if any(piece is None or UNKNOWN in piece for piece in pieces):
+            return self._text(token_ids[begin:])
+        return "".join(piece for piece in reversed(pieces) if piece)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -52,6 +52,8 @@ class StopCheck:
         if self._candidates is None:
             return None
         found = self._candidates[tokens] & (self._rows.alive[rows] > 0)
+        if not found.any():
+            return None
         places = found.nonzero()[:, 0]
         slots = self._rows.all_rows[rows][places].tolist()
         for place, slot, (sampled, _, _) in zip(places.tolist(), slots, self._rows.completions(slots), strict=True):
