@@ -72,7 +72,7 @@ class RolloutDataModule(pl.LightningDataModule):
         advantage: what a reward is worth relative to others.
         aggregation: what a token counts in the average over the step.
         keep_groups_whole: never split a group over micro-batches (`model.baseline` and `packing` need it, and set it).
-        use_chat_template: wrap each prompt as a user's turn with the tokenizer's chat template.
+        use_chat_template: wrap each prompt that is text as a user's turn with the tokenizer's chat template.
         seed: order of the prompts.
         num_val_samples: completions of each held-out prompt.
         val_batch_size: held-out prompts sampled together.

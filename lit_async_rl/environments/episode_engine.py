@@ -34,9 +34,9 @@ class EpisodeEngine(RolloutEngine):
     """Lets `environment` answer every turn of `engine`'s; its rewards take the place of `data.reward`.
 
     A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
-    environment gets the text before the stop string. `sampling.max_tokens` bounds
-    one turn. An episode that its environment does not end is ended, with finish reason `length`, by a turn that ran
-    into `max_tokens`, by `max_turns`, or when another turn might not fit into the model's context.
+    environment gets the text before the stop string. `sampling.max_tokens` bounds one turn. An episode that its
+    environment does not end is ended, with finish reason `length`, by a turn that ran into `max_tokens`, by
+    `max_turns`, or when another turn might not fit into the model's context.
 
     Running episodes always go on under new weights, so every token has the version that sampled it, and later turns
     may be newer than earlier ones; the bound holds for all of them. `schedule: fixed_lag` is refused.

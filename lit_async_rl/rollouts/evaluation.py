@@ -109,12 +109,9 @@ class _Open:
 
 def make_questions(datasets: dict[str, PromptSource], codec: TextCodec) -> list[Question]:
     """All prompts of all data sets that can be used."""
-    usable = {name: UsableSubset(source, codec.encode) for name, source in datasets.items()}
-    return [
-        Question(dataset=name, prompt=source[n], prompt_ids=codec.encode(source[n]))
-        for name, source in usable.items()
-        for n in range(len(source))
-    ]
+    usable = [(name, UsableSubset(source, codec.encode)) for name, source in datasets.items()]
+    prompts = [(name, source[n]) for name, source in usable for n in range(len(source))]
+    return [Question(dataset=name, prompt=prompt, prompt_ids=codec.encode(prompt)) for name, prompt in prompts]
 
 
 class EvaluationRun:
