@@ -18,18 +18,59 @@ from torch import Tensor
 from lit_async_rl.errors import InvariantError
 
 FinishReason = Literal["stop", "length", "abort"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One problem: what the policy sees (`text`), and what the reward function needs to judge the completion.
+    """One problem: what the policy sees (`text` or `messages`), and what the reward needs to judge the completion.
 
-    Example: `Prompt(text="sort 3142=", answer="1234")`. `metadata` is handed through to the reward untouched.
+    Example: `Prompt(text="sort 3142=", answer="1234")`, or
+    `Prompt(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}], answer="4")`.
+
+    Attributes:
+        text: the prompt; of one that is messages a readable form, one line `role: content` for each, for logs.
+        messages: the conversation so far, put into the model's chat template. Each has a `role` (system, developer,
+            user, assistant or tool) and a text, its `content`; other keys go to the template as they are.
+        metadata: handed through to the reward untouched.
+
+    Raises:
+        ValueError: neither text nor messages are given, or both are; or a message is not as above.
     """
 
-    text: str
+    text: str = None  # type: ignore[assignment]  # always a text in the end
+    messages: Sequence[Mapping[str, Any]] | None = None
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.messages is not None:
+            messages = checked_messages(self.messages)
+            rendering = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+            if self.text is not None and self.text != rendering:
+                raise ValueError("a prompt is text or messages, not both")
+            object.__setattr__(self, "messages", messages)
+            object.__setattr__(self, "text", rendering)
+        elif self.text is None:
+            raise ValueError("a prompt needs text or messages")
+
+
+def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
+    """A conversation that a completion can follow, without keys that are None (as tables have them).
+
+    Raises:
+        ValueError: it is none: says why.
+    """
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, got {str(messages)[:80]!r}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise ValueError(f"message {number} must have a role, one of {', '.join(ROLES)}: {str(message)[:80]!r}")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"message {number} must have a text as its content: {str(message)[:80]!r}")
+    if messages[-1]["role"] in ("system", "developer"):
+        raise ValueError(f"the last message must be of the user, a tool or the assistant, not {messages[-1]['role']}")
+    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     parser.add_argument("--max_tokens", type=int, default=64)
     parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("--stop", nargs="+", default=[], help="texts that end an answer")
     parser.add_argument("--chat_template", action="store_true", help="wrap the prompt as a user's turn")
     args = parser.parse_args()
     quiet()
     try:
-        sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, stop=tuple(args.stop))
         codec, engine = TextCodec(args.model, args.chat_template), EmbeddedEngine.from_module(load_policy(args.model))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
@@ -40,7 +41,7 @@ def main() -> None:
         ids = codec.encode(Prompt(text=text))
         request = GenerationRequest(id=0, prompt_ids=ids, num_samples=args.num_samples, sampling=sampling)
         for completion in engine.run([request])[0]:
-            print(codec.decode(completion.token_ids))
+            print(codec.decode(completion.token_ids, sampling.stop))
 
     if args.prompt is not None:
         answer(args.prompt)

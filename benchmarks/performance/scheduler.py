@@ -16,7 +16,7 @@ import time
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Admission

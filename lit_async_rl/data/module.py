@@ -28,7 +28,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineDown, SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptSource, PromptStream
+from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.replay.tape_source import NoEngine, Replay
@@ -253,7 +255,8 @@ class RolloutDataModule(pl.LightningDataModule):
         trainer, prompts = trainer_of(self), self.validation.prompts
         if prompts is None:
             return []
-        return PromptFeed(prompts, self.validation.batch_size, trainer.global_rank, trainer.world_size)
+        usable = UsableSubset(prompts, self.codec.encode)
+        return PromptFeed(usable, self.validation.batch_size, trainer.global_rank, trainer.world_size)
 
     def setup(self, stage: str) -> None:
         """Joins the ranks of the run. A second fit begins anew: with the first prompt, and a fresh engine."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.errors import EngineDown, InvariantError, ProducerError, SetupError, StalledError
+from lit_async_rl.prompts.usable import UsablePrompts
 from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
 from lit_async_rl.replay.tape_source import Replay
 from lit_async_rl.rollouts.checkpoint import restore_producer, save_producer
@@ -84,10 +85,21 @@ class RolloutSource:
     def start(self, version: int, step: int) -> None:
         """Starts the background thread, where the resumed run left off; the engine has the weights of `version`."""
         self._producer = self._make_producer(step)
+        if isinstance(self._producer, Producer):
+            self._check_prompts(self._producer)
         if self._saved and isinstance(self._producer, Producer):
             self._producer.listener.has_loaded(version)
             restore_producer(self._producer, self._saved)
         self._producer.start(version)
+
+    def _check_prompts(self, producer: Producer) -> None:
+        """Bad prompts end the run here, or are left out of it."""
+        stream, codec, max_tokens = producer.stream, producer.book.codec, producer.book.sampling.max_tokens
+        length = self.engine.max_model_len
+        why = f"the engine's max_model_len={length} leaves besides sampling.max_tokens={max_tokens}"
+        usable = UsablePrompts(stream.source, codec.encode, length - max_tokens, why)
+        usable.check()
+        stream.usable = usable
 
     def advance(self, version: int) -> None:
         """Gives back the slots of the groups trained on."""

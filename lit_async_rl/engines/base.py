@@ -28,6 +28,11 @@ class SamplingParams:
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
         max_tokens: at most this many completion tokens.
         stop_token_ids: end the completion (the stop token is its last token); added to the tokenizer's EOS.
+        stop: texts that end the completion, with the token that completes the first of them. All tokens train, that
+            one too; what the reward gets is the text before the stop string.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
 
     temperature: float = 1.0
@@ -36,8 +41,12 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"sampling.stop must be a list of texts that are not empty, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
         checks = {
             "temperature": (self.temperature >= 0, ">= 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
@@ -55,7 +64,9 @@ class GenerationRequest:
     """`num_samples` completions of one prompt. `id` is unique among the requests an engine holds.
 
     `prompt` is what `prompt_ids` were made from; only engines with an environment look at it. Where an engine has a
-    queue of its own, waiting requests of a higher `priority` begin first; others take them in order.
+    queue of its own, waiting requests of a higher `priority` begin first; others take them in order. The last
+    `num_resumed` of the `prompt_ids` belong to the completion: they were sampled before, by a run that was interrupted,
+    and stop strings may begin in them.
     """
 
     id: int
@@ -64,6 +75,12 @@ class GenerationRequest:
     sampling: SamplingParams
     prompt: Prompt | None = None
     priority: int = 0
+    num_resumed: int = 0
+
+    @property
+    def resumed_ids(self) -> tuple[int, ...]:
+        """Tokens of the completion that are in the prompt already."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_resumed :]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def start(self, prompt: Prompt) -> Episode:
-        """A new episode; the policy sees `prompt.text` first."""
+        """A new episode; the policy sees the prompt (`prompt.text` or `prompt.messages`) first."""
 
 
 class GymnasiumEpisode(Episode):

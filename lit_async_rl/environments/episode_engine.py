@@ -35,9 +35,10 @@ WAKE_S = 0.01
 class EpisodeEngine(RolloutEngine):
     """Lets `environment` answer every turn of `engine`'s; its rewards take the place of `data.reward`.
 
-    A turn ends with the end-of-sequence token or a stop token; both stay in the context. `sampling.max_tokens` bounds
-    one turn. An episode that its environment does not end is ended, with finish reason `length`, by a turn that ran
-    into `max_tokens`, by `max_turns`, or when another turn might not fit into the model's context.
+    A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
+    environment gets the text before the stop string. `sampling.max_tokens` bounds one turn. An episode that its
+    environment does not end is ended, with finish reason `length`, by a turn that ran into `max_tokens`, by
+    `max_turns`, or when another turn might not fit into the model's context.
 
     Running episodes always go on under new weights, so every token has the version that sampled it, and later turns
     may be newer than earlier ones; the bound holds for all of them. `schedule: fixed_lag` is refused.
@@ -194,7 +195,7 @@ class EpisodeEngine(RolloutEngine):
             self._num_waiting += 1
         if self._codec is None:
             raise SetupError("the engine was used before its setup")
-        text = self._codec.decode(completion.token_ids)
+        text = self._codec.decode(completion.token_ids, talk.request.sampling.stop)
         asyncio.run_coroutine_threadsafe(self._answer(talk, text), self._loop)
 
     async def _answer(self, talk: Conversation, text: str) -> None:

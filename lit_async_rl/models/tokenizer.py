@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from lit_async_rl.models.loading import load_config, load_tokenizer
+from lit_async_rl.models.stop_strings import cut_at_stop
 from lit_async_rl.types import Prompt
 
 
 class TextCodec:
     """A model's tokenizer, as prompts and completions use it.
 
+    Prompts that are messages are always put into the tokenizer's chat template. Where the last message is the
+    assistant's, the completion continues it; else it is the assistant's next turn.
+
     Args:
         model: Hugging Face name or folder.
-        use_chat_template: wrap each prompt as a user's turn.
 
     Raises:
         FileNotFoundError: there is no tokenizer.
-        ValueError: the chat template is asked for and there is none.
     """
 
-    def __init__(self, model: str, use_chat_template: bool = False) -> None:
+    def __init__(self, model: str) -> None:
         self.tokenizer = load_tokenizer(model)
         config: Any = load_config(model).get_text_config()
         self.vocab_size = int(config.vocab_size)  # the model's, which may have more ids than the tokenizer
-        self.use_chat_template = use_chat_template
-        if use_chat_template and not self.tokenizer.chat_template:
-            raise ValueError(f"data.use_chat_template=true, but the tokenizer of {model!r} has no chat template")
+        self.model = model
 
     @property
     def pad_token_id(self) -> int:
@@ -38,21 +40,52 @@ class TextCodec:
         """Token ids of a prompt.
 
         Raises:
-            ValueError: it is empty.
+            ValueError: it is empty, or the chat template is missing or refuses its messages.
         """
-        if self.use_chat_template:
-            messages = [{"role": "user", "content": prompt.text}]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        if prompt.messages is not None:
+            ids = self._encode_messages(prompt.messages)
         else:
-            ids = self.tokenizer(prompt.text)["input_ids"]
+            ids = tuple(self.tokenizer(prompt.text)["input_ids"])
         if not ids:
             raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
+        return ids
+
+    def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"a prompt is messages, but the tokenizer of {self.model!r} has no chat template")
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            ids: Any = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                return_dict=False,
+            )
+        except (TemplateError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the chat template of {self.model!r} refuses a prompt with the roles {roles}: {error}"
+            ) from error
         return tuple(ids)
 
     def encode_continuation(self, text: str) -> tuple[int, ...]:
         """Token ids of text in the middle of a conversation: nothing is put before or behind it."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+        """Text of a completion, without special tokens, up to the first of the stop strings."""
+        return cut_at_stop(str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)), stop)
+
+    def check_stop(self, stop: Sequence[str]) -> None:
+        """Refuses stop strings that could never be found.
+
+        Raises:
+            ValueError: one is a special token, which texts do not show.
+        """
+        for text in stop:
+            if text in self.tokenizer.all_special_tokens:
+                token = self.tokenizer.convert_tokens_to_ids(text)
+                raise ValueError(
+                    f"sampling.stop: {text!r} is a special token of {self.model!r}, which texts do not show: "
+                    f"use sampling.stop_token_ids: [{token}]"
+                )

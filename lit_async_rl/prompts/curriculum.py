@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 
 
 class PassRates:

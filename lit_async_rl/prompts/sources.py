@@ -1,19 +1,28 @@
-"""Prompts: finite sources, and the endless, seeded, resumable order in which they are used."""
+"""Finite sources of prompts: JSON lines, Parquet files, Hugging Face datasets, and classes of your own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from lit_async_rl.prompts.records import Records, jsonl_records, load_dataset, parquet_records
-from lit_async_rl.types import Prompt
+from lit_async_rl.types import Prompt, checked_messages
+
+OnBadPrompt = Literal["error", "skip"]
 
 
 class PromptSource(ABC):
-    """A finite set of prompts, by number."""
+    """A finite set of prompts, by number.
+
+    Attributes:
+        max_prompt_tokens: a prompt with more tokens is bad; None leaves the limit to the engine.
+        on_bad_prompt: `error` ends the run at a bad prompt (too long, incomplete, refused by the chat template), before
+            it begins or where the prompt is used first; `skip` leaves such prompts out and counts them in the log.
+    """
+
+    max_prompt_tokens: int | None = None
+    on_bad_prompt: OnBadPrompt = "error"
 
     @abstractmethod
     def __len__(self) -> int:
@@ -23,56 +32,9 @@ class PromptSource(ABC):
     def __getitem__(self, index: int) -> Prompt:
         """Prompt number `index`; always the same one."""
 
-
-class PromptStream:
-    """A source's prompts for ever: each epoch a new permutation, which depends on nothing but seed and epoch.
-
-    Args:
-        source: where prompts come from.
-        seed: of the order.
-
-    Raises:
-        ValueError: the source is empty.
-    """
-
-    def __init__(self, source: PromptSource, seed: int = 0) -> None:
-        if len(source) == 0:
-            raise ValueError(f"data.prompts: {type(source).__name__} holds no prompts")
-        self.source = source
-        self.seed = seed
-        self.position = 0  # prompts handed out so far
-        self._orders: dict[int, torch.Tensor] = {}  # of this epoch and the one before, which groups are still of
-
-    def next(self) -> Prompt:
-        """The next prompt."""
-        return self.at(self.advance())
-
-    def advance(self) -> int:
-        """The position of the next prompt, which counts as handed out."""
-        self.position += 1
-        return self.position - 1
-
-    def at(self, position: int) -> Prompt:
-        """The prompt that is handed out at this position."""
-        return self.source[self.number_at(position)]
-
-    def number_at(self, position: int) -> int:
-        """That prompt's number in the source."""
-        epoch, offset = divmod(position, len(self.source))
-        if epoch not in self._orders:
-            generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
-            self._orders[epoch] = torch.randperm(len(self.source), generator=generator)
-            if len(self._orders) > 2:
-                del self._orders[min(set(self._orders) - {epoch})]
-        return int(self._orders[epoch][offset])
-
-    def state_dict(self) -> dict[str, int]:
-        """The position; the order follows from the seed."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where `state_dict` was taken."""
-        self.position = state["position"]
+    def where(self, index: int) -> str:
+        """Names prompt `index` in messages, where it can with file and line."""
+        return f"{type(self).__name__}, prompt {index}"
 
 
 class RecordPrompts(PromptSource):
@@ -80,13 +42,15 @@ class RecordPrompts(PromptSource):
 
     Args:
         records: one mapping each.
-        prompt_field: field that holds the prompt.
+        prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
         answer_field: field that holds the reference answer; None if there is none.
-        template: text around the prompt, with `{prompt}` where it goes.
+        template: text around a prompt that is text, with `{prompt}` where it goes.
         origin: what messages call the source.
+        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
+        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
 
     Raises:
-        ValueError: there are no records, or the first one lacks a field.
+        ValueError: there are no records, or the first one is bad and not to be skipped.
     """
 
     def __init__(
@@ -96,13 +60,22 @@ class RecordPrompts(PromptSource):
         answer_field: str | None,
         template: str,
         origin: str,
+        max_prompt_tokens: int | None = None,
+        on_bad_prompt: OnBadPrompt = "error",
+        as_chat: bool = False,
     ) -> None:
         check_template(template)
+        if max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens must be >= 1, got {max_prompt_tokens}")
+        if on_bad_prompt not in ("error", "skip"):
+            raise ValueError(f"on_bad_prompt must be error or skip, got {on_bad_prompt!r}")
         self.prompt_field, self.answer_field, self.template, self.origin = prompt_field, answer_field, template, origin
+        self.max_prompt_tokens, self.on_bad_prompt, self.as_chat = max_prompt_tokens, on_bad_prompt, as_chat
         self._records = records
         if len(records) == 0:
             raise ValueError(f"{origin} holds no prompts")
-        self[0]  # a wrong field is an error now, not in the middle of a run
+        if on_bad_prompt == "error":
+            self[0]  # a wrong field is an error now, not in the middle of a run
 
     def __len__(self) -> int:
         return len(self._records)
@@ -111,26 +84,39 @@ class RecordPrompts(PromptSource):
         if not 0 <= index < len(self):
             raise IndexError(index)
         record = self._records[index]
-        text = self._text(record, "prompt_field", self.prompt_field, index)
         answer = None
         if self.answer_field is not None:
             answer = self._text(record, "answer_field", self.answer_field, index)
-        return Prompt(
-            text=self.template.replace("{prompt}", text),
-            answer=answer,
-            metadata={k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)},
-        )
+        metadata = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
+        if isinstance(record.get(self.prompt_field), list):
+            return Prompt(messages=self._messages(record, index), answer=answer, metadata=metadata)
+        text = self._text(record, "prompt_field", self.prompt_field, index)
+        text = self.template.replace("{prompt}", text)
+        if self.as_chat:
+            return Prompt(messages=[{"role": "user", "content": text}], answer=answer, metadata=metadata)
+        return Prompt(text=text, answer=answer, metadata=metadata)
 
     def _text(self, record: Mapping[str, Any], setting: str, field: str, index: int) -> str:
-        where = f"{self._where(index)}, {setting}={field!r}"
+        where = f"{self.where(index)}, {setting}={field!r}"
         if field not in record:
             raise ValueError(f"{where}: there is no such field, only {sorted(record)}")
         value = record[field]
         if not isinstance(value, (str, int, float)):
-            raise ValueError(f"{where}: it must hold text or a number, not {str(value)[:80]!r}")
+            what = "text, a number or messages" if setting == "prompt_field" else "text or a number"
+            raise ValueError(f"{where}: it must hold {what}, not {str(value)[:80]!r}")
         return str(value)
 
-    def _where(self, index: int) -> str:
+    def _messages(self, record: Mapping[str, Any], index: int) -> Sequence[Mapping[str, Any]]:
+        where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"
+        if self.template != "{prompt}":
+            raise ValueError(f"{where}: it holds messages, but template={self.template!r} is for prompts that are text")
+        try:
+            return checked_messages(record[self.prompt_field])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def where(self, index: int) -> str:
+        """The source and the number of the record."""
         return f"{self.origin}, record {index}"
 
 
@@ -139,9 +125,11 @@ class JsonlPrompts(RecordPrompts):
 
     Args:
         path: the file.
-        prompt_field: field that holds the prompt.
+        prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
         answer_field: field that holds the reference answer; None if there is none.
-        template: text around the prompt, with `{prompt}` where it goes.
+        template: text around a prompt that is text, with `{prompt}` where it goes.
+        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
+        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -154,14 +142,19 @@ class JsonlPrompts(RecordPrompts):
         prompt_field: str = "prompt",
         answer_field: str | None = "answer",
         template: str = "{prompt}",
+        max_prompt_tokens: int | None = None,
+        on_bad_prompt: OnBadPrompt = "error",
+        as_chat: bool = False,
     ) -> None:
         records = jsonl_records(path)
         self._lines = list(records)
-        super().__init__(list(records.values()), prompt_field, answer_field, template, path)
-        for index in range(len(self)):
+        values = list(records.values())
+        super().__init__(values, prompt_field, answer_field, template, path, max_prompt_tokens, on_bad_prompt, as_chat)
+        for index in range(len(self) if on_bad_prompt == "error" else 0):
             self[index]
 
-    def _where(self, index: int) -> str:
+    def where(self, index: int) -> str:
+        """File and line."""
         return f"{self.origin}, line {self._lines[index]}"
 
 
@@ -170,9 +163,11 @@ class ParquetPrompts(RecordPrompts):
 
     Args:
         path: the file.
-        prompt_field: column that holds the prompt.
+        prompt_field: column that holds the prompt: text, or a list of messages.
         answer_field: column that holds the reference answer; None if there is none.
-        template: text around the prompt, with `{prompt}` where it goes.
+        template: text around a prompt that is text, with `{prompt}` where it goes.
+        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
+        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -185,8 +180,12 @@ class ParquetPrompts(RecordPrompts):
         prompt_field: str = "prompt",
         answer_field: str | None = "answer",
         template: str = "{prompt}",
+        max_prompt_tokens: int | None = None,
+        on_bad_prompt: OnBadPrompt = "error",
+        as_chat: bool = False,
     ) -> None:
-        super().__init__(parquet_records(path), prompt_field, answer_field, template, path)
+        records = parquet_records(path)
+        super().__init__(records, prompt_field, answer_field, template, path, max_prompt_tokens, on_bad_prompt, as_chat)
 
 
 class HuggingFacePrompts(RecordPrompts):
@@ -197,9 +196,11 @@ class HuggingFacePrompts(RecordPrompts):
         split: for example `train`, or `train[:1000]`. A folder that `save_to_disk` made of one split is used
             whole.
         name: configuration of the dataset, if it has several.
-        prompt_field: column that holds the prompt.
+        prompt_field: column that holds the prompt: text, or a list of messages.
         answer_field: column that holds the reference answer; None if there is none.
-        template: text around the prompt, with `{prompt}` where it goes.
+        template: text around a prompt that is text, with `{prompt}` where it goes.
+        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
+        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
 
     Raises:
         FileNotFoundError: the dataset can't be found or reached.
@@ -215,9 +216,13 @@ class HuggingFacePrompts(RecordPrompts):
         prompt_field: str = "prompt",
         answer_field: str | None = "answer",
         template: str = "{prompt}",
+        max_prompt_tokens: int | None = None,
+        on_bad_prompt: OnBadPrompt = "error",
+        as_chat: bool = False,
     ) -> None:
+        records, origin = load_dataset(path, name, split), f"path={path!r}, split={split!r}"
         super().__init__(
-            load_dataset(path, name, split), prompt_field, answer_field, template, f"path={path!r}, split={split!r}"
+            records, prompt_field, answer_field, template, origin, max_prompt_tokens, on_bad_prompt, as_chat
         )
 
 

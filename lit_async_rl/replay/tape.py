@@ -181,7 +181,8 @@ class Tape:
         Raises:
             ValueError: a file was damaged.
         """
-        return pa.concat_tables([_read(f, columns) for f in self._files if f.last >= first_step] or [_empty(columns)])
+        tables = [_read(f, columns) for f in self._files if f.last >= first_step] or [_empty(columns)]
+        return pa.concat_tables(tables, promote_options="default")  # older files lack columns
 
     def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
         """Steps in order; one file at a time is in memory.

@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
         ("queue_s", pa.float64()),
         ("turns", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64())]))),
         ("written_at", pa.float64()),  # seconds since 1970
+        ("messages", pa.string()),  # JSON, of prompts that are messages; their `prompt` is for reading
     ]
 )
 
@@ -47,6 +48,7 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "sample": sample,
         "admitted_version": group.admitted_version,
         "prompt": group.prompt.text,
+        "messages": None if group.prompt.messages is None else json.dumps(group.prompt.messages),
         "answer": group.prompt.answer,
         "metadata": json.dumps(dict(group.prompt.metadata), default=str),
         "prompt_ids": group.prompt_ids,
@@ -68,7 +70,7 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
     head = rows[0]
     return RolloutGroup(
         index=head["group"],
-        prompt=Prompt(text=head["prompt"], answer=head["answer"], metadata=json.loads(head["metadata"])),
+        prompt=_prompt(head),
         prompt_ids=tuple(head["prompt_ids"]),
         rollouts=tuple(
             Rollout(
@@ -87,6 +89,12 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
         generation_s=head["generation_s"],
         queue_s=head["queue_s"],
     )
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    messages = row.get("messages")  # older tapes have no such column
+    what = {"text": row["prompt"]} if messages is None else {"messages": json.loads(messages)}
+    return Prompt(**what, answer=row["answer"], metadata=json.loads(row["metadata"]))
 
 
 def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:

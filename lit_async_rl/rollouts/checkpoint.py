@@ -115,7 +115,7 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
         if producer.book.codec.encode(prompt) != group.prompt_ids:
             raise ValueError(
                 f"data.prompts: prompt {group.position} of the run is {prompt.text[:80]!r}, other tokens than in "
-                "the checkpoint: data.prompts, the tokenizer or data.use_chat_template has changed. " + START_ANEW
+                "the checkpoint: data.prompts or the tokenizer has changed. " + START_ANEW
             )
         restored = producer.book.restore(group, prompt)
         if group.is_finished:
@@ -151,4 +151,5 @@ def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
                 f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
                 "could not go on. " + START_ANEW
             )
-    return all(saved[name] == value for name, value in now.items())
+    known = dict(saved) | {"data.sampling": {"stop": (), **saved["data.sampling"]}}  # there were no stop strings once
+    return all(known[name] == value for name, value in now.items())

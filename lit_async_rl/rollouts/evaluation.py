@@ -22,6 +22,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.rewards.metrics import pass_at_k
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
@@ -108,12 +109,10 @@ class _Open:
 
 
 def make_questions(datasets: dict[str, PromptSource], codec: TextCodec) -> list[Question]:
-    """All prompts of all data sets."""
-    return [
-        Question(dataset=name, prompt=source[n], prompt_ids=codec.encode(source[n]))
-        for name, source in datasets.items()
-        for n in range(len(source))
-    ]
+    """All prompts of all data sets that can be used."""
+    usable = [(name, UsableSubset(source, codec.encode)) for name, source in datasets.items()]
+    prompts = [(name, source[n]) for name, source in usable for n in range(len(source))]
+    return [Question(dataset=name, prompt=prompt, prompt_ids=codec.encode(prompt)) for name, prompt in prompts]
 
 
 class EvaluationRun:
@@ -131,7 +130,7 @@ class EvaluationRun:
             raise InvariantError("an evaluation without questions")
         if plan.first_id < FIRST_ID:
             raise InvariantError(f"ids of an evaluation begin at {FIRST_ID}, got {plan.first_id}")
-        self.version, self.num_samples = plan.version, plan.num_samples
+        self.version, self.num_samples, self._stop = plan.version, plan.num_samples, plan.sampling.stop
         self._listener, self._engine, self._scorer, self._codec = listener, listener.engine, scorer, codec
         at_once = len(plan.questions) * plan.num_samples
         self._limit = plan.max_concurrent if self._engine.in_flight_weight_updates else at_once
@@ -176,7 +175,7 @@ class EvaluationRun:
             return
         self._scorer.submit(
             item.question.prompt,
-            self._codec.decode(completion.token_ids),
+            self._codec.decode(completion.token_ids, self._stop),
             done=partial(self._file_reward, item),
             give_up=partial(self._file_reward, item, None),
             is_wanted=lambda: not self._is_abandoned,

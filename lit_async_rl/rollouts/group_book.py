@@ -47,11 +47,15 @@ class GroupBook:
         group_size: completions of each prompt.
         sampling: how they are sampled.
         replicate_prompts: ask for each completion by itself.
+
+    Raises:
+        ValueError: a stop string is a special token.
     """
 
     def __init__(
         self, codec: TextCodec, group_size: int, sampling: SamplingParams, replicate_prompts: bool = False
     ) -> None:
+        codec.check_stop(sampling.stop)
         self.codec, self.group_size, self.sampling = codec, group_size, sampling
         self.requests = SampleRequests(group_size, sampling, replicate_prompts)
         self.unfinished: dict[int, OpenGroup] = {}
@@ -85,7 +89,8 @@ class GroupBook:
 
     def _file(self, group: OpenGroup, completion: Completion) -> None:
         group.completions[completion.sample_index] = completion
-        group.texts[completion.sample_index] = self.codec.decode(completion.token_ids)
+        stop = self.sampling.stop if completion.turns is None else ()  # else each turn has ended with one
+        group.texts[completion.sample_index] = self.codec.decode(completion.token_ids, stop)
 
     def is_open(self, group: OpenGroup) -> bool:
         """Whether a group is still being sampled or scored, and was not given up meanwhile."""

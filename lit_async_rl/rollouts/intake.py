@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lit_async_rl.prompts.curriculum import Curriculum, PassRates
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.filters import GroupFilter
 from lit_async_rl.types import RolloutGroup
 

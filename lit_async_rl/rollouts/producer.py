@@ -21,7 +21,7 @@ from functools import partial
 
 from lit_async_rl.engines.base import Completion, RolloutEngine, SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun

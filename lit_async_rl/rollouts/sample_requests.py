@@ -66,7 +66,12 @@ class SampleRequests:
             request_id = -1 - (index * self.group_size + n)
             requests.append(
                 GenerationRequest(
-                    id=request_id, prompt_ids=prompt_ids + known, num_samples=1, sampling=rest, prompt=prompt
+                    id=request_id,
+                    prompt_ids=prompt_ids + known,
+                    num_samples=1,
+                    sampling=rest,
+                    prompt=prompt,
+                    num_resumed=len(known),
                 )
             )
             self._parts[request_id] = [part]

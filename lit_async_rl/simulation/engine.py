@@ -104,7 +104,7 @@ class SimulatedEngine(RolloutEngine):
     """Samples occupy `num_slots` slots, first come first served; their tokens are the prompt's last one, repeated.
 
     Tokens are tagged with the version that was newest when their request was submitted, the oldest that the guarantee
-    of `RolloutEngine` allows.
+    of `RolloutEngine` allows. Stop strings are ignored: the latency says how long a sample is.
 
     Args:
         latency: seconds that a sample occupies a slot.

@@ -15,7 +15,7 @@ from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.environments.base import Environment
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Admission

@@ -79,7 +79,8 @@ class Validator(torch.nn.Module):
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s
             found = run_requests(engine, requests, *limits, data.note_progress)
         engine.close()
-        texts = [[data.codec.decode(completion.token_ids) for completion in completions] for completions in found]
+        stop = data.val_sampling.stop
+        texts = [[data.codec.decode(c.token_ids, stop if c.turns is None else ()) for c in row] for row in found]
         rewards = [[completion.reward for completion in completions] for completions in found]
         if any(reward is None for row in rewards for reward in row):
             asked = [(prompt, text) for prompt, row in zip(batch.prompts, texts, strict=True) for text in row]

@@ -34,6 +34,16 @@ def test_logprobs_are_those_at_the_temperature_of_the_request(temperature):
     assert_exact(lm, requests, EmbeddedEngine.from_module(lm).run(requests), temperature)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_prompts_of_a_single_token_are_prompts_like_others(family):
+    """A prefill of one column was taken for a decode step: a crash in a fresh engine, later another row's cache."""
+    lm = ALL[family]()
+    engine = EmbeddedEngine.from_module(lm, num_slots=8)
+    for sizes in ([1], [5, 3], [1, 1]):
+        requests = requests_of(sizes, seed=len(sizes))
+        assert_exact(lm, requests, engine.run(requests))
+
+
 def test_greedy_completions_are_those_of_generate():
     lm = tiny_llama()
     (request,) = requests_of([6], max_tokens=20, num_samples=2, temperature=0.0)

@@ -6,7 +6,7 @@ from flow import MODEL
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer

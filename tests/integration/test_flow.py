@@ -14,7 +14,7 @@ from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy, load_tokenizer
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.tasks import SortDigits
 

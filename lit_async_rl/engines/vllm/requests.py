@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.errors import EngineError, InvariantError
+from lit_async_rl.models.stop_strings import StopStrings
 
 
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams`.
 
-    The tokenizer stays with the trainer, so what ends a completion is given as token ids. vLLM samples greedily only
-    once: see `SampleBuffer.completions`.
+    Where there are stop strings vLLM decodes the text, to end there by itself; `end_at_stop` has the last word. vLLM
+    samples greedily only once: see `SampleBuffer.add`.
     """
     sampling = request.sampling
+    stops: dict[str, Any] = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
     return {
         "n": request.num_samples if sampling.temperature > 0 else 1,
         "temperature": sampling.temperature,
@@ -28,15 +31,33 @@ def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int])
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
         "logprobs": 0,  # of the sampled token only
-        "detokenize": False,
+        "detokenize": bool(sampling.stop),
+        **stops,
     }
+
+
+def end_at_stop(completion: Completion, request: GenerationRequest, finder: StopStrings | None) -> Completion:
+    """A completion up to the token that completes its first stop string.
+
+    vLLM does not know of one that begins in what was sampled before an interruption, notices one late whose last token
+    also begins the next character, and ignores all of them where it was started without a tokenizer.
+    """
+    if finder is None or not request.sampling.stop:
+        return completion
+    before = request.resumed_ids
+    end = finder.first_end(before + completion.token_ids, request.sampling.stop, after=len(before))
+    if end is None:
+        return completion
+    kept = end - len(before)
+    fields = ("token_ids", "logprobs", "versions")
+    return replace(completion, finish_reason="stop", **{name: getattr(completion, name)[:kept] for name in fields})
 
 
 class SampleBuffer:
     """What one sample of a request has so far; vLLM sends the tokens in pieces."""
 
-    def __init__(self, request: GenerationRequest, sample_index: int) -> None:
-        self.request, self.sample_index = request, sample_index
+    def __init__(self, request: GenerationRequest, sample_index: int, finder: StopStrings | None = None) -> None:
+        self.request, self.sample_index, self._finder = request, sample_index, finder
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
 
@@ -56,18 +77,17 @@ class SampleBuffer:
         if len(versions) != len(self._token_ids):
             raise InvariantError(f"{len(versions)} versions of {len(self._token_ids)} tokens")
         is_greedy = self.request.sampling.temperature == 0
+        completion = Completion(
+            request_id=self.request.id,
+            sample_index=self.sample_index,
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            versions=tuple(versions),
+            finish_reason=output.finish_reason,
+        )
+        completion = end_at_stop(completion, self.request, self._finder)
         indices = range(self.request.num_samples) if is_greedy else [self.sample_index]
-        return [
-            Completion(
-                request_id=self.request.id,
-                sample_index=index,
-                token_ids=tuple(self._token_ids),
-                logprobs=tuple(self._logprobs),
-                versions=tuple(versions),
-                finish_reason=output.finish_reason,
-            )
-            for index in indices
-        ]
+        return [replace(completion, sample_index=index) for index in indices]
 
 
 def partial_completions(request: GenerationRequest, state: Any) -> list[Completion]:
@@ -103,15 +123,21 @@ class RequestRunner:
         process: has the `AsyncLLM`.
         book: where completions, token counts and errors go.
         eos_token_ids: end a completion.
+        model: Hugging Face name or folder; its tokenizer is loaded for the first request with stop strings.
     """
 
-    def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int]) -> None:
-        self.process, self.book, self.eos_token_ids = process, book, tuple(eos_token_ids)
+    def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int], model: str) -> None:
+        self.process, self.book, self.eos_token_ids, self.model = process, book, tuple(eos_token_ids), model
+        self._finder: StopStrings | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, GenerationRequest] = {}
 
     def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
         """Starts requests. Prompts share cached keys and values only with those of the same `salt`."""
+        if self._finder is None and any(request.sampling.stop for request in requests):
+            self._finder = StopStrings.of_model(self.model)
+            # vLLM was started without a tokenizer: prompts and completions are token ids
+            self.process.llm.output_processor.tokenizer = self._finder.tokenizer
         for request in requests:
             self._requests[request.id] = request
             self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
@@ -138,7 +164,7 @@ class RequestRunner:
         arguments = sampling_arguments(request, self.eos_token_ids)
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=salt)
-        buffers = [SampleBuffer(request, index) for index in range(request.num_samples)]
+        buffers = [SampleBuffer(request, index, self._finder) for index in range(request.num_samples)]
         try:
             async for answer in self.process.llm.generate(prompt, params, str(request.id)):
                 for output in answer.outputs:

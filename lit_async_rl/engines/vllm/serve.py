@@ -78,7 +78,6 @@ def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool
         *("--worker-extension-cls", EXTENSION),  # loads the trainer's weights
         *("--load-format", "dummy"),  # which come before the first request
         *("--generation-config", "vllm"),  # the trainer alone says how to sample
-        "--skip-tokenizer-init",
         "--disable-uvicorn-access-log",
         *(("--middleware", "lit_async_rl.engines.vllm.api_key.RequireKey") if has_key else ()),
         *(("--enforce-eager",) if is_cpu_build() else ()),

@@ -14,8 +14,9 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(reason, name="aiohttp") from error
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
-from lit_async_rl.engines.vllm.requests import sampling_arguments
+from lit_async_rl.engines.vllm.requests import end_at_stop, sampling_arguments
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.models.stop_strings import StopStrings
 
 
 class ServerFailure(Exception):
@@ -45,6 +46,7 @@ class ServerClient:
         self.update_timeout_s = update_timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self.stop_strings: StopStrings | None = None
 
     async def close(self) -> None:
         """Closes its connections; the server then aborts what it was doing for us."""
@@ -119,7 +121,8 @@ class ServerClient:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if request.sampling.temperature == 0:  # sampled once: see `sampling_arguments`
             choices = choices * request.num_samples
-        return [_completion(request, index, choice, run) for index, choice in enumerate(choices)]
+        completions = [_completion(request, index, choice, run) for index, choice in enumerate(choices)]
+        return [end_at_stop(completion, request, self.stop_strings) for completion in completions]
 
     async def load(self, folder: str, tag: str, clear_cache: bool, abort: bool) -> float:
         """Makes it load the weights in `folder`; seconds for which nothing was generated.

@@ -24,6 +24,7 @@ from lit_async_rl.engines.vllm.weight_transfer import FileTransfer, SharedMemory
 from lit_async_rl.engines.vllm.worker import ARCHITECTURE
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.models.stop_strings import StopStrings
 from lit_async_rl.utils.event_loop import LoopThread
 
 
@@ -90,6 +91,9 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         self.request_timeout_s, self.update_timeout_s = request_timeout_s, update_timeout_s
         self.startup_timeout_s, self.recovery_timeout_s = startup_timeout_s, recovery_timeout_s
         self._thread: LoopThread | None = None
+        self._model = ""
+        self._clients: list[ServerClient] = []
+        self._stop_strings: StopStrings | None = None
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
@@ -100,12 +104,13 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             FileNotFoundError: there is no such model.
             EngineError: a server is not there in time, or cannot be used: says why.
         """
-        config = self._read_config(model)
+        self._model, config = model, self._read_config(model)
         expected = {name: getattr(config, name) for name in ARCHITECTURE}
         key = os.environ.get(self.api_key_variable)
         limits = (self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
+        self._clients = [ServerClient(url, key, *limits) for url in self.urls]
         self._fleet = ServerFleet(
-            [ServerClient(url, key, *limits) for url in self.urls],
+            self._clients,
             self._book,
             run=uuid.uuid4().hex[:8],
             clear_cache=self.clear_cache,
@@ -140,6 +145,10 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def _launch(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._stop_strings is None and any(request.sampling.stop for request in requests):
+            self._stop_strings = StopStrings.of_model(self._model)
+            for client in self._clients:
+                client.stop_strings = self._stop_strings
         self._book.begin(request.id for request in requests)
         self._loop.soon(self._fleet.submit, requests)
 

@@ -1,0 +1,104 @@
+"""Which prompts of a source can be sampled from: complete, and no longer than they may be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.types import Prompt
+
+CHECKED_AT_START = 10_000  # prompts; others are checked when they are used first
+log = logging.getLogger(__name__)
+Encode = Callable[[Prompt], Sequence[int]]
+
+
+class UsablePrompts:
+    """Checks each prompt of a source once; a bad one ends the run or is left out, as `source.on_bad_prompt` says.
+
+    Args:
+        source: of prompts.
+        encode: token ids of a prompt; raises `ValueError` where it has none.
+        max_tokens: that a prompt may have, besides `source.max_prompt_tokens`; None is no limit.
+        why: reason of `max_tokens`, for messages.
+    """
+
+    def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
+        self._source, self._encode = source, encode
+        own = source.max_prompt_tokens
+        self._limit, self._why = own, f"max_prompt_tokens={own}"
+        if max_tokens is not None and (own is None or max_tokens < own):
+            self._limit, self._why = max_tokens, why
+        self.left_out: set[int] = set()
+        self._good: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        """Whether prompt `number` can be used.
+
+        Raises:
+            ValueError: it cannot, and `on_bad_prompt` is `error`; or no prompt of the source can.
+        """
+        if number in self._good or number in self.left_out:
+            return number in self._good
+        problem = self._problem(number)
+        if problem is None:
+            self._good.add(number)
+            return True
+        self._leave_out(number, problem)
+        return False
+
+    def check(self, limit: int = CHECKED_AT_START) -> None:
+        """Checks all prompts, if there are no more than `limit`, else the first one.
+
+        Raises:
+            ValueError: see `__contains__`.
+        """
+        for number in range(len(self._source) if len(self._source) <= limit else 1):
+            number in self  # noqa: B015  for what it raises and remembers
+
+    def _problem(self, number: int) -> str | None:
+        try:
+            num_tokens = len(self._encode(self._source[number]))
+        except ValueError as error:
+            where = self._source.where(number)
+            return str(error) if where in str(error) else f"{where}: {error}"
+        if self._limit is None or num_tokens <= self._limit:
+            return None
+        return f"{self._source.where(number)}: the prompt has {num_tokens} tokens, more than {self._why}"
+
+    def _leave_out(self, number: int, problem: str) -> None:
+        if self._source.on_bad_prompt == "error":
+            raise ValueError(f"{problem} (on_bad_prompt: skip leaves such prompts out)")
+        self.left_out.add(number)
+        count, total = len(self.left_out), len(self._source)
+        if count == total:
+            raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
+        if count & (count - 1) == 0:  # 1, 2, 4, 8, ...
+            log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; now %s", count, total, problem)
+
+
+class UsableSubset(PromptSource):
+    """The prompts of a source that can be used, in its order; all are checked at once.
+
+    Args:
+        source: of prompts.
+        encode: token ids of a prompt.
+
+    Raises:
+        ValueError: see `UsablePrompts`.
+    """
+
+    def __init__(self, source: PromptSource, encode: Encode) -> None:
+        usable = UsablePrompts(source, encode)
+        self._source = source
+        self._numbers = [number for number in range(len(source)) if number in usable]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._source[self._numbers[index]]
+
+    def where(self, index: int) -> str:
+        """As the source says it."""
+        return self._source.where(self._numbers[index])
