@@ -120,3 +120,9 @@ def test_links_of_pages_outside_the_site_lead_somewhere():
         text = (ROOT / name).read_text()
         for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
             assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
+
+
+def test_the_map_has_twenty_files_that_exist():
+    rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(rows) == 20
+    assert all((ROOT / row).is_file() for row in rows)
