@@ -122,6 +122,19 @@ def test_links_of_pages_outside_the_site_lead_somewhere():
             assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_modules_that_a_page_names_exist(page: Path):
+    text = page.read_text()
+    folders = "tests|benchmarks|lit_async_rl|callbacks|scripts|examples|configs|docs"
+    for name in re.findall(rf"`((?:{folders})/[\w/.*-]+)`", text):
+        assert list(ROOT.glob(name.rstrip("/"))), name
+    if page.name != "CHANGELOG.md":  # which names what is gone
+        for name in re.findall(r"`(lit_async_rl(?:\.\w+)+)", text):
+            module = Path(*name.split("."))
+            places = (module, module.parent, module.with_suffix(".py"), module.parent.with_suffix(".py"))
+            assert any((ROOT / place).exists() for place in places), name
+
+
 def test_the_map_has_twenty_files_that_exist():
     rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert len(rows) == 20
