@@ -260,7 +260,7 @@ class VirtualTrainer:
         if checkpoint is not None:
             self._load(checkpoint)
         yield "on_fit_start"
-        feed = StepFeed(self.datamodule)
+        feed = self.datamodule.train_dataloader()
         if not self._is_done:
             self._begin(len(feed))
             yield "on_train_start, first"

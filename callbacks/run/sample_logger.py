@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.callbacks.parts import rollout_data
-from lit_async_rl.training.checkpoint_io import append, tolerate_full_disk
+from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 COLUMNS = ["step", "group", "prompt", "completion", "reward", "oldest_version", "newest_version"]

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.callbacks import RolloutTape
-from lit_async_rl.training.checkpoint_io import check_writable
+from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.folder_lock import locked, remove_stale_parts
 
 TABLES = ("metrics.csv", "samples.jsonl")

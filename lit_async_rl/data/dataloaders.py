@@ -1,48 +1,52 @@
-"""What Lightning's loops iterate over. Both feeds have a length: without one Lightning fetches a batch ahead, which
-would break the staleness bound and, in a synchronous run, wait for ever.
-"""  # noqa: D205
+"""Iterables of Lightning's loops: micro-batches of rollouts, and held-out prompts.
+
+Both have a length. Without one Lightning fetches a batch ahead, which would break the staleness bound, and deadlock a
+synchronous run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.errors import SetupError
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
-
-if TYPE_CHECKING:
-    from lit_async_rl.data.module import RolloutDataModule
 
 ENDLESS = 10**9
 
 
 class StepFeed:
-    """Sized, so that Lightning fetches nothing ahead."""
+    """Micro-batches of one optimizer step after the other.
 
-    def __init__(self, data: RolloutDataModule) -> None:
-        self._data = data
+    Args:
+        trainer: stopped when there is no next step.
+        micro_batches_per_step: of each step.
+        next_step: this rank's micro-batches of the next step, or some of them; None ends training.
+    """
+
+    def __init__(
+        self, trainer: AnyTrainer, micro_batches_per_step: int, next_step: Callable[[], list[RolloutBatch] | None]
+    ) -> None:
+        self._trainer, self._micro_batches_per_step, self._next_step = trainer, micro_batches_per_step, next_step
         self._micro_batches: list[RolloutBatch] = []
 
     def __len__(self) -> int:
         """Of the whole run, also when it is resumed: Lightning goes on counting where the checkpoint was saved."""
-        max_steps = trainer_of(self._data).max_steps
-        return max_steps * self._data.micro_batches_per_step if max_steps > 0 else ENDLESS
+        max_steps = self._trainer.max_steps
+        return max_steps * self._micro_batches_per_step if max_steps > 0 else ENDLESS
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         return self
 
     def __next__(self) -> RolloutBatch:
         if not self._micro_batches:
-            step = self._data.next_step()
+            step = self._next_step()
             if step is None:
-                trainer = trainer_of(self._data)
-                if trainer.world_size > 1:  # agreed upon by all ranks; Lightning's own flag is not
+                if self._trainer.world_size > 1:  # agreed upon by all ranks; Lightning's own flag is not
                     raise SIGTERMException
-                trainer.should_stop = True
+                self._trainer.should_stop = True
                 raise StopIteration
             self._micro_batches = step
         return self._micro_batches.pop(0)
@@ -73,14 +77,3 @@ class PromptFeed:
             begin = min(index * self._batch_size, len(self._source))
             end = min(begin + self._batch_size, len(self._source))
             yield PromptBatch([self._source[k] for k in range(begin, end)], index)
-
-
-def trainer_of(data: RolloutDataModule) -> AnyTrainer:
-    """The trainer that a data module feeds.
-
-    Raises:
-        SetupError: there is none.
-    """
-    if data.trainer is None:
-        raise SetupError("a RolloutDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
-    return data.trainer

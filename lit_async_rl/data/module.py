@@ -18,7 +18,7 @@ from torch import Tensor
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.compatibility import check_average, check_bound, check_engine, check_intake, check_streamable
-from lit_async_rl.data.dataloaders import PromptFeed, StepFeed, trainer_of
+from lit_async_rl.data.dataloaders import PromptFeed, StepFeed
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.data.step_batches import StepBatches
@@ -42,6 +42,7 @@ from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup
 from lit_async_rl.utils.checks import check_positive
+from lit_async_rl.utils.lightning_types import AnyTrainer
 
 POSITIVE = ("groups_per_step", "group_size", "micro_batches_per_step", "weight_sync_steps")
 Weights = Iterator[tuple[str, Tensor]]
@@ -188,7 +189,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._stream_weights = stream_weights
         self._ranks.take_over_sigterm()
         if self._ranks.leads:
-            self._source.start(version, trainer_of(self).global_step)
+            self._source.start(version, self._trainer.global_step)
 
     def advance(self, version: int) -> None:
         """Gives back the slots of the groups trained on."""
@@ -215,6 +216,12 @@ class RolloutDataModule(pl.LightningDataModule):
     def groups_per_round(self) -> int:
         """New groups that are trained on between two publications of the weights."""
         return self._slots.groups_per_round
+
+    @property
+    def _trainer(self) -> AnyTrainer:
+        if self.trainer is None:
+            raise SetupError("a RolloutDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
+        return self.trainer
 
     @property
     def is_asked_to_stop(self) -> bool:
@@ -248,11 +255,11 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
         """Micro-batches; a plain sized iterable, because there is nothing for workers, samplers or collation to do."""
-        return StepFeed(self)
+        return StepFeed(self._trainer, self.micro_batches_per_step, self.next_step)
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        trainer, prompts = trainer_of(self), self.validation.prompts
+        trainer, prompts = self._trainer, self.validation.prompts
         if prompts is None:
             return []
         usable = UsableSubset(prompts, self.codec.encode)
@@ -267,7 +274,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 self.replay.load_state_dict(self._empty_replay)
             self._make_source(self.engine.fresh())
         limits = self.limits.rollout_timeout_s, self.limits.rank_timeout_s
-        self._ranks = connect(trainer_of(self), *limits, on_abandon=self.stop)
+        self._ranks = connect(self._trainer, *limits, on_abandon=self.stop)
 
     def next_step(self) -> list[RolloutBatch] | None:
         """This rank's micro-batches of the next optimizer step, or the next one of them where groups are streamed.
@@ -281,7 +288,7 @@ class RolloutDataModule(pl.LightningDataModule):
         return batches
 
     def _make_batches(self) -> Exchanged:
-        trainer, ranks = trainer_of(self), self._ranks
+        trainer, ranks = self._trainer, self._ranks
         try:
             return self._batches.next(trainer.global_step, ranks.num_places, lambda: ranks.is_asked_to_stop(trainer))
         except EngineDown:

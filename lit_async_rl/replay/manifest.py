@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from lit_async_rl.training.checkpoint_io import append, replacing
+from lit_async_rl.utils.files import append, replacing
 
 NAME = re.compile(r"steps-(\d+)-(\d+)-([0-9a-f]{16})\.arrow")
 MANIFEST = "manifest.jsonl"

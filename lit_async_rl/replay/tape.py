@@ -22,8 +22,8 @@ import pyarrow as pa
 from lit_async_rl.errors import describe
 from lit_async_rl.replay.manifest import TapeFile, add_to_manifest, tape_files, write_manifest
 from lit_async_rl.replay.tape_rows import SCHEMA, from_rows, to_row
-from lit_async_rl.training.checkpoint_io import check_writable, is_disk_full, replacing, tolerate_full_disk
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.files import check_writable, is_disk_full, replacing, tolerate_full_disk
 from lit_async_rl.utils.folder_lock import FolderLock, remove_stale_parts
 
 log = logging.getLogger(__name__)

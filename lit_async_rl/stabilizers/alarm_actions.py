@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.staleness_bound import bounded_data
-from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -120,8 +119,8 @@ class _Limited(AlarmAction):
                 group["lr"] = rate
         if done is None:
             return "There is nothing good to roll back to yet: training goes on unchanged."
-        if isinstance(pl_module, PolicyModule):
-            pl_module.mark_updated()
+        if callable(mark_updated := getattr(pl_module, "mark_updated", None)):  # a `PolicyModule` publishes them
+            mark_updated()
         self.num_rollbacks += 1
         return done
 

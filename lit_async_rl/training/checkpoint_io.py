@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -16,10 +13,10 @@ from torch import Tensor
 
 from lit_async_rl.models.sharded_checkpoint import check_folder
 from lit_async_rl.utils.digest import DigestWriter, check_file
-from lit_async_rl.utils.folder_lock import part_name, remove_stale_parts
+from lit_async_rl.utils.files import is_disk_full, replacing
+from lit_async_rl.utils.folder_lock import remove_stale_parts
 
 log = logging.getLogger(__name__)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -84,75 +81,6 @@ def check_checkpoint(path: str | Path) -> None:
     check(Path(path), where)
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk, or a quota, is behind an error."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError) and behind.errno in FULL:
-            return True
-        behind = behind.__context__
-    return False
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[BinaryIO]:
-    """A file beside `target` that takes its place when all is on the disk; after an error nothing is left of it."""
-    part = part_name(target)
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-        sync_folder(target.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def tolerate_full_disk(what: str) -> Iterator[None]:
-    """Goes on without what could not be written, and says so in one line, if a full disk is the reason."""
-    try:
-        yield
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        log.warning("%s was not written: the disk is full", what)
-
-
-def append(path: Path, text: str) -> None:
-    """Adds text to the end of a file: all of it, or nothing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    data = text.encode()
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
-        try:
-            if file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        except OSError:
-            file.truncate(size)
-            raise
-
-
-def check_writable(folder: Path, what: str) -> None:
-    """Makes a folder, if need be, and a file in it: an unwritable one is noticed at the start, not at the first save.
-
-    Raises:
-        OSError: nothing can be written there; says to which setting's folder.
-    """
-    probe = folder / f".{os.getpid()}.probe"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise type(error)(error.errno, f"{what} cannot be written to: {error.strerror}", str(folder)) from None
-
-
 def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Refuses the weights of another model before anything is changed.
 
@@ -166,12 +94,3 @@ def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> 
                 f"the checkpoint is of another model: {name} has the shape {there} there and {here} in model.model "
                 "(None: there is no such weight); model.model and model.lora must be those of the checkpoint"
             )
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renamed files in a folder last through a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

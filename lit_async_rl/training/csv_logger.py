@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.training.checkpoint_io import append, replacing, tolerate_full_disk
+from lit_async_rl.utils.files import append, replacing, tolerate_full_disk
 
 
 class CSVLog(CSVLogger):

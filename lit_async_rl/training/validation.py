@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchmetrics import MeanMetric
@@ -17,9 +17,6 @@ from lit_async_rl.models.loading import evaluation_mode, load_policy, receive_we
 from lit_async_rl.models.weights import is_sharded
 from lit_async_rl.rewards.metrics import pass_at_k
 from lit_async_rl.types import Prompt, PromptBatch
-
-if TYPE_CHECKING:
-    from lit_async_rl.training.module import PolicyModule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,7 @@ class Validator(torch.nn.Module):
         self.num_samples = 1
         self._whole: list[PreTrainedModel] = []  # in a list, because it is not a part of the module
 
-    def begin(self, module: PolicyModule) -> None:
+    def begin(self, module: Any) -> None:
         """Forgets the last validation; of a sharded policy every rank gets a whole copy, as long as this one lasts."""
         for metric in (self.reward, self.pass_at_1, self.pass_at_k):
             metric.reset()
@@ -57,7 +54,7 @@ class Validator(torch.nn.Module):
         self._whole = []
 
     @torch.no_grad()
-    def step(self, module: PolicyModule, batch: PromptBatch) -> None:
+    def step(self, module: Any, batch: PromptBatch) -> None:
         """Samples `data.validation.num_samples` completions of each prompt of the batch."""
         data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
         self.num_samples = data.validation.num_samples
@@ -116,7 +113,7 @@ class Validator(torch.nn.Module):
 
 
 @torch.no_grad()
-def _whole_copy(module: PolicyModule) -> PreTrainedModel:
+def _whole_copy(module: Any) -> PreTrainedModel:
     """The policy with all of its weights on this device. A collective."""
     data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
     dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")

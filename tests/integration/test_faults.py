@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks import SaveOnSigterm
 from lit_async_rl.rewards.functions import IsolatedReward
-from lit_async_rl.training.checkpoint_io import check_writable
+from lit_async_rl.utils.files import check_writable
 
 pytestmark = pytest.mark.timeout(120)
 
