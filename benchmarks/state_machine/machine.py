@@ -27,7 +27,7 @@ from benchmarks.state_machine.trainer import (
     rows_of,
 )
 from lit_async_rl.errors import ProducerError, StalledError
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.types import RolloutBatch
 
 KINDS = ("fixed_lag", "fixed_lag", "free", "free", "ratio", "redundant", "ring", "drop", "retry")

@@ -63,6 +63,8 @@ class NumberedPrompts(PromptSource):
 class NumberCodec(TextCodec):
     """Its ids are the numbers."""
 
+    vocab_size = 2**62
+
     def __init__(self) -> None:
         """Needs no tokenizer."""
 
@@ -70,9 +72,9 @@ class NumberCodec(TextCodec):
         """The prompt's number."""
         return (int(prompt.text),)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """The ids."""
-        return ",".join(map(str, ids))
+        return ",".join(map(str, token_ids))
 
 
 @dataclass

@@ -36,7 +36,7 @@ from lit_async_rl.data.step_batches import StepBatches
 from lit_async_rl.distributed.scatter import OneProcess
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses.aggregation import TokenMean
-from lit_async_rl.prompts.sources import PromptStream
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, Drop, FixedLag, Retry, Ring
