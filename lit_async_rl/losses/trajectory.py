@@ -52,7 +52,7 @@ class TrajectoryBalance(PolicyLoss):
     -(2 / beta) (A_i - beta (k_i - mean k)) grad log pi(y_i): REINFORCE with the KL penalty in the reward, at the
     current log-probabilities.
 
-    Groups must be whole in a micro-batch (`data.keep_groups_whole`, which the command line sets); every token must have
+    Groups must be whole in a micro-batch (`data.keep_groups_whole`, which `WeightSync` sets); every token must have
     the same weight (`FixedLength(1)` is the paper's mean of squares).
 
     Args:

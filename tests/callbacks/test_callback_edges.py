@@ -12,8 +12,9 @@ from test_all_callbacks import BoundedRows
 from torch import nn
 
 from lit_async_rl.callbacks import CollapseAlarm, GradientAlignmentControl
-from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, RollBack, RollBackToCheckpoint
+from lit_async_rl.stabilizers.alarm_actions import LowerStaleness
 from lit_async_rl.stabilizers.gradients import GradSpaces
+from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALWAYS = dict(min_ess_ratio=None, max_kl=None, max_grad_norm_factor=None, patience=1)  # `max_reward_drop` is broken
