@@ -130,7 +130,7 @@ class OptimalBaseline:
         weights: Float[Tensor, "B T"],
         batch: RolloutBatch,
     ) -> Float[Tensor, "B T"]:
-        """Advantage of each token; `logprobs` carries the graph of the forward pass, `weights` are importance weights."""
+        """Advantage of each token; `logprobs` carries the forward graph, `weights` are importance weights."""
         mask = batch.loss_mask
         coefficients = mask.float() if self.flavour is Flavour.PAPER else batch.token_weights * weights
         if tape is None:
