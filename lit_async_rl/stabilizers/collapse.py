@@ -92,7 +92,7 @@ class CollapseWatch:
         if _above(seen.cosine, self.max_cosine):
             broken["cosine"] = (
                 f"consecutive gradients had a cosine of {seen.cosine:.3g} (limit {self.max_cosine:g}): "
-                "the updates drift in one direction"
+                "the run drifts in one direction"
             )
         if _below(seen.entropy, self.min_entropy):
             broken["entropy"] = f"the entropy was {seen.entropy:.3g} per token (limit {self.min_entropy:g})"
