@@ -93,7 +93,7 @@ class Evaluation(pl.Callback):
         self._blocked_s = 0.0
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Schedules the first evaluation at the first step; `load_state_dict`, called later, restores a resumed schedule."""
+        """Schedules an evaluation at the first step; `load_state_dict`, called later, restores that of a resumed run."""
         if stage == "fit":
             self._run, self._next_step = None, 0
 

@@ -35,8 +35,8 @@ class CISPO(PolicyLoss):
     """Truncated, detached weight: L = -sg(clip(r, 1 - low, 1 + high)) A log pi, r = pi / pi_prox; no token is masked.
 
     MiniMax-M1, arXiv:2506.13585 (formula as several frameworks implement it; the paper's text could not be checked).
-    Only the upper bound is active in the original, so `clip_low` is off by default. The paper's bound is unknown to
-    us: implementations range from 1.02 (PipelineRL, whose REINFORCE is the same loss) to 5; ours caps at 5.
+    Only the upper bound is active in the original, so `clip_low` is off by default. The paper's bound could not be
+    checked: implementations range from 1.02 (PipelineRL, whose REINFORCE is the same loss) to 5; the default here is 5.
 
     Args:
         clip_low: how far below 1 the weight may fall; `inf` does not bound it.

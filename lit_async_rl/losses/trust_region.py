@@ -64,7 +64,7 @@ class DPPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class IPO(PolicyLoss):
-    """`DPPO` with a two-sided mask: keep = |pi - mu| <= threshold, whatever the advantage. From prime-rl.
+    """`DPPO` with a two-sided mask: keep = |pi - mu| <= threshold, independent of the advantage. From prime-rl.
 
     Args:
         threshold: largest change of the probability.
@@ -93,7 +93,7 @@ class DPPOBinaryKL(PolicyLoss):
 
     KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), p = mu's and q = pi's probability; a token is dropped only where
     the advantage pushes it further (A > 0 and r > 1, or A < 0 and r < 1). arXiv:2602.04879, as in verl; the threshold
-    is ours, the paper's could not be checked.
+    is not from the paper, whose value could not be checked.
 
     Args:
         threshold: largest KL, in nats.
@@ -147,7 +147,7 @@ class M2PO(PolicyLoss):
     code differs (`M2POAdaptiveClip`), and so does AReaL (`lit_async_rl.corrections.SecondMomentMask`).
 
     Args:
-        budget: largest mean of (log r)^2; the paper found nothing between its default and 0.1 to matter much.
+        budget: largest mean of (log r)^2; the paper reports little sensitivity up to 0.1.
 
     Raises:
         ValueError: the budget is negative.

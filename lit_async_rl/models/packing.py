@@ -1,7 +1,7 @@
 """Shared-prompt attention: the common prefix of a group is computed once.
 
-A group is packed as prompt, completion 1, ..., completion G. A token sees the prompt and its own completion; positions
-restart at the prompt's end, so every token has the same output as in a row of its own (Periodic Asynchrony,
+A group is packed as prompt, completion 1, ..., completion G. A token attends to the prompt and its own completion;
+positions restart at the prompt's end, so every token has the same output as in a row of its own (Periodic Asynchrony,
 arXiv:2511.18871; the same layout as Prefix Grouper, arXiv:2506.05433). The first token of each completion is predicted
 at the prompt's last position, whose gradient therefore sums over the completions.
 

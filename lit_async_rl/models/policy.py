@@ -28,7 +28,7 @@ class TokenStats:
 
 
 class CausalPolicy(nn.Module):
-    """Wraps the whole causal LM in one forward, so that sharding strategies see body and head as one unit.
+    """Wraps the whole causal LM in one forward, so that body and head are one sharding unit.
 
     Args:
         lm: any Hugging Face causal LM, LoRA-wrapped or not.

@@ -131,7 +131,7 @@ def check_folder(folder: Path, where: str) -> None:
         ValueError: it is damaged or contains code; the message names folder and file.
     """
     if not (folder / "meta.pt").is_file() or not (folder / ".metadata").is_file():
-        raise ValueError(f"{where} is no sharded checkpoint: a folder of one has the files .metadata and meta.pt")
+        raise ValueError(f"{where} is not a sharded checkpoint, whose folder has the files .metadata and meta.pt")
     if (folder / MANIFEST).is_file():
         _check_manifest(folder, where)
     else:
@@ -156,7 +156,7 @@ def _check_manifest(folder: Path, where: str) -> None:
         if file.stat().st_size != size or _digest(file) != digest:
             raise ValueError(f"{where} is damaged: its file {name} does not have the digest of {MANIFEST}")
     if more := {file.name for file in folder.iterdir()} - expected.keys() - {MANIFEST}:
-        raise ValueError(f"{where} is damaged: {MANIFEST} does not know its file {min(more)}")
+        raise ValueError(f"{where} is damaged: {MANIFEST} does not list its file {min(more)}")
 
 
 def _digest(file: Path) -> str:

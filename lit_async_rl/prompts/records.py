@@ -43,9 +43,9 @@ def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
         except RecursionError:
             raise ValueError(f"{file}, line {number} is nested too deeply") from None
         except ValueError as error:  # no JSON, or no UTF-8
-            raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+            raise ValueError(f"{file}, line {number} is not valid JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{file}, line {number} is no JSON object: {line[:80]!r}")
+            raise ValueError(f"{file}, line {number} is not a JSON object: {line[:80]!r}")
         records[number] = record
     return records
 
@@ -64,7 +64,7 @@ def parquet_records(path: str) -> Records:
     try:
         return _Rows(pyarrow.parquet.read_table(file, memory_map=True))
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"path={path!r} is no Parquet file: {error}") from error
+        raise ValueError(f"path={path!r} is not a Parquet file: {error}") from error
 
 
 def load_dataset(path: str, name: str | None, split: str) -> Records:

@@ -35,7 +35,7 @@ class Warn(AlarmAction):
     """Reports the alarm only."""
 
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
-        return "Training goes on unchanged."
+        return "Training continues unchanged."
 
 
 class Stop(AlarmAction):

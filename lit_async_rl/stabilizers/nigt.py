@@ -23,7 +23,7 @@ class NIGT(Optimizer):
     The module's parameters are x_t, where gradients are taken and which sample; theta_t is in the optimizer's state,
     and `swap` exchanges the two. For Rennala, g_t averages the first M gradients to finish, all at x_t: `max_staleness:
     0` with `admission: Drop` and M = `groups_per_step`; with `SourceMean` it is Malenia's average. Every step has
-    length lr, whatever the rewards are, so lr should fall to 0. The norm is that of all parameters together; under
+    length lr, independent of the rewards, so lr should fall to 0. The norm is that of all parameters together; under
     FSDP1 it would be of this rank's shard only, so use FSDP2. d_0 = g_0 as in Cutkosky and Mehta, arXiv:2002.03305,
     which introduced the method; the paper's first step could not be checked.
 

@@ -34,7 +34,7 @@ class _Limited(AlarmAction):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         if done is None:
-            return "There is nothing good to roll back to yet: training goes on unchanged."
+            return "No healthy state was saved yet: training continues unchanged."
         if callable(mark_updated := getattr(pl_module, "mark_updated", None)):  # a `PolicyModule` publishes them
             mark_updated()
         self.num_rollbacks += 1
