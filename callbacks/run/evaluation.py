@@ -93,7 +93,7 @@ class Evaluation(pl.Callback):
         self._blocked_s = 0.0
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Schedules an evaluation at the first step; `load_state_dict`, called later, restores that of a resumed run."""
+        """Schedules an evaluation at the first step; `load_state_dict`, called later, restores the schedule."""
         if stage == "fit":
             self._run, self._next_step = None, 0
 

@@ -1,8 +1,8 @@
 """Scoring of completions in worker threads, with a timeout.
 
 Workers wait for jobs (woken by `submit` and `close`); no thread waits for a worker. The producer thread calls `check`
-in each iteration, which raises errors of the workers. Workers are daemon threads, so that a hanging reward function
-does not keep the process alive.
+in each iteration, which raises errors of the workers. They are daemon threads: a hanging reward must not keep the
+process alive.
 """
 
 from __future__ import annotations
