@@ -7,83 +7,17 @@ be chosen, and measured on any machine, because waiting needs no cores.
 from __future__ import annotations
 
 import heapq
-import math
 import random
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.types import FinishReason
-
-
-class Latency(ABC):
-    """Seconds that one sample occupies a slot."""
-
-    @abstractmethod
-    def draw(self, rng: random.Random) -> float:
-        """One sample's seconds."""
-
-
-@dataclass(frozen=True)
-class Constant(Latency):
-    """All samples take `mean_s`."""
-
-    mean_s: float
-
-    def draw(self, rng: random.Random) -> float:
-        """The mean."""
-        return self.mean_s
-
-
-@dataclass(frozen=True)
-class LogNormal(Latency):
-    """exp(N(mu, sigma^2)) with mean `mean_s`: mu = ln(mean_s) - sigma^2 / 2."""
-
-    mean_s: float
-    sigma: float = 1.0
-
-    def draw(self, rng: random.Random) -> float:
-        """One draw."""
-        return rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
-
-
-@dataclass(frozen=True)
-class Pareto(Latency):
-    """P(X > x) = (x_min / x)^alpha with mean `mean_s`: x_min = mean_s (alpha - 1) / alpha. Needs alpha > 1.
-
-    Raises:
-        ValueError: the mean would be infinite.
-    """
-
-    mean_s: float
-    alpha: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.alpha <= 1:
-            raise ValueError(f"alpha must be > 1, or the mean is infinite, got {self.alpha}")
-
-    def draw(self, rng: random.Random) -> float:
-        """One draw."""
-        return self.mean_s * (self.alpha - 1) / self.alpha * rng.paretovariate(self.alpha)
-
-
-@dataclass(frozen=True)
-class Stragglers(Latency):
-    """A share of the samples takes `factor` times as long as the others; `mean_s` is the mean of all."""
-
-    mean_s: float
-    share: float = 0.02
-    factor: float = 10.0
-
-    def draw(self, rng: random.Random) -> float:
-        """One draw."""
-        usual = self.mean_s / (1 + self.share * (self.factor - 1))
-        return usual * self.factor if rng.random() < self.share else usual
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
-from lit_async_rl.simulation.engine import Latency
+from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.types import Prompt
 
 

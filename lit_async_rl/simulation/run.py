@@ -20,7 +20,8 @@ from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.bottleneck import Intervals
-from lit_async_rl.simulation.engine import Latency, SimulatedEngine
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt
 

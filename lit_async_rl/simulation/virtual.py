@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.simulation.engine import Latency
+from lit_async_rl.simulation.latency import Latency
 
 
 @dataclass

@@ -1,0 +1,73 @@
+"""Latency distributions of simulated engines and environments."""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+class Latency(ABC):
+    """Seconds that one sample occupies a slot."""
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> float:
+        """One sample's seconds."""
+
+
+@dataclass(frozen=True)
+class Constant(Latency):
+    """All samples take `mean_s`."""
+
+    mean_s: float
+
+    def draw(self, rng: random.Random) -> float:
+        """The mean."""
+        return self.mean_s
+
+
+@dataclass(frozen=True)
+class LogNormal(Latency):
+    """exp(N(mu, sigma^2)) with mean `mean_s`: mu = ln(mean_s) - sigma^2 / 2."""
+
+    mean_s: float
+    sigma: float = 1.0
+
+    def draw(self, rng: random.Random) -> float:
+        """One draw."""
+        return rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
+
+
+@dataclass(frozen=True)
+class Pareto(Latency):
+    """P(X > x) = (x_min / x)^alpha with mean `mean_s`: x_min = mean_s (alpha - 1) / alpha. Needs alpha > 1.
+
+    Raises:
+        ValueError: the mean would be infinite.
+    """
+
+    mean_s: float
+    alpha: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.alpha <= 1:
+            raise ValueError(f"alpha must be > 1, or the mean is infinite, got {self.alpha}")
+
+    def draw(self, rng: random.Random) -> float:
+        """One draw."""
+        return self.mean_s * (self.alpha - 1) / self.alpha * rng.paretovariate(self.alpha)
+
+
+@dataclass(frozen=True)
+class Stragglers(Latency):
+    """A share of the samples takes `factor` times as long as the others; `mean_s` is the mean of all."""
+
+    mean_s: float
+    share: float = 0.02
+    factor: float = 10.0
+
+    def draw(self, rng: random.Random) -> float:
+        """One draw."""
+        usual = self.mean_s / (1 + self.share * (self.factor - 1))
+        return usual * self.factor if rng.random() < self.share else usual
