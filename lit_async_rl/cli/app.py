@@ -53,6 +53,7 @@ from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_checkpoint
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.checks import check_range
 
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
@@ -106,10 +107,10 @@ class AsyncRLCLI(LightningCLI):
         """Refuses what would fail late; threads must be set before any parallel work."""
         if self.config["ckpt_path"] is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             check_checkpoint(self.config["ckpt_path"])
-        if (interval := self.config["trainer"]["val_check_interval"]) is not None and not interval:
-            raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
-        if self.config["num_threads"] < 1:
-            raise ValueError(f"num_threads must be >= 1, got {self.config['num_threads']}")
+        interval = self.config["trainer"]["val_check_interval"]
+        if isinstance(interval, int | float):
+            check_range("trainer", "positive", val_check_interval=interval)
+        check_range("", ">= 1", num_threads=self.config["num_threads"])
         torch.set_num_threads(self.config["num_threads"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
+from lit_async_rl.utils.checks import check_range
 
 
 def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy) -> None:
@@ -66,8 +67,7 @@ def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
     Raises:
         ValueError: it is negative, or sampling is asked to run further ahead.
     """
-    if max_staleness < 0:
-        raise ValueError(f"data.max_staleness must be >= 0 versions (0 is synchronous), got {max_staleness}")
+    check_range("data", ">= 0", max_staleness=max_staleness)
     ratio = admission.async_ratio if isinstance(admission, Bounded) else None
     if ratio is not None and ratio > max_staleness:
         raise ValueError(f"data.admission.async_ratio must be at most data.max_staleness={max_staleness}, got {ratio}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.utils.checks import check_not_negative, check_positive
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,7 @@ class Scoring:
     tries: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive("data.scoring", workers=self.workers, timeout_s=self.timeout_s)
-        if self.tries is not None:
-            check_positive("data.scoring", tries=self.tries)
+        check_range("data.scoring", "positive", workers=self.workers, timeout_s=self.timeout_s, tries=self.tries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class Validation:
     success_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive("data.validation", num_samples=self.num_samples, batch_size=self.batch_size)
+        check_range("data.validation", "positive", num_samples=self.num_samples, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,5 +79,5 @@ class Limits:
 
     def __post_init__(self) -> None:
         seconds = dict(rollout_timeout_s=self.rollout_timeout_s, rank_timeout_s=self.rank_timeout_s)
-        check_positive("data.limits", **seconds)
-        check_not_negative("data.limits", engine_restarts=self.engine_restarts)
+        check_range("data.limits", "positive", **seconds)
+        check_range("data.limits", ">= 0", engine_restarts=self.engine_restarts)

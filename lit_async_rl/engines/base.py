@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt, Turn
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +48,10 @@ class SamplingParams:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"sampling.stop must be a list of texts that are not empty, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
-        checks = {
-            "temperature": (self.temperature >= 0, ">= 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "max_tokens": (self.max_tokens >= 1, ">= 1"),
-        }
-        for name, (ok, rule) in checks.items():
-            if not ok:
-                raise ValueError(f"sampling.{name} must be {rule}, got {getattr(self, name)}")
+        check_range("sampling", ">= 0", temperature=self.temperature, top_k=self.top_k)
+        check_range("sampling", "in (0, 1]", top_p=self.top_p)
+        check_range("sampling", "in [0, 1]", min_p=self.min_p)
+        check_range("sampling", ">= 1", max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,14 +195,3 @@ class RolloutEngine(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """Tokens generated so far."""
-
-
-def check_positive(**settings: int | float | None) -> None:
-    """Refuses numbers that make no sense.
-
-    Raises:
-        ValueError: one is not positive.
-    """
-    for name, value in settings.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"data.engine.{name} must be positive, got {value}")

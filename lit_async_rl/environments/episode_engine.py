@@ -28,6 +28,7 @@ from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt
+from lit_async_rl.utils.checks import check_range
 
 WAKE_S = 0.01
 
@@ -59,10 +60,8 @@ class EpisodeEngine(RolloutEngine):
     def __init__(
         self, engine: RolloutEngine, environment: Environment, max_turns: int = 8, step_timeout_s: float = 60.0
     ) -> None:
-        if max_turns < 1:
-            raise ValueError(f"EpisodeEngine.max_turns must be >= 1, got {max_turns}")
-        if step_timeout_s <= 0:
-            raise ValueError(f"EpisodeEngine.step_timeout_s must be positive, got {step_timeout_s}")
+        check_range("EpisodeEngine", ">= 1", max_turns=max_turns)
+        check_range("EpisodeEngine", "positive", step_timeout_s=step_timeout_s)
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         self.engine, self.environment = engine, environment

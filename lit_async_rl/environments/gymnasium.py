@@ -9,6 +9,7 @@ from typing import Any
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 
 
 class GymnasiumEpisode(Episode):
@@ -60,8 +61,7 @@ class GymnasiumPrompts(PromptSource):
     """
 
     def __init__(self, make: Callable[[Prompt], Any], size: int = 1000, first_seed: int = 0) -> None:
-        if size < 1:
-            raise ValueError(f"GymnasiumPrompts.size must be >= 1, got {size}")
+        check_range("GymnasiumPrompts", ">= 1", size=size)
         self.make, self.size, self.first_seed = make, size, first_seed
 
     def __len__(self) -> int:

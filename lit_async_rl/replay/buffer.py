@@ -16,6 +16,7 @@ from typing import Any
 
 from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
+from lit_async_rl.utils.checks import check_range
 
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
@@ -80,14 +81,10 @@ class ReplayBuffer:
         weighting: ReplayWeighting | None = None,
         seed: int = 0,
     ) -> None:
-        if not 0 < fresh_fraction <= 1:
-            raise ValueError(f"data.replay.fresh_fraction must be in (0, 1], got {fresh_fraction}")
+        check_range("data.replay", "in (0, 1]", fresh_fraction=fresh_fraction)
         limits = dict(capacity=capacity, max_per_prompt=max_per_prompt, min_prompts=min_prompts)
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"data.replay.{name} must be >= 1, got {value}")
-        if max_staleness < 0:
-            raise ValueError(f"data.replay.max_staleness must be >= 0 versions, got {max_staleness}")
+        check_range("data.replay", ">= 1", **limits)
+        check_range("data.replay", ">= 0", max_staleness=max_staleness)
         self.fresh_fraction, self.capacity, self.max_per_prompt = fresh_fraction, capacity, max_per_prompt
         self.max_staleness, self.min_prompts = max_staleness, min_prompts
         self.weighting = weighting or UniformReplay()

@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from lit_async_rl.utils.checks import check_range
+
 
 class ReplayWeighting(ABC):
     """How likely something stored is drawn; log-weights may have any constant added."""
@@ -57,8 +59,7 @@ class RecencyReplay(ReplayWeighting):
     half_life: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.half_life > 0:
-            raise ValueError(f"RecencyReplay.half_life must be > 0 versions, got {self.half_life}")
+        check_range("RecencyReplay", "positive", half_life=self.half_life)
 
     def prompt_log_weight(self, age: int) -> float:
         """-log 2 * age / half_life."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from lit_async_rl.types import Rollout, RolloutGroup
+from lit_async_rl.utils.checks import check_range
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,8 @@ class DynamicSampling(GroupFilter):
     fate: ClassVar[str] = "no_signal"
 
     def __init__(self, tolerance: float = 0.0, max_in_a_row: int = 1000) -> None:
-        if not tolerance >= 0:
-            raise ValueError(f"DynamicSampling.tolerance must be >= 0, got {tolerance}")
-        if max_in_a_row < 1:
-            raise ValueError(f"DynamicSampling.max_in_a_row must be >= 1, got {max_in_a_row}")
+        check_range("DynamicSampling", ">= 0", tolerance=tolerance)
+        check_range("DynamicSampling", ">= 1", max_in_a_row=max_in_a_row)
         self.tolerance, self.max_in_a_row = tolerance, max_in_a_row
         self._in_a_row = 0
         self._has_warned = False
@@ -91,12 +90,8 @@ class OverlongPenalty(GroupFilter):
     """
 
     def __init__(self, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> None:
-        if not 0 < buffer_tokens <= max_tokens:
-            raise ValueError(
-                f"OverlongPenalty.buffer_tokens must be between 1 and max_tokens={max_tokens}, got {buffer_tokens}"
-            )
-        if not factor >= 0:
-            raise ValueError(f"OverlongPenalty.factor must be >= 0, got {factor}")
+        check_range("OverlongPenalty", f"in [1, {max_tokens}]", buffer_tokens=buffer_tokens)
+        check_range("OverlongPenalty", ">= 0", factor=factor)
         self.max_tokens, self.buffer_tokens, self.factor = max_tokens, buffer_tokens, factor
 
     def __call__(self, group: RolloutGroup) -> RolloutGroup:

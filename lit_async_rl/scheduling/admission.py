@@ -26,6 +26,7 @@ from typing import Any
 
 from lit_async_rl.errors import InvariantError, StalenessError
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.checks import check_range
 
 
 def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
@@ -63,18 +64,15 @@ class Admission:
         async_ratio: float | None = None,
         redundant_groups: int = 0,
     ) -> None:
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness must be >= 0 versions (0 is synchronous), got {max_staleness}")
-        if groups_per_round < 1:
-            raise ValueError(f"groups_per_step must be >= 1, got {groups_per_round}")
-        if async_ratio is not None and not 0 <= async_ratio <= max_staleness:
-            raise ValueError(f"async_ratio must be between 0 and max_staleness={max_staleness}, got {async_ratio}")
+        check_range("Admission", ">= 0", max_staleness=max_staleness, redundant_groups=redundant_groups)
+        check_range("Admission", ">= 1", groups_per_round=groups_per_round)
+        check_range("Admission", f"in [0, {max_staleness}]", async_ratio=async_ratio)
         if async_ratio is not None and in_order:
-            raise ValueError(f"async_ratio={async_ratio} with schedule=fixed_lag: its lag is max_staleness, exactly")
-        if redundant_groups < 0:
-            raise ValueError(f"redundant_groups must be >= 0, got {redundant_groups}")
+            raise ValueError(
+                f"Admission.async_ratio={async_ratio} with in_order=True: the lag is max_staleness, exactly"
+            )
         if redundant_groups and in_order:
-            raise ValueError(f"redundant_groups={redundant_groups} with schedule=fixed_lag, which loses no group")
+            raise ValueError(f"Admission.redundant_groups={redundant_groups} with in_order=True, which loses no group")
         self.async_ratio, self.redundant_groups = async_ratio, redundant_groups
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness

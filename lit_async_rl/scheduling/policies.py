@@ -20,6 +20,7 @@ from typing import ClassVar
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.expiry import ExpiringAdmission
 from lit_async_rl.scheduling.ring import RingAdmission
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,8 @@ class Bounded(AdmissionPolicy):
     redundant_groups: int = 0
 
     def __post_init__(self) -> None:
-        if self.async_ratio is not None and not self.async_ratio >= 0:
-            raise ValueError(f"data.admission.async_ratio must be >= 0, got {self.async_ratio}")
-        if self.redundant_groups < 0:
-            raise ValueError(f"data.admission.redundant_groups must be >= 0, got {self.redundant_groups}")
+        settings = dict(async_ratio=self.async_ratio, redundant_groups=self.redundant_groups)
+        check_range("data.admission", ">= 0", **settings)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         limits = self.async_ratio, self.redundant_groups
@@ -94,8 +93,7 @@ class Drop(AdmissionPolicy):
     ahead: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.ahead >= 0:
-            raise ValueError(f"data.admission.ahead must be >= 0, got {self.ahead}")
+        check_range("data.admission", ">= 0", ahead=self.ahead)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return ExpiringAdmission(groups_per_round, max_staleness, self.ahead)
@@ -115,8 +113,7 @@ class Retry(Drop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_tries < 1:
-            raise ValueError(f"data.admission.max_tries must be >= 1, got {self.max_tries}")
+        check_range("data.admission", ">= 1", max_tries=self.max_tries)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return ExpiringAdmission(groups_per_round, max_staleness, self.ahead, self.max_tries)
@@ -142,9 +139,7 @@ class Ring(AdmissionPolicy):
     capacity: int
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"data.admission.{name} must be >= 1, got {value}")
+        check_range("data.admission", ">= 1", num_sampling=self.num_sampling, capacity=self.capacity)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return RingAdmission(groups_per_round, max_staleness, self.num_sampling, self.capacity)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.types import FinishReason
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class SimulatedEngine(RolloutEngine):
         finish_reason: FinishReason = "length",
         seed: int = 0,
     ) -> None:
-        if num_slots < 1:
-            raise ValueError(f"data.engine.num_slots must be >= 1, got {num_slots}")
+        check_range("data.engine", ">= 1", num_slots=num_slots)
         self.latency, self.num_slots, self.environment = latency, num_slots, environment
         self.in_flight_weight_updates = in_flight_weight_updates
         self.load_s, self.tokens_per_s = load_s, tokens_per_s

@@ -7,6 +7,8 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from lit_async_rl.utils.checks import check_range
+
 
 class Latency(ABC):
     """Seconds that one sample occupies a slot."""
@@ -51,8 +53,7 @@ class Pareto(Latency):
     alpha: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.alpha <= 1:
-            raise ValueError(f"alpha must be > 1, or the mean is infinite, got {self.alpha}")
+        check_range("Pareto", "> 1", alpha=self.alpha)
 
     def draw(self, rng: random.Random) -> float:
         """One draw."""

@@ -34,7 +34,7 @@ from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_not_negative, check_positive
+from lit_async_rl.utils.checks import check_range
 
 
 class PolicyModule(WholeSteps):
@@ -96,8 +96,10 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
-        check_positive("model", learning_rate=learning_rate)
-        check_not_negative("model", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient)
+        check_range("model", "positive", learning_rate=learning_rate)
+        check_range(
+            "model", ">= 0", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient
+        )
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline, packing)

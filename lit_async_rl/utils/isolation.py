@@ -29,6 +29,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
+from lit_async_rl.utils.checks import check_range
+
 START_S = 300.0  # for what the child imports
 POLL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
 EXIT_S = 1.0  # from the end of the child's pipe to that of the child
@@ -59,10 +61,7 @@ class IsolatedFunction:
     """
 
     def __init__(self, make: str, timeout_s: float, *arguments: str, max_memory_gb: float | None = None) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        if max_memory_gb is not None and max_memory_gb <= 0:
-            raise ValueError(f"max_memory_gb must be positive, got {max_memory_gb}")
+        check_range("IsolatedFunction", "positive", timeout_s=timeout_s, max_memory_gb=max_memory_gb)
         self.timeout_s = timeout_s
         memory = 0 if max_memory_gb is None else int(max_memory_gb * 2**30)
         self._command = [make, str(timeout_s), str(memory), *arguments]

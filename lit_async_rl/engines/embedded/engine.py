@@ -29,6 +29,7 @@ from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, 
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.locks import FairLock, Room
 
 MAX_PENDING_UPDATES = 2
@@ -67,10 +68,8 @@ class EmbeddedEngine(RolloutEngine):
         max_model_len: int | None = None,
         update_timeout_s: float = 600.0,
     ) -> None:
-        least = {"num_slots": (num_slots, 1), "max_model_len": (max_model_len, 2), "num_threads": (num_threads, 1)}
-        for name, (value, minimum) in least.items():
-            if value is not None and value < minimum:
-                raise ValueError(f"data.engine.{name} must be >= {minimum}, got {value}")
+        check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
+        check_range("data.engine", ">= 2", max_model_len=max_model_len)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
         self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, check_positive
+from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
@@ -27,6 +27,7 @@ from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import SharedMemoryTransfer, WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.utils.checks import check_range
 
 
 class VLLMEngine(BackgroundEngine[WeightTransfer]):
@@ -83,7 +84,9 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         update_timeout_s: float = 600.0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        check_positive(
+        check_range(
+            "data.engine",
+            "positive",
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_gb=kv_cache_memory_gb,

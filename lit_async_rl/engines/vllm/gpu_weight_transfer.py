@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl, WeightTransfer, as_dtype, chunks
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.utils.checks import check_range
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
@@ -30,8 +31,7 @@ class _VLLMBackend(WeightTransfer):
     backend: str
 
     def __init__(self, chunk_gb: float, dtype: str | None) -> None:
-        if chunk_gb <= 0:
-            raise ValueError(f"transfer.chunk_gb must be > 0, got {chunk_gb}")
+        check_range("transfer", "positive", chunk_gb=chunk_gb)
         self.chunk_gb, self.dtype = chunk_gb, as_dtype(dtype)
         self._weights: Iterable[tuple[str, Tensor]] | None = None
         self._is_open = False

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_folders import WeightFolders
 from lit_async_rl.errors import SetupError
+from lit_async_rl.utils.checks import check_range
 
 EXTENSION = "lit_async_rl.engines.vllm.worker.WorkerExtension"
 
@@ -90,8 +91,7 @@ class FileTransfer(WeightTransfer):
     """
 
     def __init__(self, folder: str | None = None, shard_gb: float = 1.0, dtype: str | None = None) -> None:
-        if shard_gb <= 0:
-            raise ValueError(f"transfer.shard_gb must be > 0, got {shard_gb}")
+        check_range("transfer", "positive", shard_gb=shard_gb)
         self.folder, self.shard_gb, self.dtype = folder, shard_gb, as_dtype(dtype)
         self._folders = WeightFolders(folder)
         self._staged: Path | None = None

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import GenerationRequest, check_positive
+from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
@@ -25,6 +25,7 @@ from lit_async_rl.engines.vllm.worker import ARCHITECTURE
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.event_loop import LoopThread
 
 
@@ -73,7 +74,9 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         startup_timeout_s: float = 600.0,
         recovery_timeout_s: float = 300.0,
     ) -> None:
-        check_positive(
+        check_range(
+            "data.engine",
+            "positive",
             probe_interval_s=probe_interval_s,
             health_timeout_s=health_timeout_s,
             request_timeout_s=request_timeout_s,
