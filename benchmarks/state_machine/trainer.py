@@ -32,8 +32,8 @@ from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.dataloaders import StepFeed
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.data.rollout_source import RolloutSource
+from lit_async_rl.data.shared_source import SharedSource
 from lit_async_rl.data.step_batches import StepBatches
-from lit_async_rl.distributed.scatter import OneProcess
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.prompts.stream import PromptStream
@@ -112,7 +112,7 @@ class VirtualData(RolloutDataModule):
         self._batches = StepBatches(
             self._source, collate, TokenMean(), groups, settings.micro_batches, settings.streams
         )
-        self._ranks, self._stream_weights = OneProcess(), None
+        self.shared_source = SharedSource(self._source, self._batches)
 
     def _make_producer(self, step: int) -> VirtualProducer:
         return VirtualProducer(

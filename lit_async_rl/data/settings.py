@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.utils.checks import check_range
 
 
@@ -30,6 +31,10 @@ class Scoring:
 
     def __post_init__(self) -> None:
         check_range("data.scoring", "positive", workers=self.workers, timeout_s=self.timeout_s, tries=self.tries)
+
+    def make_scorer(self, reward: Reward | None) -> Scorer:
+        """A scorer with these settings; None where the engine scores."""
+        return Scorer(reward, self.workers, self.timeout_s, self.tries)
 
 
 @dataclass(frozen=True, kw_only=True)

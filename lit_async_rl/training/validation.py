@@ -81,7 +81,7 @@ class Validator(torch.nn.Module):
         rewards = [[completion.reward for completion in completions] for completions in found]
         if any(reward is None for row in rewards for reward in row):
             asked = [(prompt, text) for prompt, row in zip(batch.prompts, texts, strict=True) for text in row]
-            scored = iter(data.score(asked))
+            scored = iter(data.held_out.score(asked, data.note_progress))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(batch.prompts, texts, rewards, strict=True):
             self._file(prompt, row, row_rewards, data.validation.success_reward)

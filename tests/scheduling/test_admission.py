@@ -126,7 +126,7 @@ def test_a_slow_group_does_not_hold_up_those_behind_it():
     assert admission.choose() == slow
 
 
-@pytest.mark.parametrize(("groups", "bound", "name"), [(0, 1, "groups_per_step"), (1, -1, "max_staleness")])
+@pytest.mark.parametrize(("groups", "bound", "name"), [(0, 1, "groups_per_round"), (1, -1, "max_staleness")])
 def test_bad_settings_are_named(groups, bound, name):
     with pytest.raises(ValueError, match=name):
         Admission(groups, bound)
