@@ -13,7 +13,6 @@ them, and they come from its parent's memory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import itertools
 import json
@@ -30,6 +29,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.processes import die_with_parent
 
 START_S = 300.0  # for what the child imports
 POLL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
@@ -37,7 +37,6 @@ EXIT_S = 1.0  # from the end of the child's pipe to that of the child
 REAP_S = 5.0
 MAX_REPLY = 2**24  # bytes
 MAX_MESSAGE = 1000  # characters
-PR_SET_PDEATHSIG = 1
 _MODULE = __name__
 
 
@@ -202,10 +201,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments: str) -> None:
     """The child's loop."""
-    if sys.platform == "linux":  # the parent may be killed while a call hangs
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return
+    if not die_with_parent(parent):  # which may be killed while a call hangs
+        return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

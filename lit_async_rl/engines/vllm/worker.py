@@ -11,7 +11,6 @@ or, on a server, POST /collective_rpc {"method": "load_policy_weights", "kwargs"
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,8 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lit_async_rl.engines.vllm.weight_folders import PREFIX
-
-PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
+from lit_async_rl.utils.processes import die_with_parent
 
 # What trainer and server must agree on: fields of a transformers configuration.
 ARCHITECTURE = (
@@ -33,23 +31,20 @@ ARCHITECTURE = (
 )
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process as soon as its parent is gone, also after `kill -9`. Linux; elsewhere a no-op.
+def end_with_trainer() -> None:
+    """Has the kernel kill this process when the process that spawned it ends, also after `kill -9`.
 
     vLLM leaves its engine process, and the memory it holds, behind when the trainer is killed.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or not hasattr(os, "uname") or os.uname().sysname != "Linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None and not die_with_parent(parent.pid):
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the request
 
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: runs in every process of every vLLM on this machine, so only where asked."""
     if os.environ.get("LIT_ASYNC_RL_DIE_WITH_PARENT") == "1":
-        die_with_parent()
+        end_with_trainer()
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
@@ -123,4 +118,4 @@ def repack_tied_head(model: nn.Module, tied: bool) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-die_with_parent()
+end_with_trainer()
