@@ -18,6 +18,7 @@ from lit_async_rl.engines.vllm.installation import (
     is_cpu_build,
 )
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
+from lit_async_rl.errors import SetupError
 from lit_async_rl.utils.processes import die_with_parent
 
 _ON_A_CPU = CPU_VARIABLES | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
@@ -25,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Checks what can be checked in a second, then runs vLLM in place of this process."""
+    """Checks arguments and installation, then replaces this process by vLLM."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="Other options are vLLM's, such as --tensor-parallel-size 2 or --max-num-seqs 512.",
@@ -45,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> None:
         check_vllm(needed_by="scripts/serve.py")
         has_key = bool(os.environ.get("VLLM_API_KEY"))
         check_address(known.host, known.port, has_key)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, SetupError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     if known.die_with_parent and not die_with_parent(os.getppid()):
         sys.exit("the parent process is gone")
@@ -67,7 +68,7 @@ def model_of(config: str) -> str:
 
 
 def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool) -> list[str]:
-    """Arguments of Python."""
+    """Command line of the server, without the interpreter."""
     return [
         *("-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm serve` of the CPU package is broken
         *("--model", model, "--host", host, "--port", str(port), "--dtype", dtype),
@@ -83,17 +84,17 @@ def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool
 
 
 def server_environment(before: Mapping[str, str], is_cpu: bool) -> dict[str, str]:
-    """Variables of the server; what the user has set stays."""
+    """Environment of the server; variables set by the user are kept."""
     defaults = VARIABLES | (_ON_A_CPU if is_cpu else {})
     needed = {"VLLM_SERVER_DEV_MODE": "1"} | DIE_WITH_PARENT  # weight updates; no orphans
     return {**defaults, **before, **needed}
 
 
 def check_address(host: str, port: int, has_key: bool) -> None:
-    """Refuses an address that is taken, or open to everybody.
+    """Refuses an address in use, and one that others can reach without an API key.
 
     Raises:
-        ValueError: says which.
+        ValueError: names the address and the reason.
     """
     if host not in LOOPBACK and not has_key:
         raise ValueError(

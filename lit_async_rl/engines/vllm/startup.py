@@ -35,14 +35,14 @@ def start_vllm(
     startup_timeout_s: float,
     update_timeout_s: float,
 ) -> VLLMProcess:
-    """vLLM, ready for requests; on a CPU with the settings that it needs there.
+    """Starts vLLM and returns when it accepts requests; on a CPU with the settings it needs there.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: vLLM is not installed.
         ValueError: it is too old, or cannot run this model on this machine.
         FileNotFoundError: there is no such model.
-        EngineError: it did not start.
-        StalledError: not within `startup_timeout_s`.
+        EngineError: it failed to start.
+        StalledError: it did not start within `startup_timeout_s`.
     """
     check_vllm()
     with engine_environment(environment, num_threads):
@@ -56,10 +56,10 @@ def start_vllm(
 
 
 def check_head_size(model: str) -> None:
-    """Refuses attention heads that vLLM's CPU kernels do not have.
+    """Refuses attention head sizes that vLLM's CPU kernels do not support.
 
     Raises:
-        ValueError: says which sizes there are.
+        ValueError: lists the supported sizes.
         FileNotFoundError: there is no such model.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -76,9 +76,9 @@ def check_head_size(model: str) -> None:
 
 @contextmanager
 def engine_environment(changes: Mapping[str, str], num_threads: int) -> Iterator[None]:
-    """The environment that the engine's processes inherit; afterwards that of the trainer is as it was.
+    """Sets the environment that the engine's processes inherit; restores that of the trainer afterwards.
 
-    What the user has set himself stays, except what a distributed launcher has set. vLLM, too, sets variables while it
+    Variables set by the user are kept, except those of a distributed launcher. vLLM itself also sets variables while it
     starts (LD_PRELOAD, LOCAL_WORLD_SIZE), which other children of the trainer must not inherit.
     """
     before = dict(os.environ)
