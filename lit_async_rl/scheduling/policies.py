@@ -25,7 +25,7 @@ from lit_async_rl.utils.checks import check_range
 
 @dataclass(frozen=True)
 class AdmissionPolicy(ABC):
-    """Makes the `Admission` of a run.
+    """Factory of a run's `Admission`.
 
     Attributes:
         in_order: whether groups train strictly in the order of admission, which makes a run repeatable; needs an engine
@@ -36,17 +36,18 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
-        """Admission for this many groups between two weight publications and this bound, in versions."""
+        """Admission for this many groups between two publications and this staleness bound in versions."""
 
 
 @dataclass(frozen=True)
 class Bounded(AdmissionPolicy):
-    """Admits a group only if it can be trained on within the bound. Trains on whichever is finished and safe to take.
+    """Admits a group only if it can be trained on within the bound; trains on any finished group in time.
 
     Args:
-        async_ratio: at most (1 + `async_ratio`) rounds' worth of groups are sampled or waiting (ROLL Flash,
-            arXiv:2510.11345); at most `max_staleness`, which None stands for.
-        redundant_groups: sample so many more groups in a round than are trained on, and abort the slowest (ROLL Flash).
+        async_ratio: at most (1 + `async_ratio`) rounds of groups are sampled or queued (ROLL Flash, arXiv:2510.11345);
+            at most `max_staleness`, which is also the meaning of None.
+        redundant_groups: samples that many more groups in a round than are trained on and aborts the slowest (ROLL
+            Flash).
 
     Raises:
         ValueError: a setting is out of range.
@@ -66,7 +67,7 @@ class Bounded(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class FixedLag(AdmissionPolicy):
-    """Trains step n on what version n - `max_staleness` sampled: a run can be repeated to the bit."""
+    """Trains step n on rollouts of version n - `max_staleness`: runs are bitwise reproducible."""
 
     in_order: ClassVar[bool] = True
 
@@ -76,15 +77,15 @@ class FixedLag(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class Drop(AdmissionPolicy):
-    """Keeps the engine full; a group that is too old when a round begins is dropped, its prompt lost for this epoch.
+    """Keeps the engine busy; drops groups that are too old at the start of a round. Their prompts are skipped.
 
-    With `max_staleness: 0` a step takes the first groups to finish, and those begun at older weights do not count: the
-    aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often:
+    With `max_staleness: 0` a step takes the first groups to finish, and those started at older weights do not count:
+    the aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often;
     `LengthBiasMonitor` measures by how much.
 
     Args:
-        ahead: groups sampled or waiting, in rounds besides the one that trains; more than `max_staleness` means that
-            some must be dropped.
+        ahead: rounds of groups sampled or queued beyond the one that trains; above `max_staleness` some are always
+            dropped.
 
     Raises:
         ValueError: a setting is out of range.
@@ -101,12 +102,12 @@ class Drop(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class Retry(Drop):
-    """As `Drop`, but the prompt is sampled again, with the newest weights and before new prompts.
+    """Like `Drop`, but samples the prompt again, with the newest weights and before new prompts.
 
-    No prompt is lost, but its long completions are: those that come through were quick.
+    No prompt is lost, but its long completions are underrepresented.
 
     Args:
-        max_tries: a prompt whose group was dropped so often in a row is given up.
+        max_tries: a prompt is given up after its group was dropped that many times in a row.
     """
 
     max_tries: int = 3
@@ -121,18 +122,18 @@ class Retry(Drop):
 
 @dataclass(frozen=True)
 class Ring(AdmissionPolicy):
-    """Sampling never waits; a buffer between sampling and training drops its oldest group when it is full.
+    """Sampling never pauses; a ring buffer between sampling and training drops its oldest group when full.
 
     As in PipelineRL (arXiv:2509.19128), whose code counts lag in samples and drops single samples; here lag is in
-    versions and whole groups are dropped. Its other mode, a largest lag that holds sampling up, is `Bounded` with
-    `async_ratio` = lag / samples of a step.
+    versions and whole groups are dropped. PipelineRL's other mode, a maximum lag that pauses sampling, is `Bounded`
+    with `async_ratio` = lag / samples of a step.
 
     Args:
-        num_sampling: groups being sampled at any time.
-        capacity: finished groups that wait.
+        num_sampling: groups sampled at any time.
+        capacity: finished groups in the buffer.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a setting is out of range.
     """
 
     num_sampling: int
@@ -147,10 +148,10 @@ class Ring(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class FromTape(AdmissionPolicy):
-    """Trains on a recorded tape, in its order and without an engine; `max_staleness` is that of the recorded run.
+    """Trains on a recorded tape, in its order and without an engine; set `max_staleness` as in the recorded run.
 
     Args:
-        folder: that the `RolloutTape` callback wrote.
+        folder: written by the `RolloutTape` callback.
     """
 
     folder: str

@@ -41,7 +41,7 @@ def end_with_trainer() -> None:
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`; active only if the trainer's variable is set, as all vLLM processes run it."""
+    """Entry point `vllm.general_plugins`: every vLLM process runs it, so it acts only if the variable is set."""
     if os.environ.get("LIT_ASYNC_RL_DIE_WITH_PARENT") == "1":
         end_with_trainer()
 
