@@ -148,7 +148,7 @@ class Ring(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class FromTape(AdmissionPolicy):
-    """Trains on a recorded tape, in its order and without an engine; set `max_staleness` as in the recorded run.
+    """Trains on a recorded tape, in its order and without an engine; the bound is that of the recorded run.
 
     Args:
         folder: written by the `RolloutTape` callback.
