@@ -1,7 +1,7 @@
-"""What a policy talks to when one completion is not enough: environments with turns.
+"""Interface of multi-turn environments.
 
-An environment starts an *episode* for each rollout; the policy writes, the episode answers, until it is done. Both are
-coroutines, and all episodes of a run share one event loop: a thousand of them may wait for a slow tool at once.
+An environment starts an *episode* for each rollout; policy and episode take turns until it is done. Both methods are
+coroutines, and all episodes of a run share one event loop: a thousand of them can await a slow tool concurrently.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from lit_async_rl.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """An episode's answer to what the policy wrote.
+    """An episode's response to a turn of the policy.
 
     Attributes:
-        text: what the policy reads next, as it is: with the markers of its chat template, if it needs any. Never
-            trained on.
+        text: read by the policy as it is, including the markers of its chat template if needed. Never trained on.
         reward: of this turn; a rollout's reward is the sum over its turns.
-        state: what the environment's state is now, where `text` does not say it; `GiGPO` compares turns that begin in
-            equal states. None is `text`.
-        done: whether the episode ends here; `text` is then not used.
+        state: of the environment, if `text` does not determine it; `GiGPO` compares turns that start in equal states.
+            None is `text`.
+        done: whether the episode ends; `text` is then not used.
     """
 
     text: str = ""
@@ -32,16 +31,16 @@ class Observation:
 
 
 class Episode(ABC):
-    """One conversation."""
+    """One episode of an environment."""
 
     @abstractmethod
     async def step(self, completion: str) -> Observation:
-        """Answers one turn of the policy, without special tokens. Must not block: wait with `await`."""
+        """Responds to one turn of the policy, without special tokens. Must not block: use `await`."""
 
 
 class Environment(ABC):
-    """Starts episodes; `environment` of an `EpisodeEngine`, whose rewards take the place of `data.reward`."""
+    """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`."""
 
     @abstractmethod
     async def start(self, prompt: Prompt) -> Episode:
-        """A new episode; the policy sees the prompt (`prompt.text` or `prompt.messages`) first."""
+        """A new episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""

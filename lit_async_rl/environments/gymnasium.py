@@ -13,51 +13,48 @@ from lit_async_rl.utils.checks import check_range
 
 
 class GymnasiumEpisode(Episode):
-    """A text environment of Gymnasium's interface: `step(text)` gives (text, reward, terminated, truncated, info).
+    """Episode of a Gymnasium text environment: `step(text)` -> (text, reward, terminated, truncated, info).
 
-    Its calls run in threads, because they block.
+    Calls run in threads, because they block.
     """
 
     def __init__(self, env: Any) -> None:
         self.env = env
 
     async def step(self, completion: str) -> Observation:
-        """One action, which is text."""
         text, reward, terminated, truncated, _ = await asyncio.to_thread(self.env.step, completion)
         return Observation(text=str(text), reward=float(reward), done=bool(terminated or truncated))
 
 
 class GymnasiumEnvironment(Environment):
-    """Text environments made by a function, one for each rollout.
+    """Gymnasium text environments created by a function, one per rollout.
 
-    The prompt's text must be the environment's first observation, so that all rollouts of a group begin alike, as
-    `GymnasiumPrompts` sees to. `make(prompt)` gets the whole prompt; the environment is reset here, with the seed in
-    the prompt's metadata.
+    The prompt's text must be the environment's first observation, so that all rollouts of a group start alike, as with
+    `GymnasiumPrompts`. The environment is reset with the seed in the prompt's metadata.
 
     Args:
-        make: `make(prompt)` returns an environment, named by its dotted path in a YAML.
+        make: `make(prompt)` returns an environment; given by its dotted path in a YAML.
     """
 
     def __init__(self, make: Callable[[Prompt], Any]) -> None:
         self.make = make
 
     async def start(self, prompt: Prompt) -> GymnasiumEpisode:
-        """Makes and resets one."""
         env = await asyncio.to_thread(self.make, prompt)
         await asyncio.to_thread(env.reset, seed=prompt.metadata.get("seed"))
         return GymnasiumEpisode(env)
 
 
 class GymnasiumPrompts(PromptSource):
-    """First observations of the environments that `GymnasiumEnvironment` talks to: prompt n is that of seed n.
+    """First observations of Gymnasium environments as prompts; prompt n has seed `first_seed` + n.
 
     Args:
-        make: `make(prompt)` returns an environment, given a prompt that has only its seed.
+        make: `make(prompt)` returns an environment; the prompt holds only its seed.
         size: number of seeds.
-        first_seed: of prompt 0; held-out prompts take seeds that training does not.
+        first_seed: seed of prompt 0; use disjoint ranges for training and validation.
 
     Raises:
-        ValueError: the size is not positive.
+        ValueError: `size` is not positive.
     """
 
     def __init__(self, make: Callable[[Prompt], Any], size: int = 1000, first_seed: int = 0) -> None:

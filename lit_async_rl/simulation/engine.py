@@ -1,7 +1,7 @@
-"""An engine that only takes time: slots that are occupied for given latencies, no model and no computation.
+"""Simulated engine: slots are occupied for given latencies, without model or computation.
 
-What asynchrony wins depends on how long completions take and how much their lengths differ; with this engine that can
-be chosen, and measured on any machine, because waiting needs no cores.
+The gain from asynchrony depends on the distribution of completion times; here it can be chosen, and measured on any
+machine, because waiting needs no cores.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def _cut(sample: _Sample, now: float) -> Completion:
 
 
 class SimulatedEngine(RolloutEngine):
-    """Samples occupy `num_slots` slots, first come first served; their tokens are the prompt's last one, repeated.
+    """Engine with `num_slots` slots in FIFO order; a sample repeats the last token of its prompt.
 
-    Tokens are tagged with the version that was newest when their request was submitted, the oldest that the guarantee
-    of `RolloutEngine` allows. Stop strings are ignored: the latency says how long a sample is.
+    Tokens are tagged with the newest version at the time of submission, the oldest that `RolloutEngine` allows. Stop
+    strings are ignored: the latency determines the length of a sample.
 
     Args:
         latency: seconds that a sample occupies a slot.
-        num_slots: samples generated at the same time.
-        environment: seconds until a sample comes back after it has left its slot (tools, a sandbox); None is no delay.
-        in_flight_weight_updates: False: what one `submit` brings begins only when all before it is finished.
-        load_s: seconds that loading weights takes.
-        tokens_per_s: tokens of a sample for each second of its latency, at most `sampling.max_tokens`.
-        finish_reason: of all samples; `stop` lets an environment answer.
+        num_slots: samples generated concurrently.
+        environment: additional seconds until a sample is returned after leaving its slot (tools, a sandbox); None is 0.
+        in_flight_weight_updates: False: the requests of one `submit` start only when all earlier ones are finished.
+        load_s: seconds of loading weights.
+        tokens_per_s: tokens of a sample per second of its latency, at most `sampling.max_tokens`.
+        finish_reason: of all samples; `stop` lets an environment respond.
         seed: of the latencies.
     """
 
@@ -78,15 +78,14 @@ class SimulatedEngine(RolloutEngine):
         self._closed = False
 
     def setup(self, model: str) -> None:
-        """Nothing to load."""
+        """Does nothing."""
 
     @property
     def max_model_len(self) -> int:
-        """No limit."""
         return 2**31 - 1
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Gives every sample the slot that is free first."""
+        """Assigns every sample to the slot that becomes free first."""
         with self._changed:
             now = time.monotonic() if self.in_flight_weight_updates else max(time.monotonic(), self._last_end)
             for request in requests:
@@ -114,7 +113,6 @@ class SimulatedEngine(RolloutEngine):
         heapq.heappush(self._samples, (back, self._count, _Sample(begin, end, completion)))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Waits for the first sample that comes back; returns all that have."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._closed:
@@ -132,7 +130,7 @@ class SimulatedEngine(RolloutEngine):
         return []
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes `load_s`; what is submitted later is tagged `version`."""
+        """Takes `load_s`; later requests are tagged `version`."""
         for _ in weights:
             pass
         if self.load_s:
@@ -141,27 +139,27 @@ class SimulatedEngine(RolloutEngine):
             self._version = version
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Forgets these requests; the slots stay occupied for as long as they would have been."""
+        """Drops these requests; their slots stay occupied as planned."""
         gone = set(request_ids)
         with self._changed:
             self._samples = [item for item in self._samples if item[2].completion.request_id not in gone]
             heapq.heapify(self._samples)
 
     def partial_completions(self) -> list[Completion]:
-        """The tokens that running samples would have by now."""
+        """Tokens of running samples in proportion to the time elapsed."""
         with self._changed:
             now = time.monotonic()
             return [_cut(sample, now) for _, _, sample in self._samples if sample.begin < now]
 
     def close(self) -> None:
-        """Lets `poll` return."""
+        """Unblocks `poll`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     @property
     def busy_s(self) -> float:
-        """Slot-seconds of work done so far, divided by the number of slots."""
+        """Slot-seconds of work so far, divided by the number of slots."""
         with self._changed:
             now = time.monotonic()
             running = sum(max(0.0, min(now, sample.end) - sample.begin) for _, _, sample in self._samples)
@@ -169,5 +167,5 @@ class SimulatedEngine(RolloutEngine):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the samples that have come back."""
+        """Tokens of the samples returned so far."""
         return self._num_tokens

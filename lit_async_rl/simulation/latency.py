@@ -11,21 +11,20 @@ from lit_async_rl.utils.checks import check_range
 
 
 class Latency(ABC):
-    """Seconds that one sample occupies a slot."""
+    """Distribution of the seconds that one sample occupies a slot."""
 
     @abstractmethod
     def draw(self, rng: random.Random) -> float:
-        """One sample's seconds."""
+        """Draws the seconds of one sample."""
 
 
 @dataclass(frozen=True)
 class Constant(Latency):
-    """All samples take `mean_s`."""
+    """Constant latency `mean_s`."""
 
     mean_s: float
 
     def draw(self, rng: random.Random) -> float:
-        """The mean."""
         return self.mean_s
 
 
@@ -37,16 +36,15 @@ class LogNormal(Latency):
     sigma: float = 1.0
 
     def draw(self, rng: random.Random) -> float:
-        """One draw."""
         return rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
 
 
 @dataclass(frozen=True)
 class Pareto(Latency):
-    """P(X > x) = (x_min / x)^alpha with mean `mean_s`: x_min = mean_s (alpha - 1) / alpha. Needs alpha > 1.
+    """P(X > x) = (x_min / x)^alpha with mean `mean_s`: x_min = mean_s (alpha - 1) / alpha.
 
     Raises:
-        ValueError: the mean would be infinite.
+        ValueError: alpha is not greater than 1, so the mean is infinite.
     """
 
     mean_s: float
@@ -56,19 +54,17 @@ class Pareto(Latency):
         check_range("Pareto", "> 1", alpha=self.alpha)
 
     def draw(self, rng: random.Random) -> float:
-        """One draw."""
         return self.mean_s * (self.alpha - 1) / self.alpha * rng.paretovariate(self.alpha)
 
 
 @dataclass(frozen=True)
 class Stragglers(Latency):
-    """A share of the samples takes `factor` times as long as the others; `mean_s` is the mean of all."""
+    """A share of the samples takes `factor` times as long as the others; `mean_s` is the overall mean."""
 
     mean_s: float
     share: float = 0.02
     factor: float = 10.0
 
     def draw(self, rng: random.Random) -> float:
-        """One draw."""
         usual = self.mean_s / (1 + self.share * (self.factor - 1))
         return usual * self.factor if rng.random() < self.share else usual
