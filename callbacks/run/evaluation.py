@@ -126,7 +126,7 @@ class Evaluation(pl.Callback):
             max_concurrent=self.max_concurrent,
             first_id=self._next_id,
         )
-        self._run = data.evaluate(plan)
+        self._run = data.shared_source.evaluate(plan)
         self._next_id += len(self._questions)
 
     def on_before_optimizer_step(
@@ -136,7 +136,7 @@ class Evaluation(pl.Callback):
         left = self.max_block_s - self._blocked_s
         if self._run is not None and left > 0:
             began = time.monotonic()
-            with rollout_data(trainer, "Evaluation").bounded_wait("waiting for an evaluation"):
+            with rollout_data(trainer, "Evaluation").shared_source.bounded_wait("waiting for an evaluation"):
                 self._run.wait(left)
             self._blocked_s += time.monotonic() - began
 

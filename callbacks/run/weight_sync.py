@@ -71,8 +71,8 @@ class WeightSync(pl.Callback):
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
-        data.publish(module.version, module.stream_weights())
-        data.start(module.version, module.stream_weights)
+        data.shared_source.publish(module.version, module.stream_weights())
+        data.shared_source.start(module.version, trainer.global_step, module.stream_weights)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -87,10 +87,10 @@ class WeightSync(pl.Callback):
         self._published_step = trainer.global_step
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         began = time.monotonic()
-        if data.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
+        if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
-            data.publish(module.version, module.stream_weights())
-        data.advance(module.version)
+            data.shared_source.publish(module.version, module.stream_weights())
+        data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
         return seconds

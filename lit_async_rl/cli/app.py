@@ -53,13 +53,14 @@ from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_checkpoint
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.checks import check_range
 
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
 
 
 class AsyncRLCLI(LightningCLI):
-    """`model:` is a `PolicyModule`, `data:` a `RolloutDataModule`, `trainer:` Lightning's.
+    """LightningCLI with sections `model:` (`PolicyModule`), `data:` (`RolloutDataModule`) and `trainer:`.
 
     `WeightSync`, the monitors and a CSV log are always there.
     """
@@ -95,7 +96,7 @@ class AsyncRLCLI(LightningCLI):
         check_class_paths(self.config)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Shares values that two classes need, so that a configuration states each once."""
+        """Links values that two classes share, so that a configuration states each once."""
         parser.add_argument("--num_threads", type=int, default=1, help="torch threads of the trainer's thread")
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint to resume from or evaluate")
         for name, options in self._extra.items():
@@ -106,10 +107,10 @@ class AsyncRLCLI(LightningCLI):
         """Refuses what would fail late; threads must be set before any parallel work."""
         if self.config["ckpt_path"] is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             check_checkpoint(self.config["ckpt_path"])
-        if (interval := self.config["trainer"]["val_check_interval"]) is not None and not interval:
-            raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
-        if self.config["num_threads"] < 1:
-            raise ValueError(f"num_threads must be >= 1, got {self.config['num_threads']}")
+        interval = self.config["trainer"]["val_check_interval"]
+        if isinstance(interval, int | float):
+            check_range("trainer", "positive", val_check_interval=interval)
+        check_range("", ">= 1", num_threads=self.config["num_threads"])
         torch.set_num_threads(self.config["num_threads"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -133,7 +134,7 @@ class AsyncRLCLI(LightningCLI):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
+    """Measures held-out accuracy, trains, measures again, and prints a summary table."""
     run: list[AsyncRLCLI] = []
     with command(lambda: run[0].trainer.log_dir if run else None), CtrlC():
         cli = AsyncRLCLI(args)
@@ -152,7 +153,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:
-    """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
+    """Held-out pass@1 and pass@k of a checkpoint, with samples."""
     with command():
         cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
         if cli.datamodule.validation.prompts is None:
@@ -190,14 +191,14 @@ def export(args: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Around a command: errors in one line, no notices about internals, and nothing that is loaded is executed."""
+    """Context of a command: one-line errors, no messages about internals, no code execution on loading."""
     quiet()
     with one_line_errors(folder), nothing_executed():
         yield
 
 
 def quiet() -> None:
-    """Keeps messages about internals out of the user's terminal."""
+    """Suppresses messages about internals in the terminal."""
     transformers_logging.disable_progress_bar()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(lambda record: "💡" not in record.getMessage())

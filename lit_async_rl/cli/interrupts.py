@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a command: what the first and the second do, and the command that resumes the run."""
+"""Ctrl-C and SIGTERM: first and second signal, and the command that resumes the run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NOTICE = b"Ctrl-C: training ends after this step and saves a checkpoint; once m
 
 
 class CtrlC:
-    """Context in which the first Ctrl-C does what SIGTERM does, and the second ends the process at once.
+    """Context in which the first Ctrl-C acts like SIGTERM, and the second ends the process at once.
 
-    So there is one way to stop cleanly, on one rank or several. Where SIGTERM has no handler, before training, it is an
-    ordinary `KeyboardInterrupt`. After Ctrl-C the context ends in `SystemExit(130)`.
+    There is thus one way to stop cleanly, on one rank or several. Before training, when SIGTERM has no handler, Ctrl-C
+    is an ordinary `KeyboardInterrupt`. After Ctrl-C the context exits with `SystemExit(130)`.
 
     Attributes:
-        was_pressed: whether it came.
+        was_pressed: whether Ctrl-C was received.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class CtrlC:
 def fit_until_stopped(
     trainer: Trainer, module: LightningModule, data: LightningDataModule, ckpt_path: str | None
 ) -> str | None:
-    """Trains; the checkpoint that `SaveOnSigterm` saved if SIGTERM or Ctrl-C ended it, None otherwise."""
+    """Trains; returns the checkpoint saved by `SaveOnSigterm` after SIGTERM or Ctrl-C, otherwise None."""
     savers = [c for c in trainer.callbacks if isinstance(c, SaveOnSigterm)]  # type: ignore[attr-defined]
     try:
         trainer.fit(module, data, ckpt_path=ckpt_path)

@@ -1,7 +1,7 @@
-"""The LightningModule: the policy, its loss and its optimizer.
+"""LightningModule of the policy, its loss and its optimizer.
 
-One micro-batch is one Lightning batch, one optimizer step one version of the policy. Automatic optimization, so that
-clipping, precision, schedulers and every sharding strategy work as in any Lightning project.
+A micro-batch is a Lightning batch, an optimizer step a version of the policy. Optimization is automatic, so clipping,
+precision, schedulers and all sharding strategies work as in any Lightning project.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_not_negative, check_positive
+from lit_async_rl.utils.checks import check_range
 
 
 class PolicyModule(WholeSteps):
@@ -96,8 +96,10 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
-        check_positive("model", learning_rate=learning_rate)
-        check_not_negative("model", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient)
+        check_range("model", "positive", learning_rate=learning_rate)
+        check_range(
+            "model", ">= 0", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient
+        )
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline, packing)
@@ -122,12 +124,12 @@ class PolicyModule(WholeSteps):
 
     @property
     def wants_whole_groups(self) -> bool:
-        """Whether the completions of a prompt must be in one micro-batch."""
+        """Whether all completions of a prompt must be in one micro-batch."""
         objective = self.objective
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
     def configure_model(self) -> None:
-        """Divides policy and reference as the strategy wants it; reads their weights if that was put off.
+        """Applies the sharding strategy to policy and reference; loads weights whose loading was deferred.
 
         Raises:
             ValueError: `sharding.meta_device` with a baseline under FSDP1.
@@ -145,13 +147,13 @@ class PolicyModule(WholeSteps):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """Lightning clears gradients after `training_step`, where FSDP1 would already take the old ones along."""
+        """Clears gradients; Lightning clears them after `training_step`, too late for FSDP1."""
         if self.objective.baseline is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
-        """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
+        """Loss of one micro-batch, scaled so that the gradients of a step sum to that of its average."""
         self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
         reference: Reference | None = self.reference
         if self.objective.needs_reference and reference is None:
@@ -162,7 +164,7 @@ class PolicyModule(WholeSteps):
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
     def on_after_backward(self) -> None:
-        """Before all that reads gradients: if groups were streamed, the step's average is known only now."""
+        """Rescales streamed gradients, whose average is known only now; before all that reads gradients."""
         if self._gradient_scale != 1.0:
             for optimizer in self.trainer.optimizers:
                 for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -171,12 +173,12 @@ class PolicyModule(WholeSteps):
         super().on_after_backward()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
+        """Runs after all callbacks; detects whether one of them dropped the gradients."""
         super().on_before_optimizer_step(optimizer)
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     def mark_updated(self) -> None:
-        """Says that weights were changed by other means than the optimizer (a rollback): they will be published."""
+        """Marks the weights as changed by other means than the optimizer (a rollback), to be published."""
         self._updated = True
 
     def take_updated(self) -> bool:
@@ -185,11 +187,11 @@ class PolicyModule(WholeSteps):
         return updated
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their Hugging Face names, one at a time; every rank must iterate to the end."""
+        """Full weights under their Hugging Face names, one at a time; a collective if sharded."""
         return stream_weights(self.policy, self.trainer.strategy.model)
 
     def configure_optimizers(self) -> Any:
-        """AdamW with linear warm-up, unless others were given."""
+        """AdamW with linear warm-up, unless others are given."""
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
         make_optimizer: Callable[..., Optimizer] = self.make_optimizer or (
@@ -207,11 +209,10 @@ class PolicyModule(WholeSteps):
     # -- validation ---------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Starts over."""
         self.validator.begin(self)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Samples completions of held-out prompts with the current weights and scores them."""
+        """Samples and scores completions of held-out prompts."""
         self.validator.step(self, batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -222,9 +223,9 @@ class PolicyModule(WholeSteps):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the version; leaves out the frozen reference, which is what `model` names.
+        """Adds the version; drops the frozen reference, which is the model named by `model`.
 
-        Not where it is sharded: the parts of such a checkpoint are read for all there is, or not at all.
+        A sharded reference is kept: such checkpoints are loaded completely or not at all.
         """
         checkpoint["version"], checkpoint["updated"] = self.version, self._updated
         super().on_save_checkpoint(checkpoint)
@@ -232,7 +233,6 @@ class PolicyModule(WholeSteps):
             checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the version."""
         self.version, self._updated = checkpoint["version"], checkpoint["updated"]
         super().on_load_checkpoint(checkpoint)
         if "state_dict" in checkpoint and not is_sharded(self):

@@ -15,7 +15,8 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
     Example: `check_range("data", ">= 0", max_staleness=-1)` raises `data.max_staleness must be >= 0, got -1`.
 
     Args:
-        owner: path in the YAML or name of the class that has the settings, such as `data` or `AdaptiveStaleness`.
+        owner: path in the YAML or name of the class that has the settings, such as `data` or `AdaptiveStaleness`; empty
+            for a setting of the top level.
         rule: `positive`, `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`, `in (0, 1]`), or
             several joined by ` and ` (`>= 0 and finite`).
         settings: values by name.
@@ -25,7 +26,8 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
     """
     for name, value in settings.items():
         if value is not None and not all(_holds(part, value) for part in rule.split(" and ")):
-            raise ValueError(f"{owner}.{name} must be {rule}, got {value}")
+            setting = f"{owner}.{name}" if owner else name
+            raise ValueError(f"{setting} must be {rule}, got {value}")
 
 
 def _holds(rule: str, value: int | float) -> bool:
