@@ -28,7 +28,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineDown, SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.prompts.in_memory import Prompts, as_source
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
@@ -52,10 +52,12 @@ class RolloutDataModule(pl.LightningDataModule):
     """Rollouts of the policy that is being trained, at most `max_staleness` versions old.
 
     Args:
-        model: Hugging Face name or folder; gives the tokenizer and the engine's architecture.
-        prompts: training prompts.
-        reward: `reward(prompt, completion) -> float`, a function named by its dotted path or a callable class; None
-            only where the engine scores.
+        model: Hugging Face name or folder; gives the tokenizer and the engine's architecture. None is the model that is
+            trained, which `WeightSync` fills in.
+        prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`; see
+            `InMemoryPrompts`.
+        reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
+            or a callable class; None only where the engine scores.
         engine: where completions come from; None is `EmbeddedEngine()`.
         max_staleness: how many versions older than the policy a token may be when it is trained on; 0 is synchronous.
         admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
@@ -83,8 +85,8 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        model: str,
-        prompts: PromptSource,
+        model: str | None = None,
+        prompts: Prompts | None = None,
         reward: Reward | None = None,
         engine: RolloutEngine | None = None,
         max_staleness: int = 4,
@@ -103,12 +105,15 @@ class RolloutDataModule(pl.LightningDataModule):
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         super().__init__()
+        if prompts is None:
+            raise ValueError("data.prompts is not set")
+        source = as_source(prompts, "data.prompts")
         self.admission, self.intake = admission or Bounded(), intake or Intake()
         self.tape = Tape(self.admission.folder) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(scores=reward is None)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
-        self.model, self.prompts, self.reward = model, prompts, reward
+        self.model, self.prompts, self.reward = model, source, reward
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
         check_positive("data", **{name: vars(self)[name] for name in POSITIVE})
@@ -123,8 +128,8 @@ class RolloutDataModule(pl.LightningDataModule):
             check_streamable(self.advantage, self.aggregation, groups_per_step, micro_batches_per_step)
         self.keep_groups_whole = False
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        self.stream = PromptStream(prompts, seed=self.intake.seed)
-        self.codec = TextCodec(model)
+        self.stream = PromptStream(source, seed=self.intake.seed)
+        self._codec = None if model is None else TextCodec(model)
         self._bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
         self._ranks: StepScatter | OneProcess = OneProcess()
@@ -149,6 +154,23 @@ class RolloutDataModule(pl.LightningDataModule):
             keep_groups_whole=self.keep_groups_whole,
             **settings,
         )
+
+    def use_model(self, model: str) -> None:
+        """Takes the name of the model that is trained, where none was given."""
+        if self.model is None:
+            self._codec = TextCodec(model)
+            self.model = self._source.model = model
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer.
+
+        Raises:
+            SetupError: it is not known yet which one.
+        """
+        if self._codec is None:
+            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
+        return self._codec
 
     # -- what WeightSync calls ----------------------------------------------------------------------------------------
 
@@ -259,7 +281,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        trainer, prompts = self._trainer, self.validation.prompts
+        trainer, prompts = self._trainer, self.validation.source
         if prompts is None:
             return []
         usable = UsableSubset(prompts, self.codec.encode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.prompts.in_memory import Prompts, as_source
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.utils.checks import check_not_negative, check_positive
 
@@ -39,7 +40,7 @@ class Validation:
     """Held-out prompts, and how they are sampled and judged.
 
     Args:
-        prompts: held-out prompts; None validates nothing.
+        prompts: held-out prompts, given as `data.prompts`; None validates nothing.
         num_samples: completions of each prompt; more than one also gives pass@k.
         batch_size: prompts sampled together.
         sampling: how completions are sampled; None is `data.sampling`.
@@ -49,7 +50,7 @@ class Validation:
         ValueError: a setting is out of range.
     """
 
-    prompts: PromptSource | None = None
+    prompts: Prompts | None = None
     num_samples: int = 1
     batch_size: int = 128
     sampling: SamplingParams | None = None
@@ -57,6 +58,12 @@ class Validation:
 
     def __post_init__(self) -> None:
         check_positive("data.validation", num_samples=self.num_samples, batch_size=self.batch_size)
+        object.__setattr__(self, "prompts", self.source)
+
+    @property
+    def source(self) -> PromptSource | None:
+        """The held-out prompts."""
+        return None if self.prompts is None else as_source(self.prompts, "data.validation.prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
