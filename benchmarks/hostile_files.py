@@ -31,7 +31,8 @@ import yaml
 from hostile_configs import mutate
 
 from lit_async_rl.assets import asset
-from lit_async_rl.cli.app import AsyncRLCLI, command
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.commands import command
 from lit_async_rl.prompts.sources import JsonlPrompts
 from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO

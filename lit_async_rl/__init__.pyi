@@ -13,6 +13,9 @@ from .advantages.group import Raw as Raw
 from .advantages.turns import GiGPO as GiGPO
 from .advantages.turns import TurnAdvantageEstimator as TurnAdvantageEstimator
 from .advantages.turns import TurnReturns as TurnReturns
+from .api.run import fit as fit
+from .api.trainer import Trainer as Trainer
+from .assets import asset as asset
 from .baselines.optimal import OptimalBaseline as OptimalBaseline
 from .callbacks import AdaptiveStaleness as AdaptiveStaleness
 from .callbacks import AnnealBeta as AnnealBeta

@@ -40,7 +40,9 @@ class InMemoryPrompts(RecordPrompts):
     ) -> None:
         fields = "prompt", "answer", "{prompt}"
         super().__init__(records, *fields, origin, max_prompt_tokens, on_bad_prompt, as_chat)
-        if on_bad_prompt == "error" and isinstance(records, Sequence):  # a data set may be large, and is checked where it is used
+        if on_bad_prompt == "error" and isinstance(
+            records, Sequence
+        ):  # a data set may be large, and is checked where it is used
             for index in range(len(records)):
                 self[index]
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_async_rl.cli.app import AsyncRLCLI, evaluate, export, main
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.commands import evaluate, export, main
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]

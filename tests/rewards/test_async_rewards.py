@@ -48,7 +48,7 @@ def test_workers_share_a_loop_and_wait_at_the_same_time():
             await meeting[0].wait()  # hangs unless three are awaited at once
         return 1.0
 
-    assert scored(reward, ["a", "b", "c"], num_workers=3, timeout_s=30) == [1, 1, 1]
+    assert scored(reward, ["a", "b", "c"], num_workers=3, timeout_s=30.0) == [1, 1, 1]
     assert len(loops) == 1
 
 
