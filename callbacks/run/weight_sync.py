@@ -25,8 +25,8 @@ class WeightSync(pl.Callback):
     groups trained on come back either way. Logs `perf/weight_sync_s`, the seconds the trainer spent publishing.
 
     Before training it links the parts, so that each setting is stated once: `data.model` is the module's unless given,
-    `accumulate_grad_batches` follows `data.micro_batches_per_step`, groups are kept whole where the module needs it, and
-    model and tokenizer must agree.
+    `accumulate_grad_batches` follows `data.micro_batches_per_step`, groups are kept whole where the module needs it,
+    and model and tokenizer must agree.
 
     Attributes:
         weight_sync_steps: optimizer steps between publications, those of the data module.

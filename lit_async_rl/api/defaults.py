@@ -17,8 +17,10 @@ from lit_async_rl.callbacks import Progress
 
 FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
 REPLACED_BY: dict[type[Callback], type[Callback]] = {Progress: ProgressBar}  # a Trainer has one at most
-SWITCHES = {"enable_progress_bar": ("progress",)}
-SWITCHES["enable_checkpointing"] = "checkpoint", "save_on_failure", "save_on_sigterm"
+SWITCHES = {
+    "enable_progress_bar": ["progress"],
+    "enable_checkpointing": ["checkpoint", "save_on_failure", "save_on_sigterm"],
+}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from lit_async_rl.api.defaults import meant
 from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.prompts.in_memory import Prompts
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.training.module import PolicyModule
 
@@ -23,7 +23,7 @@ OF_THE_TRAINER = ("defaults", *SETTINGS)
 
 def fit(
     model: str | PolicyModule,
-    prompts: Prompts,
+    prompts: Records,
     reward: Reward | None = None,
     *,
     max_steps: int,

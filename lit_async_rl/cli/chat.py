@@ -42,7 +42,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(str(error))
 
     def answer(text: str) -> None:
-        ids = codec.encode(Prompt(text=text))
+        as_chat = [{"role": "user", "content": text}] if given.chat_template else None
+        ids = codec.encode(Prompt(messages=as_chat) if as_chat else Prompt(text=text))
         request = GenerationRequest(id=0, prompt_ids=ids, num_samples=given.num_samples, sampling=sampling)
         for completion in engine.run([request])[0]:
             print(codec.decode(completion.token_ids, sampling.stop))

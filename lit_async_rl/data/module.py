@@ -28,7 +28,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineDown, SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.in_memory import Prompts, as_source
+from lit_async_rl.prompts.in_memory import as_source
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
@@ -86,7 +87,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def __init__(
         self,
         model: str | None = None,
-        prompts: Prompts | None = None,
+        prompts: Records | None = None,
         reward: Reward | None = None,
         engine: RolloutEngine | None = None,
         max_staleness: int = 4,

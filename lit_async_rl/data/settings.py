@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.prompts.in_memory import Prompts, as_source
+from lit_async_rl.prompts.in_memory import as_source
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.utils.checks import check_not_negative, check_positive
 
@@ -50,7 +51,7 @@ class Validation:
         ValueError: a setting is out of range.
     """
 
-    prompts: Prompts | None = None
+    prompts: Records | None = None
     num_samples: int = 1
     batch_size: int = 128
     sampling: SamplingParams | None = None

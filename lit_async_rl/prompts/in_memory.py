@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import OnBadPrompt, PromptSource, RecordPrompts
 from lit_async_rl.types import Prompt
 
-if TYPE_CHECKING:
-    Prompts = PromptSource | Sequence[str] | Sequence[Mapping[str, Any]] | Sequence[Prompt] | Records
-else:
-    Prompts = PromptSource  # all that a configuration can name
 WANTED = "a list of texts or dictionaries, a datasets.Dataset, or a PromptSource"
 
 

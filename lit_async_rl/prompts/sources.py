@@ -12,7 +12,7 @@ from lit_async_rl.types import Prompt, checked_messages
 OnBadPrompt = Literal["error", "skip"]
 
 
-class PromptSource(ABC):
+class PromptSource(Records, ABC):
     """A finite set of prompts, by number.
 
     Attributes:

@@ -80,11 +80,11 @@ def test_the_next_try_succeeds_after_one_that_hangs(block):
 
     async def reward(prompt, completion):
         tries.append(time.monotonic())
-        if len(tries) > 1:
-            return 1.0
-        if block:
-            end.wait(60)
-        await asyncio.sleep(60)
+        if len(tries) == 1:
+            if block:
+                end.wait(60)
+            await asyncio.sleep(60)
+        return 1.0
 
     try:
         assert scored(reward, ["x"], timeout_s=0.5, max_tries=20) == [1]
