@@ -35,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         sampling = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, stop=tuple(given.stop))
         codec, engine = (
-            TextCodec(given.model, given.chat_template),
+            TextCodec(given.model),
             EmbeddedEngine.from_module(load_policy(given.model)),
         )
     except (ValueError, FileNotFoundError) as error:

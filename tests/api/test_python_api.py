@@ -1,5 +1,6 @@
 """`rl.Trainer` and `rl.fit`: own prompts, rewards, loggers and callbacks; what is stated once is linked."""
 
+import asyncio
 import csv
 import random
 
@@ -97,17 +98,11 @@ def test_texts_train_with_a_plain_trainer_of_lightning():
 
 def test_an_async_reward_that_hangs_ends_the_run_by_name():
     async def hanging(prompt, completion):
-        await rl_event().wait()
+        await asyncio.Event().wait()
 
     with pytest.raises(Exception, match=r"did not return within data.scoring.timeout_s=0.5") as caught:
         rl.fit(MODEL, ROWS, hanging, max_steps=1, scoring=rl.Scoring(timeout_s=0.5), logger=False, **SMALL, **CPU)
     assert any(isinstance(error, RewardError) for error in (caught.value, caught.value.__cause__))
-
-
-def rl_event():
-    import asyncio
-
-    return asyncio.Event()
 
 
 # -- default callbacks ------------------------------------------------------------------------------------------------
@@ -165,7 +160,7 @@ def data(**changes):
         (
             dict(model=rl.asset("small_sort_policy")),
             {},
-            r"data.model=.*small_sort_policy.* but model.model=.*sort_policy",
+            r"data.model=.*small_sort.* but model.model=.*sort_policy",
         ),
         (dict(micro_batches_per_step=2), dict(accumulate_grad_batches=3), "accumulate_grad_batches=3, but .*step=2"),
     ],
@@ -179,12 +174,7 @@ def test_a_mismatch_is_refused_by_name(changes, settings, message):
     ("make", "error", "message"),
     [
         (lambda: rl.Trainer(max_step=3), TypeError, "Trainer has no setting 'max_step'; did you mean 'max_steps'?"),
-        (
-            lambda: rl.Trainer(defaults={"sample": None}),
-            ValueError,
-            "defaults has no 'sample'; did you mean 'samples'?",
-        ),
-        (lambda: rl.Trainer(defaults={"samples": 3}), ValueError, r"defaults\['samples'\] must be a callback or None"),
+        (lambda: rl.Trainer(defaults={"sample": None}), ValueError, "no 'sample'; did you mean 'samples'?"),
         (lambda: rl.Trainer(accelerator="gpux"), ValueError, r"trainer \(accelerator='gpux'"),
         (lambda: rl.Trainer(val_check_interval=0), ValueError, "trainer.val_check_interval must be positive, got 0"),
         (lambda: rl.fit(MODEL, ROWS, reward, max_steps=1, max_stalenes=1), TypeError, "mean 'max_staleness'"),
