@@ -247,7 +247,7 @@ class StateMachine:
         """All that must hold after every move."""
         if self.producer is None:
             return
-        admission = self.trainer.datamodule.admission
+        admission = self.trainer.datamodule._slots
         reach = admission.max_staleness
         if self.settings.kind == "ratio":
             reach = -(-reach // 2)

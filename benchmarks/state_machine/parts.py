@@ -5,6 +5,7 @@ Producer, group book, intake, admission and the bookkeeping of listener and scor
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.clocks import AwakeClock
+from lit_async_rl.utils.log_limit import LimitedLog
 
 MODULUS = 2**61 - 1
 LONGEST = 3  # tokens of a completion
@@ -230,7 +232,7 @@ class VirtualScorer(Scorer):
         self.jobs: list[Any] = []
         self.given_up: list[int] = []  # groups
         self._busy_s, self._running, self._error, self._is_closed = 0.0, {}, None, False
-        self._workers = {}
+        self._workers, self._left_out, self._log = {}, [], LimitedLog(logging.getLogger(__name__))
         self._jobs: Any = self
 
     def put(self, job: Any) -> None:
@@ -250,6 +252,7 @@ class VirtualScorer(Scorer):
                     self.given_up.append(job.give_up.args[0].index)
             else:
                 job.done(score(_reward, job.prompt, job.completion))
+                self._left_out = []
         except RewardError as error:
             self._error = error
 

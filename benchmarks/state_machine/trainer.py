@@ -214,7 +214,7 @@ class VirtualTrainer:
 
     def __post_init__(self) -> None:
         self.accumulate_grad_batches = self.settings.micro_batches
-        self.sync = VirtualSync()
+        self.sync, self.state = VirtualSync(), SimpleNamespace(fn="fit")
         self.progress = _BatchProgress()
         self.parameter = SimpleNamespace(grad=None)
         self.optimizers = [VirtualOptimizer(self.parameter)]
