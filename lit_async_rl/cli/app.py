@@ -178,6 +178,7 @@ def export(args: Sequence[str] | None = None) -> None:
         if any(Path(cli.config["out"]).glob("*")):
             raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
+        cli.model.trainer = cli.trainer  # which counts the steps of what it loads
         cli.model.configure_model()
         cli.model.on_load_checkpoint(checkpoint)
         cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
