@@ -191,6 +191,11 @@ from .tasks import SortDigits as SortDigits
 from .training.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from .training.csv_logger import CSVLog as CSVLog
 from .training.module import PolicyModule as PolicyModule
+from .training.schedules import ConstantRate as ConstantRate
+from .training.schedules import Cosine as Cosine
+from .training.schedules import Linear as Linear
+from .training.schedules import OneCycle as OneCycle
+from .training.schedules import RateSchedule as RateSchedule
 from .types import Prompt as Prompt
 from .types import PromptBatch as PromptBatch
 from .types import Rollout as Rollout

@@ -127,8 +127,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self._make_source(engine)
         encode = lambda prompt: self.codec.encode(prompt)  # noqa: E731  the tokenizer may come later
         self.held_out = HeldOut(validation, encode, partial(scoring.make_scorer, reward))
-            validation, lambda prompt: self.codec.encode(prompt), partial(scoring.make_scorer, reward)
-        )
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
