@@ -140,7 +140,7 @@ def test_only_the_tagged_answer_counts_if_asked():
 
 
 def test_other_prompts_are_refused(reasoning_reward):
-    with pytest.raises(RewardError, match="prompts of ReasoningGym only"):
+    with pytest.raises(RewardError, match="only prompts of ReasoningGym"):
         score(reasoning_reward, Prompt(text="q", answer="a"), "a")
 
 
