@@ -47,13 +47,13 @@ def score(
     completion: str,
     wait: Callable[[Awaitable[float]], float] = Awaiter.once,
 ) -> float:
-    """One reward as a finite float.
+    """Evaluates the reward of one completion.
 
     Args:
-        reward: plain or `async`.
-        prompt: of the completion.
-        completion: to be scored.
-        wait: gives the result of an `async` reward.
+        reward: reward function, plain or `async`.
+        prompt: prompt of the completion.
+        completion: text to score.
+        wait: returns the result of an `async` reward.
 
     Raises:
         RewardError: the function raised, or did not return a finite number.
