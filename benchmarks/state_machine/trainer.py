@@ -33,7 +33,7 @@ class VirtualOptimizer(Optimizer):
     """Shows what it would step."""
 
     def __init__(self, parameter: Any) -> None:
-        self.param_groups = [{"params": [parameter]}]
+        self.param_groups = [{"params": [parameter], "lr": 1.0}]
 
 
 @dataclass
