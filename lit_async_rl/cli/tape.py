@@ -21,17 +21,17 @@ from lit_async_rl.types import RolloutGroup
 
 
 def staleness(step: TapeStep, group: RolloutGroup) -> int:
-    """Of the group's oldest token."""
+    """Staleness of the oldest token of a group, in versions."""
     return step.version - min((v for rollout in group.rollouts for v in rollout.versions), default=step.version)
 
 
 def mean_reward(group: RolloutGroup) -> float:
-    """Of its completions."""
+    """Mean reward over the completions of a group."""
     return sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """What is on the tape, a line for each twentieth of it."""
+    """Prints totals of a tape, and about twenty of its steps."""
     tape = Tape(arguments.tape)
     steps = list(tape.steps())
     groups = [group for step in steps for group in step.groups]

@@ -16,7 +16,8 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.scheduling.bottleneck import diagnose
-from lit_async_rl.simulation.engine import Constant, LogNormal, SimulatedEngine
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant, LogNormal
 from lit_async_rl.simulation.run import SimulatedRun
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.types import Prompt
