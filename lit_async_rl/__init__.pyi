@@ -166,8 +166,6 @@ from .simulation.latency import Pareto as Pareto
 from .simulation.latency import Stragglers as Stragglers
 from .stabilizers.alarm_actions import AlarmAction as AlarmAction
 from .stabilizers.alarm_actions import LowerStaleness as LowerStaleness
-from .stabilizers.alarm_actions import RollBack as RollBack
-from .stabilizers.alarm_actions import RollBackToCheckpoint as RollBackToCheckpoint
 from .stabilizers.alarm_actions import Stop as Stop
 from .stabilizers.alarm_actions import Warn as Warn
 from .stabilizers.alignment import CappedResidual as CappedResidual
@@ -179,6 +177,8 @@ from .stabilizers.alignment import LastProjected as LastProjected
 from .stabilizers.alignment import LastRaw as LastRaw
 from .stabilizers.alignment import MovingAverage as MovingAverage
 from .stabilizers.nigt import NIGT as NIGT
+from .stabilizers.rollback import RollBack as RollBack
+from .stabilizers.rollback import RollBackToCheckpoint as RollBackToCheckpoint
 from .tasks import Addition as Addition
 from .tasks import Calculator as Calculator
 from .tasks import ReasoningGym as ReasoningGym

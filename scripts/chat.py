@@ -33,12 +33,13 @@ def main() -> None:
     quiet()
     try:
         sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, stop=tuple(args.stop))
-        codec, engine = TextCodec(args.model, args.chat_template), EmbeddedEngine.from_module(load_policy(args.model))
+        codec, engine = TextCodec(args.model), EmbeddedEngine.from_module(load_policy(args.model))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 
     def answer(text: str) -> None:
-        ids = codec.encode(Prompt(text=text))
+        as_chat = [{"role": "user", "content": text}] if args.chat_template else None
+        ids = codec.encode(Prompt(messages=as_chat) if as_chat else Prompt(text=text))
         request = GenerationRequest(id=0, prompt_ids=ids, num_samples=args.num_samples, sampling=sampling)
         for completion in engine.run([request])[0]:
             print(codec.decode(completion.token_ids, sampling.stop))

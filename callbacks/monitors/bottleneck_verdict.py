@@ -1,4 +1,4 @@
-"""Says in words which side is the limit, what that costs and which setting to turn."""
+"""Bottleneck report: which side limits throughput, its cost, and the setting to change."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.bottleneck import Intervals, Setting, Settings, Verdict, diagnose
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 MUCH_PADDING = 0.25  # share of the positions in a training pass
@@ -27,7 +28,7 @@ NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
 
 @dataclass
 class _Load:
-    """What the ends of the steps of a window looked like."""
+    """Load counters of a window of steps."""
 
     began: Intervals = NOTHING
     num_steps: int = 0
@@ -49,23 +50,22 @@ class _Load:
 class BottleneckVerdict(pl.Callback):
     """Prints the verdict of `scheduling.bottleneck` every `every_n_steps` steps, and on the whole run at the end.
 
-    Logs, with each, `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`, `perf/scoring_share` and
-    `perf/share_to_win`. Validation is left out of the window. A replay of a tape has one side only, and gets no
-    verdict. Changes nothing.
+    With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
+    `perf/scoring_share` and `perf/share_to_win`. Validation time is excluded. A replay of a tape has no engine, and
+    gets no verdict.
 
     Args:
-        every_n_steps: optimizer steps of a window.
+        every_n_steps: optimizer steps per window.
 
     Attributes:
-        verdict: the last one.
+        verdict: the last verdict.
 
     Raises:
         ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be >= 1, got {every_n_steps}")
+        check_range("BottleneckVerdict", ">= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.verdict: Verdict | None = None
         self._left_out = self._validation_began = NOTHING
@@ -74,31 +74,28 @@ class BottleneckVerdict(pl.Callback):
         self._step = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Steps are counted from here."""
         rollout_data(trainer, "BottleneckVerdict")
         self._left_out, self._step, self._run = NOTHING, trainer.global_step, None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The clock starts when the first step's rollouts are there: that wait no setting can take away."""
+        """Starts the clock at the first rollouts: no setting avoids the initial wait."""
         data = rollout_data(trainer, "BottleneckVerdict")
         if self._run is None and data.tape is None and data.stats() is not None:  # this rank has the producer
             began = self._totals(trainer)
             self._run, self._window = _Load(began), _Load(began)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The clock stops."""
         self._validation_began = self._totals(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The clock goes on."""
         self._left_out = self._left_out + (self._totals(trainer) - self._validation_began)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Looks after every step, judges after every window."""
+        """Updates counters after every step, and reports after every window."""
         if self._run is None:
             return
         self._run.add(batch)
@@ -118,7 +115,7 @@ class BottleneckVerdict(pl.Callback):
         _print(trainer, f"step {self._step}: {verdict}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The verdict on the whole run."""
+        """Reports on the whole run."""
         if self._run is not None and self._run.num_steps:
             _print(trainer, f"whole run: {self._judge(trainer, pl_module, self._run)}")
 
@@ -128,7 +125,7 @@ class BottleneckVerdict(pl.Callback):
         return self.verdict
 
     def _totals(self, trainer: pl.Trainer) -> Intervals:
-        """Since the start of the run, validation left out."""
+        """Totals since the start of the run, without validation."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         stats = data.stats() if isinstance(data, RolloutDataModule) else None
         if stats is None:
@@ -145,7 +142,7 @@ class BottleneckVerdict(pl.Callback):
 
 
 def what_to_turn(trainer: pl.Trainer, pl_module: pl.LightningModule, load: _Load) -> Settings:
-    """For each side a setting that is not yet at its end."""
+    """For each side, a setting that can still be changed."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, RolloutDataModule):
         raise SetupError(f"BottleneckVerdict reads a RolloutDataModule, not {type(data).__name__}")
@@ -215,7 +212,7 @@ def _metrics(verdict: Verdict) -> dict[str, float]:
 
 
 def _print(trainer: pl.Trainer, text: str) -> None:
-    """Above the progress bar, where there is one."""
+    """Prints above the progress bar, if there is one."""
     if trainer.is_global_zero:
         bar = trainer.progress_bar_callback
         print(text) if bar is None else bar.print(text)

@@ -46,8 +46,8 @@ class PolicyModule(WholeSteps):
     Args:
         model: Hugging Face name or folder of a causal LM.
         loss: per-token loss; None is `PPOClip()`.
-        proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, which sampled.
-        correction: importance weights between that anchor and the behavior policy; None is no correction.
+        proximal: proximal policy, the denominator of the loss's ratio; None is `BehaviorProximal()`.
+        correction: importance weights between proximal and behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
         learning_rate: of AdamW, unless `optimizer` is given; `weight_decay`: likewise.
         warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
@@ -66,7 +66,7 @@ class PolicyModule(WholeSteps):
         packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
 
     Attributes:
-        objective: loss, anchor, correction, baseline and penalties.
+        objective: loss, proximal policy, correction, baseline and penalties.
         version: number of weight publications so far; checkpointed.
         validator: holds the samples of the last validation.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.stabilizers.signals`.

@@ -57,7 +57,7 @@ MOVED = {
     "replay_buffer": "replay.buffer",
     "replay_weighting": "replay.weighting",
     "ring": "scheduling.ring",
-    "rollback": "stabilizers.alarm_actions",
+    "rollback": "stabilizers.rollback",
     "sharding": "models.sharding",
     "simulated_engine": "simulation.engine",
     "simulated_environment": "simulation.environment",

@@ -71,8 +71,8 @@ def slow_gigpo(rows, omega, gamma, standardize):
     for i, row in enumerate(rows):
         result.append([])
         for k, (state, _) in enumerate(row):
-            anchored = [led_to(other, j) for other in rows for j in range(len(other)) if other[j][0] == state]
-            result[i].append(relative(totals[i], totals) + omega * relative(led_to(row, k), anchored))
+            same_state = [led_to(other, j) for other in rows for j in range(len(other)) if other[j][0] == state]
+            result[i].append(relative(totals[i], totals) + omega * relative(led_to(row, k), same_state))
     return result
 
 

@@ -163,7 +163,7 @@ PROMPTS = {
     "surrogate": (r'{"prompt": "\ud800"}', "line 2 holds half of a character"),
     "surrogate in a key": (r'{"prompt": "1", "\udfff": 1}', "line 2 holds half of a character"),
     "deep": ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2 is nested too deeply"),
-    "a number of 5000 digits": ('{"prompt": ' + "1" * 5000 + "}", "line 2 is no JSON"),
+    "a number of 5000 digits": ('{"prompt": ' + "1" * 5000 + "}", "line 2 is not valid JSON"),
 }
 
 
