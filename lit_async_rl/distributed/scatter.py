@@ -58,7 +58,7 @@ class OneProcess:
     leads = True
 
     def __init__(self) -> None:
-        self.progress = Progress(math.inf)  # which nobody reads
+        self.progress = Progress(math.inf)  # never read
 
     def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
         return make()
