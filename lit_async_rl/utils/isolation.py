@@ -139,7 +139,7 @@ class _Child:
             is_reply = False
         if not is_reply:
             self._end()
-            raise RuntimeError(f"{self.name}: the process sent something that is no reply to request {number}")
+            raise RuntimeError(f"{self.name}: the process sent an invalid reply to request {number}")
         return dict(reply)
 
     def _wait(self, pipe: int, event: int, deadline: float, timeout_s: float) -> None:
