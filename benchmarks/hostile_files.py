@@ -26,7 +26,8 @@ import yaml
 from hostile_configs import mutate
 from hostile_makers import Files
 
-from lit_async_rl.cli.app import AsyncRLCLI, command
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.commands import command
 
 ROOT = Path(__file__).parent.parent
 EXECUTED: list[str] = []

@@ -13,6 +13,9 @@ from .advantages.group import Raw as Raw
 from .advantages.turns import GiGPO as GiGPO
 from .advantages.turns import TurnAdvantageEstimator as TurnAdvantageEstimator
 from .advantages.turns import TurnReturns as TurnReturns
+from .api.run import fit as fit
+from .api.trainer import Trainer as Trainer
+from .assets import asset as asset
 from .baselines.optimal import OptimalBaseline as OptimalBaseline
 from .callbacks import AdaptiveStaleness as AdaptiveStaleness
 from .callbacks import AnnealBeta as AnnealBeta
@@ -130,6 +133,7 @@ from .prompts.curriculum import Curriculum as Curriculum
 from .prompts.curriculum import DifficultyWindow as DifficultyWindow
 from .prompts.curriculum import HardestFirst as HardestFirst
 from .prompts.curriculum import Learnability as Learnability
+from .prompts.in_memory import InMemoryPrompts as InMemoryPrompts
 from .prompts.sources import HuggingFacePrompts as HuggingFacePrompts
 from .prompts.sources import JsonlPrompts as JsonlPrompts
 from .prompts.sources import ParquetPrompts as ParquetPrompts
@@ -187,6 +191,11 @@ from .tasks import SortDigits as SortDigits
 from .training.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from .training.csv_logger import CSVLog as CSVLog
 from .training.module import PolicyModule as PolicyModule
+from .training.schedules import ConstantRate as ConstantRate
+from .training.schedules import Cosine as Cosine
+from .training.schedules import Linear as Linear
+from .training.schedules import OneCycle as OneCycle
+from .training.schedules import RateSchedule as RateSchedule
 from .types import Prompt as Prompt
 from .types import PromptBatch as PromptBatch
 from .types import Rollout as Rollout

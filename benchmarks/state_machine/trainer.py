@@ -33,7 +33,7 @@ class VirtualOptimizer(Optimizer):
     """Optimizer with parameter groups only."""
 
     def __init__(self, parameter: Any) -> None:
-        self.param_groups = [{"params": [parameter]}]
+        self.param_groups = [{"params": [parameter], "lr": 1.0}]
 
 
 @dataclass

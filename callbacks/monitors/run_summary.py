@@ -72,7 +72,9 @@ class RunSummary(pl.Callback):
             table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
         for judge in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
+            if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
+                table.add_row("training is collapsing", judge.collapse)
+            elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
                 table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
         if self._folder is not None:
             table.add_row("metrics and samples", self._folder)

@@ -24,7 +24,7 @@ class WeightSync(pl.Callback):
     publication was skipped (for example by `GradientAlignmentControl`), the engine keeps its weights. Admission
     advances either way. Logs `perf/weight_sync_s`, the seconds that the trainer spent publishing.
 
-    Before training it links module, data module and trainer, so that each setting is stated once:
+    Before training it links the parts, so that each setting is stated once: `data.model` is the module's unless given,
     `accumulate_grad_batches` follows `data.micro_batches_per_step`, groups are kept whole where the module needs it,
     and model and tokenizer must agree.
 
@@ -55,10 +55,11 @@ class WeightSync(pl.Callback):
         Raises:
             ValueError: two of them contradict each other.
         """
+        data.use_model(module.model)
         if data.model != module.model:
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
-        check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
+        check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
         check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
         data.keep_groups_whole = module.wants_whole_groups
         wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches

@@ -8,13 +8,9 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from lit_async_rl.callbacks import SaveOnSigterm
 
 CTRL_C_STATUS = 130  # of shells, 128 + SIGINT
 _NOTICE = b"Ctrl-C: training ends after this step and saves a checkpoint; once more ends it at once\n"
@@ -59,19 +55,6 @@ class CtrlC:
         signal.raise_signal(signal.SIGTERM)
 
 
-def fit_until_stopped(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule, ckpt_path: str | None
-) -> str | None:
-    """Trains; returns the checkpoint saved by `SaveOnSigterm` after SIGTERM or Ctrl-C, otherwise None."""
-    savers = [c for c in trainer.callbacks if isinstance(c, SaveOnSigterm)]  # type: ignore[attr-defined]
-    try:
-        trainer.fit(module, data, ckpt_path=ckpt_path)
-    except SIGTERMException:
-        if not any(saver.path for saver in savers):
-            raise
-    return next((saver.path for saver in savers if saver.path), None)
-
-
 def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
     """The command line that began this run, with `--ckpt_path`.
 
@@ -87,4 +70,6 @@ def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
             del given[:1]
         elif not word.startswith("--ckpt_path="):
             kept.append(word)
-    return shlex.join(["python", sys.argv[0], *kept, "--ckpt_path", checkpoint])
+    script = sys.argv[0]
+    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
+    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])

@@ -28,9 +28,9 @@ class HeldOut:
 
     def batches(self, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
         """This rank's batches of the usable prompts; none without `data.validation.prompts`."""
-        if self._settings.prompts is None:
+        if (source := self._settings.source) is None:
             return []
-        usable = UsableSubset(self._settings.prompts, self._encode)
+        usable = UsableSubset(source, self._encode)
         return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
 
     def score(self, completions: Sequence[tuple[Prompt, str]], on_progress: Callable[[], None]) -> list[float | None]:

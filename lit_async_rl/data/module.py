@@ -27,7 +27,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.prompts.in_memory import as_source
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import Tape
@@ -46,12 +47,14 @@ class RolloutDataModule(pl.LightningDataModule):
     """Rollouts of the policy in training, at most `max_staleness` versions old.
 
     Args:
-        model: Hugging Face name or folder; determines the tokenizer and the engine's architecture.
-        prompts: training prompts.
-        reward: `reward(prompt, completion) -> float`, a function given by its dotted path or a callable class; None
-            only if the engine scores.
-        engine: samples the completions; None is `EmbeddedEngine()`.
-        max_staleness: bound on a token's age in versions when it is trained on; 0 is synchronous.
+        model: Hugging Face name or folder; gives the tokenizer and the engine's architecture. None is the model that is
+            trained, which `WeightSync` fills in.
+        prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`; see
+            `InMemoryPrompts`.
+        reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
+            or a callable class; None only where the engine scores.
+        engine: where completions come from; None is `EmbeddedEngine()`.
+        max_staleness: how many versions older than the policy a token may be when it is trained on; 0 is synchronous.
         admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
         groups_per_step: prompts of one optimizer step.
         group_size: completions of each prompt.
@@ -75,8 +78,8 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        model: str,
-        prompts: PromptSource,
+        model: str | None = None,
+        prompts: Records | None = None,
         reward: Reward | None = None,
         engine: RolloutEngine | None = None,
         max_staleness: int = 4,
@@ -95,12 +98,15 @@ class RolloutDataModule(pl.LightningDataModule):
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         super().__init__()
+        if prompts is None:
+            raise ValueError("data.prompts is not set")
+        source = as_source(prompts, "data.prompts")
         self.admission, self.intake = admission or Bounded(), intake or Intake()
         self.tape = Tape(self.admission.folder) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(scores=reward is None)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
-        self.model, self.prompts, self.reward = model, prompts, reward
+        self.model, self.prompts, self.reward = model, source, reward
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
         check_range("data", "positive", groups_per_step=groups_per_step, group_size=group_size)
@@ -115,11 +121,12 @@ class RolloutDataModule(pl.LightningDataModule):
         check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.keep_groups_whole = False
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        self.stream = PromptStream(prompts, seed=self.intake.seed)
-        self.codec = TextCodec(model)
+        self.stream = PromptStream(source, seed=self.intake.seed)
+        self._codec = None if model is None else TextCodec(model)
         self._bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
-        self.held_out = HeldOut(validation, self.codec.encode, partial(scoring.make_scorer, reward))
+        encode = lambda prompt: self.codec.encode(prompt)  # noqa: E731  the tokenizer may come later
+        self.held_out = HeldOut(validation, encode, partial(scoring.make_scorer, reward))
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
@@ -140,6 +147,23 @@ class RolloutDataModule(pl.LightningDataModule):
             keep_groups_whole=self.keep_groups_whole,
             **settings,
         )
+
+    def use_model(self, model: str) -> None:
+        """Takes the name of the model that is trained, where none was given."""
+        if self.model is None:
+            self._codec = TextCodec(model)
+            self.model = self._source.model = model
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer.
+
+        Raises:
+            SetupError: it is not known yet which one.
+        """
+        if self._codec is None:
+            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
+        return self._codec
 
     def note_progress(self) -> None:
         """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""

@@ -51,7 +51,7 @@ class RolloutSource:
     def __init__(
         self,
         engine: RolloutEngine,
-        model: str,
+        model: str | None,
         admission: Admission,
         make_producer: Callable[[int], Producer | Replay],
         groups_per_step: int,
@@ -75,12 +75,17 @@ class RolloutSource:
         """Loads new weights into the engine; the first call also sets it up."""
         calls = EngineCalls(self.engine, self._timeout_s)
         if not self._is_set_up:
-            calls.setup(self.model)
+            self._set_up(calls)
             self._is_set_up = True
         if isinstance(self._producer, Producer):
             self._producer.listener.load_weights(version, weights)
         else:
             calls.load_weights(version, weights)
+
+    def _set_up(self, calls: EngineCalls) -> None:
+        if self.model is None:
+            raise SetupError("data.model is not set")
+        calls.setup(self.model)
 
     def start(self, version: int, step: int) -> None:
         """Starts the background thread, from the restored state if there is one; the engine has its weights."""
@@ -183,7 +188,7 @@ class RolloutSource:
         try:
             self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
             calls = EngineCalls(self.engine, self._timeout_s)
-            calls.setup(self.model)
+            self._set_up(calls)
             calls.load_weights(producer.version, weights)
         except Exception as failure:
             producer.listener.engine_error = failure

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.prompts.in_memory import as_source
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.utils.checks import check_range
@@ -52,7 +54,7 @@ class Validation:
         ValueError: a setting is out of range.
     """
 
-    prompts: PromptSource | None = None
+    prompts: Records | None = None
     num_samples: int = 1
     batch_size: int = 128
     sampling: SamplingParams | None = None
@@ -60,6 +62,12 @@ class Validation:
 
     def __post_init__(self) -> None:
         check_range("data.validation", "positive", num_samples=self.num_samples, batch_size=self.batch_size)
+        object.__setattr__(self, "prompts", self.source)
+
+    @property
+    def source(self) -> PromptSource | None:
+        """The held-out prompts."""
+        return None if self.prompts is None else as_source(self.prompts, "data.validation.prompts")
 
 
 @dataclass(frozen=True, kw_only=True)

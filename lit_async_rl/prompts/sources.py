@@ -13,8 +13,8 @@ from lit_async_rl.utils.checks import check_range
 OnBadPrompt = Literal["error", "skip"]
 
 
-class PromptSource(ABC):
-    """Finite, indexable set of prompts.
+class PromptSource(Records, ABC):
+    """A finite set of prompts, by number.
 
     Attributes:
         max_prompt_tokens: largest prompt length in tokens; None is the limit of the engine.

@@ -8,18 +8,20 @@ process alive.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lit_async_rl.errors import RewardError, SetupError
+from lit_async_rl.errors import RewardError, SetupError, StalledError
+from lit_async_rl.rewards.awaiting import Awaiter
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.clocks import AwakeClock
@@ -29,7 +31,7 @@ CLOSE_S = 5.0
 POLL_S = 0.2
 MAX_LEFT_OUT = 10  # prompts in a row
 log = logging.getLogger(__name__)
-Reward = Callable[[Prompt, str], float]
+Reward = Callable[[Prompt, str], float | Awaitable[float]]
 
 
 def reward_name(reward: Reward) -> str:
@@ -39,8 +41,19 @@ def reward_name(reward: Reward) -> str:
     return f"{type(reward).__module__}.{type(reward).__qualname__}"
 
 
-def score(reward: Reward, prompt: Prompt, completion: str) -> float:
-    """Evaluates the reward of one completion.
+def score(
+    reward: Reward,
+    prompt: Prompt,
+    completion: str,
+    wait: Callable[[Awaitable[float]], float] = Awaiter.once,
+) -> float:
+    """One reward as a finite float.
+
+    Args:
+        reward: plain or `async`.
+        prompt: of the completion.
+        completion: to be scored.
+        wait: gives the result of an `async` reward.
 
     Raises:
         RewardError: the function raised, or did not return a finite number.
@@ -48,6 +61,10 @@ def score(reward: Reward, prompt: Prompt, completion: str) -> float:
     where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, completion {completion[:200]!r}"
     try:
         value: Any = reward(prompt, completion)
+        if inspect.isawaitable(value):
+            value = wait(value)
+    except StalledError:
+        raise
     except Exception as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
@@ -97,6 +114,7 @@ class Scorer:
         self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
         self._left_out: list[Prompt] = []  # since the last reward
+        self._awaiter = Awaiter(timeout_s)
         self._log = LimitedLog(log)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
@@ -137,9 +155,11 @@ class Scorer:
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None
             try:
-                reward = score(self.reward, job.prompt, job.completion)
+                reward = score(self.reward, job.prompt, job.completion, self._awaiter.wait)
             except RewardError as error:
                 failure = error
+            except StalledError:
+                failure = self._too_late(job)
             except BaseException as error:
                 self._error = error
                 return
@@ -206,8 +226,12 @@ class Scorer:
                 continue
             del self._workers[number]
             self._add_worker()
-            late = f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
-            self._fail(job, RewardError(f"{late} on prompt {job.prompt.text[:200]!r}"))
+            self._fail(job, self._too_late(job))
+
+    def _too_late(self, job: _Job) -> RewardError:
+        name = reward_name(self.reward) if self.reward is not None else None
+        late = f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
+        return RewardError(f"{late} on prompt {job.prompt.text[:200]!r}")
 
     def close(self) -> None:
         """Stops the workers; queued completions are not scored.
@@ -217,6 +241,7 @@ class Scorer:
         """
         self._is_closed = True
         self.clock.close()
+        self._awaiter.close()
         for _ in range(self.num_workers):
             self._jobs.put(None)
         deadline = time.monotonic() + CLOSE_S

@@ -59,6 +59,9 @@ class Intervals:
         return (self.engine_busy_s - self.wait_s) / shorter if shorter > 0 else 1.0
 
 
+NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A setting, its value and a suggested one."""
@@ -125,7 +128,7 @@ class Verdict:
 
 _NO_SETTING: dict[Side, str] = {
     "engine": "give it a faster device, more servers or shorter completions",
-    "trainer": "give it a faster device, more threads or fewer tokens a step",
+    "trainer": "give it a faster device or fewer tokens a step",
     "reward": "make the reward function cheaper",
     "weight sync": "publish less often",
     "staleness bound": "shorten the longest completions: they hold up a whole step",

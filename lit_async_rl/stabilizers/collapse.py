@@ -143,6 +143,48 @@ class CollapseWatch:
         self._best_reward = state_dict["best_reward"]
 
 
+class CollapseTrend:
+    """Recognises a collapse that goes on: a tiny effective sample size while the reward falls.
+
+    Both at once, and over many steps: long completions have a small effective sample size in sound runs, too, and a
+    reward may fall for other reasons. What began stays until the reward is back.
+
+    Args:
+        min_ess_ratio: the median effective sample size of `window` steps, as a share of the step's completions, below
+            which it counts as collapsed.
+        reward_drop: share of the best mean reward of `window` steps by which the mean must have fallen.
+        window: steps.
+    """
+
+    def __init__(self, min_ess_ratio: float = 0.05, reward_drop: float = 0.1, window: int = 10) -> None:
+        self.min_ess_ratio, self.reward_drop = min_ess_ratio, reward_drop
+        self._ess: deque[float] = deque(maxlen=window)
+        self._rewards: deque[float] = deque(maxlen=window)
+        self._best = -math.inf
+        self._lowest_ess = math.inf  # of the collapse that goes on
+
+    def observe(self, ess_ratio: float, reward: float) -> str | None:
+        """Takes in one step; a collapse in words, or None."""
+        self._ess.append(ess_ratio)
+        self._rewards.append(reward)
+        if len(self._ess) < (self._ess.maxlen or 0):
+            return None
+        mean, ess = statistics.fmean(self._rewards), statistics.median(self._ess)
+        self._best = max(self._best, mean)
+        if self._best - mean <= self.reward_drop * abs(self._best):
+            self._lowest_ess = math.inf
+            return None
+        if ess < self.min_ess_ratio:
+            self._lowest_ess = min(self._lowest_ess, ess)
+        if self._lowest_ess == math.inf:
+            return None
+        return (
+            f"the effective sample size fell to {self._lowest_ess:.2g} of the completions (limit "
+            f"{self.min_ess_ratio:g}), and the mean reward of {len(self._rewards)} steps to {mean:.3g} from "
+            f"{self._best:.3g}"
+        )
+
+
 def _below(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and not value >= limit
 

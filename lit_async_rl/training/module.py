@@ -31,10 +31,14 @@ from lit_async_rl.models.weights import is_sharded, stream_weights, without_refe
 from lit_async_rl.training.checkpoint_io import check_same_model
 from lit_async_rl.training.compatibility import check_baseline
 from lit_async_rl.training.objective import Objective, Reference
+from lit_async_rl.training.scheduler import bind_scheduler, check_resumable
+from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_range
+
+LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
 
 class PolicyModule(WholeSteps):
@@ -49,10 +53,10 @@ class PolicyModule(WholeSteps):
         proximal: proximal policy, the denominator of the loss's ratio; None is `BehaviorProximal()`.
         correction: importance weights between proximal and behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
-        learning_rate: of AdamW, unless `optimizer` is given; `weight_decay`: likewise.
-        warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
-        optimizer: another optimizer.
-        scheduler: another learning-rate schedule, stepped every optimizer step.
+        learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`: of AdamW.
+        optimizer: another optimizer than AdamW.
+        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine` or `OneCycle`, which take height
+            and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is `ConstantRate()`.
         kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
             reference is the policy without its adapters; otherwise a frozen copy of the weights.
         entropy_coefficient: weight of the entropy bonus.
@@ -79,11 +83,10 @@ class PolicyModule(WholeSteps):
         proximal: Proximal | None = None,
         correction: Correction | None = None,
         baseline: OptimalBaseline | None = None,
-        learning_rate: float = 1e-6,
+        learning_rate: float | None = None,
         weight_decay: float = 0.0,
-        warmup_steps: int = 0,
         optimizer: OptimizerCallable | None = None,
-        scheduler: LRSchedulerCallable | None = None,
+        scheduler: RateSchedule | LRSchedulerCallable | None = None,
         kl_coefficient: float = 0.0,
         entropy_coefficient: float = 0.0,
         logprob_chunk_tokens: int = 4096,
@@ -97,14 +100,12 @@ class PolicyModule(WholeSteps):
     ) -> None:
         super().__init__()
         check_range("model", "positive", learning_rate=learning_rate)
-        check_range(
-            "model", ">= 0", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient
-        )
+        check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline, packing)
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
-        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.make_optimizer, self.scheduler = optimizer, scheduler or ConstantRate()
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         if sharding.meta_device and (random_init or lora):
             raise ValueError("model.sharding.meta_device=true goes with neither model.random_init nor model.lora")
@@ -127,6 +128,12 @@ class PolicyModule(WholeSteps):
         """Whether all completions of a prompt must be in one micro-batch."""
         objective = self.objective
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
+
+    def setup(self, stage: str) -> None:
+        """Refuses rates and lengths that contradict each other before the first validation."""
+        super().setup(stage)
+        if stage == "fit" or self.trainer.max_steps > 0:
+            self.configure_optimizers()
 
     def configure_model(self) -> None:
         """Applies the sharding strategy to policy and reference; loads weights whose loading was deferred.
@@ -176,6 +183,7 @@ class PolicyModule(WholeSteps):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after all callbacks; detects whether one of them dropped the gradients."""
         super().on_before_optimizer_step(optimizer)
+        self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     def mark_updated(self) -> None:
@@ -192,19 +200,17 @@ class PolicyModule(WholeSteps):
         return stream_weights(self.policy, self.trainer.strategy.model)
 
     def configure_optimizers(self) -> Any:
-        """AdamW with linear warm-up, unless others are given."""
+        """AdamW unless another was given, and the schedule, bound to this run.
+
+        Raises:
+            ValueError: optimizer or scheduler state another rate or length than `learning_rate` and `max_steps`.
+        """
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
-        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or (
-            lambda params: torch.optim.AdamW(params, lr=self.learning_rate, weight_decay=self.weight_decay)
-        )
+        adamw = partial(torch.optim.AdamW, lr=self.learning_rate or LEARNING_RATE, weight_decay=self.weight_decay)
+        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
         optimizer = make_optimizer(parameters)
-        if self.make_scheduler is not None:
-            scheduler = self.make_scheduler(optimizer)
-        elif self.warmup_steps:
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / self.warmup_steps))
-        else:
-            return optimizer
+        scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # -- validation ---------------------------------------------------------------------------------------------------
@@ -236,5 +242,7 @@ class PolicyModule(WholeSteps):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.version, self._updated = checkpoint["version"], checkpoint["updated"]
         super().on_load_checkpoint(checkpoint)
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
         if "state_dict" in checkpoint and not is_sharded(self):
             check_same_model(without_reference(checkpoint["state_dict"]), without_reference(self.state_dict()))

@@ -47,6 +47,11 @@ class LoopThread:
         future.cancel()
         raise StalledError(f"{what} did not end within {timeout_s:g} s")
 
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the loop runs a coroutine within `timeout_s`: none that it runs blocks it."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        return bool(concurrent.futures.wait([future], timeout_s).done)
+
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Schedules `callback` in the loop's thread; ignored after `close`."""
         if not self._closed.is_set():
