@@ -38,7 +38,7 @@ def _config_files(args: Sequence[str]) -> Iterator[Path]:
 
 def _check_yaml(file: Path) -> None:
     if file.stat().st_size > MOST_BYTES:
-        raise ValueError(f"config={str(file)!r} is no configuration: it has more than {MOST_BYTES:,} bytes")
+        raise ValueError(f"config={str(file)!r} is not a configuration: it has more than {MOST_BYTES:,} bytes")
     try:
         text = file.read_bytes().decode()
         is_mapping = _measure(text)
@@ -46,9 +46,9 @@ def _check_yaml(file: Path) -> None:
         raise ValueError(f"config={str(file)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ValueError(f"config={str(file)!r}{line} is no YAML: {error.problem}") from None
+        raise ValueError(f"config={str(file)!r}{line} is not YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"config={str(file)!r} is no YAML: {error}") from None
+        raise ValueError(f"config={str(file)!r} is not YAML: {error}") from None
     if not is_mapping:
         raise ValueError(f"config={str(file)!r} holds no settings (`name: value`)")
 
