@@ -1,8 +1,8 @@
-"""Measured numbers of the documentation: one JSON file each in `docs/measurements/`, from which the pages' tables are made.
+"""Measurements in the documentation: `docs/measurements/NAME.json`, and the tables that pages make of them.
 
-A file has `name`, `value`, `unit`, `interval` (null, or lower and upper limit), `command`, `commit`, `date`, `machine` and, where there is more than one number, `table` (`columns`, `rows`). A page shows it
-between `<!-- measurement: NAME -->` and `<!-- end -->`; `python docs/measurements.py` writes what stands in between, and a
-test compares.
+A file has `name`, `value`, `unit`, `interval` (null, or the two limits), `command`, `commit`, `date`, `machine` and, where
+there is more than one number, `table` with `columns` and `rows`. A page shows it between `<!-- measurement: NAME -->` and
+`<!-- end -->`. `python docs/measurements.py` writes the text in between; the site is built with it and a test compares it.
 """
 
 from __future__ import annotations
