@@ -116,6 +116,8 @@ def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> N
     if type(data).__qualname__ in checkpoint or data.tape is not None:  # Lightning did it; a tape has no state
         return
     found = [name for name, value in checkpoint.items() if is_producer_state(value)]
+    if not found and checkpoint["global_step"] == 0:  # saved before anything was sampled
+        return
     if len(found) != 1:
         raise ValueError(
             f"the checkpoint holds {len(found)} states of a RolloutDataModule, not one: its rollouts and the position "
