@@ -61,6 +61,7 @@ class WholeSteps(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the random state; Lightning counts in the micro-batches of this run."""
-        now = self.trainer.accumulate_grad_batches
-        count_whole_steps(checkpoint, checkpoint.get("micro_batches_per_step", now), now)
+        if self._trainer is not None:  # an export has none
+            now = self.trainer.accumulate_grad_batches
+            count_whole_steps(checkpoint, checkpoint.get("micro_batches_per_step", now), now)
         torch.set_rng_state(checkpoint["random_state"].cpu())

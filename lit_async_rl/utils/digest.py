@@ -85,7 +85,7 @@ def _check_digest(file: BinaryIO, where: str) -> None:
     tail = file.read()
     if len(tail) < COMMENT + 22 or (MARK not in tail and not tail.startswith(END)):
         end = tail.rfind(END)
-        is_cut = end >= 0 and tail[end + 20 : end + 22] != struct.pack("<H", len(tail) - end - 22)
+        is_cut = end >= 0 and int.from_bytes(tail[end + 20 : end + 22], "little") != len(tail) - end - 22
         if is_cut or not zipfile.is_zipfile(file):
             raise ValueError(f"{where} is no whole checkpoint: it was cut off, or is something else")
         log.warning("%s has no digest (saved elsewhere, or by an earlier version): damage would not be noticed", where)

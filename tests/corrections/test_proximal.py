@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lit_async_rl.advantages.group import GroupMean, LengthWeighted
 from lit_async_rl.corrections import Correction, IcePop, SequenceTruncatedIS, TokenTruncatedIS
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
+from lit_async_rl.data.compatibility import check_average
 from lit_async_rl.losses import (
     CISPO,
     GSPO,
@@ -27,7 +28,7 @@ from lit_async_rl.losses import (
     TrajectoryBalance,
 )
 from lit_async_rl.losses.aggregation import FixedLength, SequenceMean, TokenMean
-from lit_async_rl.training.compatibility import check_compatibility, check_step_compatibility
+from lit_async_rl.training.compatibility import check_compatibility
 
 ANCHORS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
 
@@ -167,7 +168,7 @@ def test_senseless_combinations_are_refused_by_name(
 
 def test_a_length_weighted_baseline_is_refused_where_length_is_divided_out() -> None:
     with pytest.raises(ValueError, match=r"LengthWeighted.*SequenceMean"):
-        check_step_compatibility(LengthWeighted(), SequenceMean())
+        check_average(LengthWeighted(), SequenceMean())
     for aggregation in (TokenMean(), FixedLength(8)):
-        check_step_compatibility(LengthWeighted(), aggregation)
-    check_step_compatibility(GroupMean(), SequenceMean())
+        check_average(LengthWeighted(), aggregation)
+    check_average(GroupMean(), SequenceMean())

@@ -48,7 +48,7 @@ def test_a_share_arrives_as_it_was_sent():
 
 
 def test_a_rank_timeout_must_be_positive():
-    with pytest.raises(ValueError, match=r"data\.rank_timeout_s"):
+    with pytest.raises(ValueError, match=r"data\.limits\.rank_timeout_s"):
         make_data(rank_timeout_s=0.0)
 
 

@@ -32,8 +32,8 @@ ONCE = {"Progress"}  # a trainer has one progress bar, and these runs have none
 def discovered() -> dict[str, type[pl.Callback]]:
     """Every callback class of the package, by name."""
     found = {}
-    for info in pkgutil.iter_modules(callbacks.__path__):
-        module = importlib.import_module(f"{callbacks.__name__}.{info.name}")
+    for info in pkgutil.walk_packages(callbacks.__path__, f"{callbacks.__name__}."):
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             is_here = isinstance(value, type) and value.__module__ == module.__name__
             if is_here and issubclass(value, pl.Callback) and value not in BASES:
@@ -100,7 +100,7 @@ def run(
     loss: dict[str, Any] = {}
     if kind == "trajectory":
         loss = dict(loss=TrajectoryBalance(0.1))
-        settings |= dict(advantage=GroupMean(), aggregation=FixedLength(1), keep_groups_whole=True)
+        settings |= dict(advantage=GroupMean(), aggregation=FixedLength(1))
         settings |= dict(replay=ReplayBuffer(0.5))
     rollouts = make_data(**(settings | data))
     module = module or make_module(**loss)

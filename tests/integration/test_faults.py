@@ -109,7 +109,7 @@ def test_what_is_slow_is_said_before_it_is_cut_off(caplog):
 
     with caplog.at_level(logging.WARNING):
         fit(make_module(), make_data(reward=slowly, reward_timeout_s=1.0, reward_tries=9, group_size=1), 2)
-    assert said(caplog, "of reward_timeout_s=1")
+    assert said(caplog, "of data.scoring.timeout_s=1")
 
 
 def test_an_unwritable_folder_is_named_and_left_alone(tmp_path):

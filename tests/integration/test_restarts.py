@@ -123,7 +123,7 @@ def test_with_no_restarts_the_first_failure_ends_the_run():
     data = make_data(engine=failing("_step", "crash", 1), groups_per_step=2, engine_restarts=0)
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30)
-    with pytest.raises(ValueError, match=r"data\.engine_restarts must be >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"data\.limits\.engine_restarts must be >= 0, got -1"):
         make_data(engine_restarts=-1)
 
 

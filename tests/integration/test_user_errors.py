@@ -104,7 +104,7 @@ REWARDS = {
     "raises": ("raise KeyError('gold')", "KeyError"),
     "is NaN": ("return float('nan')", "must be finite"),
     "is text": ("return 'good'", "'good'"),
-    "hangs": ("import time; time.sleep(30)", "reward_timeout_s=1"),
+    "hangs": ("import time; time.sleep(30)", "data.scoring.timeout_s=1"),
 }
 
 
@@ -133,7 +133,7 @@ def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
     began = time.monotonic()
     said = message(capsys, tmp_path, *flags)
     assert re.search(
-        r"reward hangs_held_out\.judge did not return within data\.reward_timeout_s=1 on prompt '.*='", said
+        r"reward hangs_held_out\.judge did not return within data\.scoring\.timeout_s=1 on prompt '.*='", said
     )
     assert time.monotonic() - began < 60.0, "beside the time that it takes to start"
 

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from test_isolation import wait_for_the_end_of
+from processes import wait_for_the_end_of
 
 from lit_async_rl.errors import RewardError
 from lit_async_rl.rewards.functions import IsolatedReward

@@ -74,7 +74,7 @@ def test_a_reward_that_hangs_is_named_to_who_waits_for_it():
     release = threading.Event()
     scorer = Scorer(lambda prompt, completion: float(release.wait(60.0)), timeout_s=0.3)
     with pytest.raises(
-        RewardError, match=r"<lambda> did not return within data\.reward_timeout_s=0\.3 on prompt '1\+1='"
+        RewardError, match=r"<lambda> did not return within data\.scoring\.timeout_s=0\.3 on prompt '1\+1='"
     ):
         score_all(scorer, [(PROMPT, "2")], lambda: None)
     release.set()

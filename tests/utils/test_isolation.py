@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import wait_for_the_end_of
 
 from lit_async_rl.utils.isolation import IsolatedCallError, IsolatedFunction
 
@@ -117,13 +118,6 @@ os._exit(0)
     wait_for_the_end_of(*pids)
 
 
-def wait_for_the_end_of(*pids):
-    deadline = time.monotonic() + 30
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a child is still there"
-        time.sleep(0.1)
-
-
 def test_a_child_is_gone_with_its_function_and_ctrl_c_is_not_for_it():
     function = IsolatedFunction(WORKER, 5.0)
     pid = function("pid", 0)
@@ -141,14 +135,6 @@ def test_a_child_that_was_killed_between_two_calls_is_an_error_once():
     with pytest.raises(TimeoutError, match="SIGKILL"):
         function("echo", 1)
     assert function("echo", 1) == 1
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_time_limit_must_be_positive():
