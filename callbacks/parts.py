@@ -1,4 +1,4 @@
-"""The module and the data module that most callbacks of this package work with."""
+"""Access to the `PolicyModule` and the `RolloutDataModule` of a run, for callbacks that need them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 def policy_module(pl_module: AnyModule, owner: str) -> PolicyModule:
-    """The policy that is trained.
+    """Returns the module as a `PolicyModule`, for the callback `owner`.
 
     Raises:
-        ValueError: it is another kind of module.
+        ValueError: it is not a `PolicyModule`.
     """
     if not isinstance(pl_module, PolicyModule):
         raise ValueError(f"{owner} needs a PolicyModule (of lightning.pytorch), got {type(pl_module).__name__}")
@@ -19,10 +19,10 @@ def policy_module(pl_module: AnyModule, owner: str) -> PolicyModule:
 
 
 def rollout_data(trainer: AnyTrainer, owner: str) -> RolloutDataModule:
-    """Where the rollouts come from.
+    """Returns the trainer's `RolloutDataModule`, for the callback `owner`.
 
     Raises:
-        ValueError: there is no data module, or another kind of one.
+        ValueError: there is no data module, or it is not a `RolloutDataModule`.
     """
     data = trainer.datamodule
     if not isinstance(data, RolloutDataModule):

@@ -1,44 +1,44 @@
-"""Errors that a user can meet. Each message names the setting, its value and what to look at."""
+"""Exceptions raised at run time. Messages name the setting, its value and what to check."""
 
 
 class StalledError(TimeoutError):
-    """A wait ran out of time: says who waited for what, for how long, and which setting bounds it."""
+    """A wait timed out; the message names what was awaited, for how long, and the setting of the limit."""
 
 
 class ProducerError(RuntimeError):
-    """The background thread died; its own error is the cause."""
+    """The rollout thread failed; its exception is the cause."""
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, returned something that is no finite number, or did not return in time."""
+    """A reward function raised, returned a value that is not a finite number, or timed out."""
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment raised, or did not answer in time."""
+    """An environment raised an exception or timed out."""
 
 
 class EngineError(RuntimeError):
-    """The engine broke and was stopped; what broke it is the cause."""
+    """The engine failed and was stopped; the original exception is the cause."""
 
 
 class CompletionError(EngineError):
-    """An engine returned a completion that cannot be right: names the engine, the request and the field."""
+    """An engine returned an invalid completion; the message names engine, request and field."""
 
 
 class RankError(RuntimeError):
-    """Another process of the run failed, fell silent, or is gone; says which one, and why."""
+    """Another training process failed, stopped responding, or exited; the message names its rank."""
 
 
 class NonFiniteError(RuntimeError):
-    """Too many updates in a row had a gradient with NaN or infinity, and were left out."""
+    """Too many consecutive updates were dropped because their gradient had NaN or infinity."""
 
 
 class EngineDown(RuntimeError):
-    """The engine hangs or broke; another is to take its place, with weights from all ranks. No user meets it."""
+    """Internal: the engine hangs or failed and is to be restarted with weights from all ranks."""
 
 
 def describe(error: BaseException) -> str:
-    """What an exception says, with its type where its message alone would not be understood (`KeyError: 0`)."""
+    """Message of an exception, prefixed with its type where the message alone is unclear (`KeyError: 0`)."""
     message = str(error).strip()
     is_sentence = isinstance(error, (ValueError, OSError, RuntimeError)) and " " in message
     if is_sentence and not isinstance(error, UnicodeError):
@@ -51,12 +51,12 @@ class StalenessError(RuntimeError):
 
 
 class StepError(RuntimeError):
-    """An optimizer step would not be made of exactly its micro-batches, each of them once."""
+    """An optimizer step does not consist of exactly its own micro-batches, each once."""
 
 
 class SetupError(RuntimeError):
-    """A part is used without another one that it needs, or before it was set up."""
+    """A component was used before its setup, or without another component that it needs."""
 
 
 class InvariantError(RuntimeError):
-    """A promise that the library makes to itself is broken: a bug, please report it."""
+    """An internal invariant is violated; this is a bug, please report it."""

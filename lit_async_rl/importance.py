@@ -1,7 +1,7 @@
-"""Importance ratios and distances between two policies, from log-ratios of sampled tokens.
+"""Importance ratios and divergences between two policies, from log-ratios of sampled tokens.
 
 B rollouts, T positions. `log_ratio` is log pi - log mu of each token sampled from mu, `mask` is True where a token
-counts; what stands elsewhere never matters, NaN included.
+counts; values elsewhere are ignored, NaN included.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 # e^20 squared, summed over a million tokens, is still a float32; a ratio beyond carries no information any more
@@ -18,19 +18,19 @@ MAX_LOG_RATIO = 20.0
 
 
 def masked(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`values` where `mask`, exactly 0 (in the gradient too) elsewhere."""
+    """Returns `values` where `mask`, and 0 with zero gradient elsewhere."""
     return torch.where(mask, values, 0.0)
 
 
 def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Mean over the tokens that count; 0 if there are none."""
+    """Mean over the tokens in `mask`; 0 if there are none."""
     return masked(values, mask).sum() / mask.sum().clamp(min=1)
 
 
 def masked_quantiles(
     values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], probabilities: Sequence[float]
 ) -> Float[Tensor, " Q"]:
-    """Quantiles (nearest lower rank) of the values that count; zeros if there are none.
+    """Quantiles (nearest lower rank) of the values in `mask`; zeros if there are none.
 
     Sorts instead of calling `torch.quantile`, which refuses more than 16M values.
     """
@@ -42,39 +42,53 @@ def masked_quantiles(
 
 
 def safe_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The ratio, its logarithm limited to ±`MAX_LOG_RATIO`; finite, with zero gradient beyond."""
+    """Ratio exp(log_ratio) with the log-ratio clamped to ±`MAX_LOG_RATIO`; the gradient is 0 beyond."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_log_ratio(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Ratio of whole completions: log w_i = sum over tokens of log pi - log mu."""
+    """Log-ratio of whole completions: log w_i = sum over tokens of log pi - log mu."""
     return masked(log_ratio, mask).sum(-1)
 
 
 def geometric_log_ratio(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Mean over the tokens of a completion: log s_i = (log w_i) / L_i; 0 for a completion without tokens."""
+    """Length-normalised log-ratio of completions: log s_i = (log w_i) / L_i; 0 for a completion without tokens."""
     return sequence_log_ratio(log_ratio, mask) / mask.sum(-1).clamp(min=1)
 
 
-def effective_sample_size(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Kish's (sum w)^2 / sum w^2, between 1 and B; in log space, so that no weight overflows.
-
-    Weights that are NaN count as 0. Without any positive weight the effective size is 0.
-    """
+def weight_sums(log_weights: Float64[Tensor, " B"]) -> Float64[Tensor, "3"]:
+    """Maximum M of the log-weights l, sum of exp(l - M), and sum of its squares; NaN and -inf are weight 0."""
+    if log_weights.numel() == 0:
+        return log_weights.new_tensor([-torch.inf, 0.0, 0.0])
     largest = torch.finfo(torch.float64).max / 4
-    log_weights = log_weights.double().nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
-    if not (log_weights > -torch.inf).any():
-        return log_weights.new_zeros((), dtype=torch.float32)
-    log_weights = log_weights - log_weights.max()  # before the factor 2, so that a huge common factor costs no digits
-    size = (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp()
-    return size.clamp(1, log_weights.numel()).float()
+    log_weights = log_weights.nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+    top = log_weights.max()
+    weights = torch.where(top > -torch.inf, (log_weights - top).exp(), 0.0)
+    return torch.stack([top, weights.sum(), weights.square().sum()])
+
+
+def ess_of_sums(sums: Float64[Tensor, "R 3"]) -> Float64[Tensor, ""]:
+    """Kish's effective sample size (sum w)^2 / sum w^2 from `weight_sums` of R parts (ranks); 0 without any weight.
+
+    Combines the parts in log space, so no weight overflows.
+    """
+    top = sums[:, 0].max()
+    shift = torch.where(sums[:, 0] > -torch.inf, (sums[:, 0] - top).exp(), 0.0)
+    weights, squares = (sums[:, 1] * shift).sum(), (sums[:, 2] * shift.square()).sum()
+    return torch.where(squares > 0, weights.square() / squares, 0.0)
+
+
+def effective_sample_size(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]:
+    """Kish's effective sample size (sum w)^2 / sum w^2, between 1 and B; 0 if none is positive. NaN counts as 0."""
+    size = ess_of_sums(weight_sums(log_weights.double())[None])
+    return torch.where(size > 0, size.clamp(1, max(log_weights.numel(), 1)), 0.0).float()
 
 
 def ess_ratio(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]:
     """Effective sample size as a share of the sample, between 1/B and 1.
 
     VCPO (arXiv:2602.17616) takes it of raw sequence weights over all trajectories of an optimizer step; PipelineRL
-    (arXiv:2509.19128) of token weights. They are not comparable: the caller says which by what it passes.
+    (arXiv:2509.19128) of token weights. The two are not comparable; the argument decides which one is computed.
     """
     return effective_sample_size(log_weights) / max(log_weights.numel(), 1)
 
@@ -109,10 +123,10 @@ def chi2(log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Fl
 def second_moment_excess(
     squares: Float[Tensor, "*shape"], eligible: Bool[Tensor, "*shape"], budget: float
 ) -> Bool[Tensor, "*shape"]:
-    """The fewest largest eligible values that must go for the mean of the others to be at most `budget`.
+    """Mask of the fewest largest eligible values whose removal brings the mean of the rest to at most `budget`.
 
-    The same set as dropping the largest again and again while the mean is above the budget (M2PO, arXiv:2510.01161,
-    algorithm 1), in one sort: the means of what is left are suffix means of the sorted values.
+    Equal to dropping the largest repeatedly while the mean is above the budget (M2PO, arXiv:2510.01161,
+    algorithm 1), in one sort: the remaining means are suffix means of the sorted values.
     """
     values, order = squares[eligible].double().sort(descending=True, stable=True)
     num = values.numel()
@@ -126,14 +140,14 @@ def second_moment_excess(
 
 
 def entropy(logits: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape"]:
-    """-sum p log p over the last axis; logits of -inf (tokens that cannot be sampled) add nothing."""
+    """Entropy -sum p log p over the last axis, in nats; logits of -inf (tokens that cannot be sampled) add 0."""
     logprobs = logits.log_softmax(-1)
     possible = logprobs > -torch.inf
     return -torch.where(possible, logprobs.exp() * torch.where(possible, logprobs, 0.0), 0.0).sum(-1)
 
 
 def sum_over_ranks(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The sum over all processes; without `torch.distributed` the values themselves. A collective: all ranks call."""
+    """Sum over all ranks; `values` itself without `torch.distributed`. A collective: all ranks call."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         values = values.clone()
         dist.all_reduce(values)

@@ -1,8 +1,8 @@
-"""What flows through the trainer, in the order in which it flows.
+"""Data types of the trainer, in the order of the data flow: prompts, rollouts, groups, batches.
 
 Shapes: B rollouts of a batch, T token positions (prompt and completion, right-padded). Every [B, T] tensor is aligned
-with `input_ids`: position t holds what belongs to the token at t, so `logprobs[:, t]` is
-log p(input_ids[:, t] | input_ids[:, :t]) and position 0 never trains.
+with `input_ids`: position t belongs to the token at t, so `logprobs[:, t]` is log p(input_ids[:, t] | input_ids[:, :t])
+and position 0 never trains.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One problem: what the policy sees (`text` or `messages`), and what the reward needs to judge the completion.
+    """One problem: the input of the policy (`text` or `messages`), and the data for its reward.
 
     Example: `Prompt(text="sort 3142=", answer="1234")`, or
     `Prompt(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}], answer="4")`.
 
     Attributes:
-        text: the prompt; of one that is messages a readable form, one line `role: content` for each, for logs.
-        messages: the conversation so far, put into the model's chat template. Each has a `role` (system, developer,
-            user, assistant or tool) and a text, its `content`; other keys go to the template as they are.
-        metadata: handed through to the reward untouched.
+        text: the prompt; for messages a readable form for logs, one line `role: content` per message.
+        messages: conversation to which the model's chat template is applied. Each message has a `role` (system,
+            developer, user, assistant or tool) and its text, `content`; other keys are passed to the template.
+        answer: reference answer.
+        metadata: passed to the reward unchanged.
 
     Raises:
-        ValueError: neither text nor messages are given, or both are; or a message is not as above.
+        ValueError: neither text nor messages are given, or both; or a message is malformed.
     """
 
-    text: str = None  # type: ignore[assignment]  # always a text in the end
+    text: str = None  # type: ignore[assignment]  # set in __post_init__
     messages: Sequence[Mapping[str, Any]] | None = None
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -56,10 +57,10 @@ class Prompt:
 
 
 def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
-    """A conversation that a completion can follow, without keys that are None (as tables have them).
+    """Validates a conversation that a completion can follow, and drops keys that are None (as tables have them).
 
     Raises:
-        ValueError: it is none: says why.
+        ValueError: it is malformed, or ends with a system or developer message.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages must be a list of at least one message, got {str(messages)[:80]!r}")
@@ -67,9 +68,9 @@ def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             raise ValueError(f"message {number} must have a role, one of {', '.join(ROLES)}: {str(message)[:80]!r}")
         if not isinstance(message.get("content"), str):
-            raise ValueError(f"message {number} must have a text as its content: {str(message)[:80]!r}")
+            raise ValueError(f"message {number} must have text as its content: {str(message)[:80]!r}")
     if messages[-1]["role"] in ("system", "developer"):
-        raise ValueError(f"the last message must be of the user, a tool or the assistant, not {messages[-1]['role']}")
+        raise ValueError(f"the last message must be from the user, a tool or the assistant, not {messages[-1]['role']}")
     return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 
@@ -78,9 +79,9 @@ class Turn:
     """One turn of the policy within a rollout.
 
     Attributes:
-        end: tokens of the rollout up to the turn's last one.
-        reward: of this turn.
-        state: stands for what the environment showed before it; equal numbers mean equal states.
+        end: number of rollout tokens up to and including the turn's last one.
+        reward: reward of the turn.
+        state: identifier of the environment's observation before the turn; equal numbers mean equal states.
     """
 
     end: int
@@ -93,12 +94,15 @@ class Rollout:
     """One completion. `behavior_logprobs` and `versions` have one entry for each token of `completion_ids`.
 
     Attributes:
-        behavior_logprobs: log-probability under the distribution that was really sampled from (temperature, top-p and
-            the like applied), float32 accuracy.
-        versions: version of the policy that sampled the token; may change within a rollout (in-flight updates).
-        reward: score of the whole completion.
-        loss_mask: False where the token was not sampled by the policy (tool output); None means that all train.
-        turns: of the policy, whose rewards add up to `reward`; None is one turn.
+        completion_ids: token ids of the completion, stop token included.
+        behavior_logprobs: log-probability of each token under the sampling distribution (temperature, top-p and so on
+            applied), in float32 accuracy.
+        versions: policy version that sampled each token; may change within a rollout (in-flight updates).
+        finish_reason: why sampling ended: stop token or string, length limit, or abort.
+        text: decoded completion.
+        reward: reward of the whole completion.
+        loss_mask: False for tokens that the policy did not sample (tool output); None if all tokens train.
+        turns: turns of the policy, whose rewards sum to `reward`; None is a single turn.
     """
 
     completion_ids: tuple[int, ...]
@@ -119,11 +123,11 @@ class Rollout:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Completion tokens that train: those that the policy wrote, unless a filter or a budget left them out."""
+        """Number of completion tokens that train, by `loss_mask`."""
         return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     def add_reward(self, amount: float) -> Rollout:
-        """The same rollout, worth more (or less) in its last turn."""
+        """Copy of the rollout with `amount` added to its reward and to that of its last turn."""
         if not amount:
             return self
         turns = self.turns
@@ -137,10 +141,14 @@ class RolloutGroup:
     """All completions of one prompt.
 
     Attributes:
-        index: position in the order of admission, from 0, unique within a run (also over resumes).
-        admitted_version: version that was published when the group was admitted; no token is older.
-        generation_s: seconds from admission to the last token; `queue_s`: from then until it was handed out.
-        max_staleness: bound for its tokens, in versions; None where none was promised.
+        index: position in the order of admission, from 0; unique within a run, resumes included.
+        prompt: prompt of the group.
+        prompt_ids: token ids of the prompt.
+        rollouts: completions of the prompt.
+        admitted_version: version published at admission; no token is older.
+        generation_s: seconds from admission to the last token.
+        queue_s: seconds from the last token until the group was taken for training.
+        max_staleness: staleness bound of its tokens, in versions; None if unbounded.
     """
 
     index: int
@@ -154,27 +162,27 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens of all rollouts."""
+        """Number of completion tokens of all rollouts."""
         return sum(len(rollout.completion_ids) for rollout in self.rollouts)
 
 
 class RolloutBatch:
-    """One micro-batch on a device.
+    """One micro-batch of rollouts.
 
-    Not a dataclass, because Lightning looks into dataclasses: it would cast `behavior_logprobs` to bfloat16 under some
-    precisions, and refuses frozen ones. Objects with their own `.to` it leaves alone.
+    Not a dataclass: Lightning would cast the fields of one (`behavior_logprobs` to bfloat16 under some precisions) and
+    refuses frozen ones. Objects with their own `.to` are left unchanged.
 
     Attributes:
         loss_mask: True where a token trains.
-        token_weights: what a token counts in the average; sums to 1 over all micro-batches and ranks of the *step*,
-            0 where `loss_mask` is False. Where groups are streamed, only times the `gradient_scale` of the step.
-        group_index: `RolloutGroup.index` of each row, -1 for rows of padding.
-        temperature: temperature that the completions were sampled at; the policy's log-probabilities use the same.
-        gradient_scale: what the gradient of the step so far is multiplied by after this micro-batch; other than 1 only
-            in the last one of a step whose groups were streamed.
-        max_staleness: bound of each row's tokens, in versions; None where none was promised.
-        step: optimizer step that the micro-batch was made for, number `micro_batch` of `num_micro_batches`; None where
-            its data module does not say.
+        token_weights: weight of each token in the average; sums to 1 over all micro-batches and ranks of the *step*, 0
+            where `loss_mask` is False. With streamed groups, only after multiplication by the `gradient_scale`.
+        group_index: `RolloutGroup.index` of each row, -1 for padding rows.
+        temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
+        gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the
+            last micro-batch of a step with streamed groups.
+        max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
+        step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
+            module does not set it.
     """
 
     def __init__(
@@ -214,22 +222,22 @@ class RolloutBatch:
         return self.input_ids.shape[0]
 
     def replace(self, **changes: Any) -> RolloutBatch:
-        """A copy with some fields changed."""
+        """Copy of the batch with some fields changed."""
         return RolloutBatch(**{**vars(self), **changes})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RolloutBatch:
-        """The same batch on another device; dtypes are never changed."""
+        """Copy of the batch on another device; dtypes are unchanged."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return self.replace(**{name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()})
 
 
 class PromptBatch:
-    """Held-out prompts to sample from, and the batch's place among all of them; opaque to Lightning."""
+    """Batch of held-out prompts, and its position among all batches; opaque to Lightning."""
 
     def __init__(self, prompts: Sequence[Prompt], index: int = 0) -> None:
         self.prompts = tuple(prompts)
         self.index = index
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:
-        """Nothing to move."""
+        """Returns the batch itself: it holds no tensors."""
         return self

@@ -19,8 +19,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lit_async_rl.simulation.engine import Constant, Latency, LogNormal
 from lit_async_rl.simulation.environment import Sleeping
+from lit_async_rl.simulation.latency import Constant, Latency, LogNormal
 from lit_async_rl.simulation.run import SimulatedRun
 
 NUM_SLOTS, GROUPS, GROUP_SIZE = 8, 8, 4

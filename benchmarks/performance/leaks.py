@@ -77,9 +77,8 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         length = ["--trainer.max_steps", str(arguments.steps), "--trainer.max_time", f"00:00:{arguments.minutes:02}:00"]
-        total = ["--model.scheduler.init_args.total_steps", str(arguments.steps)]
         where = ["--trainer.logger.init_args.save_dir", folder, "--trainer.enable_progress_bar", "false"]
-        cli = AsyncRLCLI(["--config", arguments.config, *length, *total, *where, *flags])
+        cli = AsyncRLCLI(["--config", arguments.config, *length, *where, *flags])
         watch = Watch(max(1, arguments.steps // 120))
         trainer: AnyTrainer = cli.trainer
         trainer.callbacks.append(watch)

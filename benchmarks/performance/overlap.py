@@ -17,7 +17,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lit_async_rl.simulation.engine import Constant, Latency, LogNormal, Pareto, Stragglers
+from lit_async_rl.simulation.latency import Constant, Latency, LogNormal, Pareto, Stragglers
 from lit_async_rl.simulation.run import SimulatedRun
 
 

@@ -72,7 +72,6 @@ class Run:
         flags = {
             "trainer.logger": json.dumps(logger),
             "trainer.max_steps": self.num_steps,
-            "model.scheduler.init_args.total_steps": self.num_steps,
             "seed_everything": self.seed or 0,
             "data.intake.seed": self.seed or 0,
             "trainer.enable_progress_bar": "false",

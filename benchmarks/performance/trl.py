@@ -101,7 +101,6 @@ def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str
         "--data.engine.num_slots": workload["groups"] * args.group_size,
         "--data.engine.num_threads": args.num_threads,
         "--trainer.logger.init_args.save_dir": str(folder),
-        "--trainer.callbacks": "[]",
         "--trainer.enable_progress_bar": "false",
         "--trainer.enable_checkpointing": "false",
     }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class DropLongest(Aggregation):
     aggregation: Aggregation = field(default_factory=SequenceMean)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share < 1:
-            raise ValueError(f"DropLongest.share must be in [0, 1), got {self.share}")
+        check_range("DropLongest", "in [0, 1)", share=self.share)
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """Weights of tokens; 0 for those of dropped rollouts."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.staleness.cell import RESULT, run_cell, write_result
 from benchmarks.staleness.suite import Cell
+from lit_async_rl.utils.checks import check_range
 
 POLL_S = 0.1
 
@@ -27,8 +28,7 @@ class Grid:
     """
 
     def __init__(self, out: Path, num_processes: int, cell_timeout_s: float) -> None:
-        if num_processes < 1:
-            raise ValueError(f"num_processes must be >= 1, got {num_processes}")
+        check_range("", ">= 1", num_processes=num_processes)
         self.out, self.num_processes, self.cell_timeout_s = out, num_processes, cell_timeout_s
         # a forked child need not import torch, Lightning and transformers again: seconds saved for each cell
         self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")

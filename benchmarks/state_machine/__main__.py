@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from benchmarks.state_machine.machine import Driver, run_one
+from benchmarks.state_machine.driver import Driver, run_one
 
 EVERY = 50_000  # transitions between two lines
 

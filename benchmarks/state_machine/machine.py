@@ -12,25 +12,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.state_machine.parts import (
-    NumberedPrompts,
-    mix,
-    sample_length,
-    sample_token,
-)
-from benchmarks.state_machine.trainer import (
-    VirtualData,
-    VirtualPolicy,
-    VirtualSettings,
-    VirtualTrainer,
-    gradient_of,
-    rows_of,
-)
+from benchmarks.state_machine.modules import VirtualData, VirtualPolicy, VirtualSettings, rows_of
+from benchmarks.state_machine.plain_loop import PlainLoop
+from benchmarks.state_machine.trainer import VirtualTrainer
 from lit_async_rl.errors import ProducerError, StalledError
-from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.types import RolloutBatch
-
-KINDS = ("fixed_lag", "fixed_lag", "free", "free", "ratio", "redundant", "ring", "drop", "retry")
 
 
 class Violation(Exception):
@@ -39,54 +25,6 @@ class Violation(Exception):
 
 class _Killed(BaseException):
     """The run is gone."""
-
-
-def random_settings(rng: random.Random) -> VirtualSettings:
-    """Any that go together."""
-    kind, groups = rng.choice(KINDS), rng.randint(1, 3)
-    streams = rng.random() < 0.3
-    return VirtualSettings(
-        kind=kind,
-        max_staleness=rng.randint(0, 3),
-        groups_per_step=groups,
-        group_size=rng.randint(1, 3),
-        micro_batches=rng.randint(1, groups if streams else 4),
-        sync_steps=rng.choice((1, 1, 2, 3)),
-        streams=streams,
-        in_flight=kind != "fixed_lag" and rng.random() < 0.5,
-        replicates=rng.random() < 0.3,
-        max_steps=rng.randint(4, 14),
-        skips=rng.random() < 0.3,
-        reward_tries=rng.choice((2, 3, 4)),
-    )
-
-
-class PlainLoop:
-    """`fixed_lag` without any of the machinery: what step n must make of the weights."""
-
-    def __init__(self, settings: VirtualSettings) -> None:
-        self.settings = settings
-        self.weights = [1]  # before each step
-        self._stream = PromptStream(NumberedPrompts(11), seed=3)
-
-    def after(self, num_steps: int) -> int:
-        """The weights."""
-        while len(self.weights) <= num_steps:
-            self._train(len(self.weights) - 1)
-        return self.weights[num_steps]
-
-    def _train(self, step: int) -> None:
-        size, per_round = self.settings.groups_per_step, self.settings.groups_per_step * self.settings.sync_steps
-        gradient = 0
-        for group in range(step * size, (step + 1) * size):
-            sampled_in = max(0, group // per_round - self.settings.max_staleness)
-            weights, prompt = self.weights[sampled_in * self.settings.sync_steps], self._stream.number_at(group)
-            for n in range(self.settings.group_size):
-                draw = group * self.settings.group_size + n
-                tokens = tuple(sample_token(weights, prompt, draw, k) for k in range(sample_length(draw)))
-                gradient += gradient_of(group, tokens)
-        before = self.weights[step]
-        self.weights.append(before if self.settings.skips_step(step) else mix(before, gradient))
 
 
 class StateMachine:
@@ -275,67 +213,3 @@ class StateMachine:
         known = len(self.trained.keys() | deadlines.keys() | self.producer.book.in_step.keys())
         if known + len(self.given_up) < next_index:
             raise Violation(f"{next_index - known} of {next_index} groups are neither trained on nor under way")
-
-
-class Driver:
-    """Chooses moves at random, and begins a new machine when a run is over.
-
-    Args:
-        seed: of everything.
-        most_transitions: of one machine.
-    """
-
-    def __init__(self, seed: int, most_transitions: int = 600) -> None:
-        self.rng, self.most_transitions = random.Random(seed), most_transitions
-        self.num_transitions = self.num_steps = self.num_machines = 0
-
-    def run(self, num_transitions: int) -> None:
-        """At least so many moves.
-
-        Raises:
-            Violation: see `run_one`.
-        """
-        while self.num_transitions < num_transitions:
-            seed = self.rng.randrange(2**60)
-            machine = run_one(seed, self.most_transitions)
-            self.num_transitions += machine.num_transitions
-            self.num_steps += machine.num_steps
-            self.num_machines += 1
-
-
-def run_one(seed: int, most_transitions: int) -> StateMachine:
-    """One machine from its seed.
-
-    Raises:
-        Violation: a promise was broken, or anything else went wrong; says under which settings.
-    """
-    rng = random.Random(seed)
-    settings = random_settings(rng)
-    try:
-        machine = StateMachine(settings, rng.randrange(2**30))
-        machine._can_die = True
-        while machine.num_transitions < most_transitions:
-            _move(machine, rng)
-            if machine.is_over and (machine.trainer.global_step >= settings.max_steps or not machine.files):
-                break
-    except Exception as error:
-        raise Violation(f"{type(error).__name__}: {error}; seed {seed}, {settings}") from error
-    return machine
-
-
-def _move(machine: StateMachine, rng: random.Random) -> None:
-    dice = rng.random()
-    if machine.is_over or dice < 0.012:
-        machine.resume(rng.randrange(8))
-    elif dice < 0.6:
-        machine.advance()
-    elif dice < 0.94:
-        machine.move_background(rng.randrange(2**30))
-    elif dice < 0.975:
-        machine.save()
-    elif dice < 0.99:
-        machine.change_bound(rng.randint(0, 4))
-    elif dice < 0.995:
-        machine.stop()
-    else:
-        machine.break_engine()

@@ -1,4 +1,4 @@
-"""How far the policy is from those that sampled its data."""
+"""Importance ratios and KL divergence between current and behavior policy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lit_async_rl.types import RolloutBatch
 
 
 class ImportanceMonitor(StepMonitor):
-    """Logs what importance ratios pi / mu look like over a step.
+    """Logs statistics of the importance ratios pi / mu over a step.
 
     * `importance/ess_ratio`: effective sample size of whole rollouts, as a share of their number (VCPO's definition).
-    * `importance/ess_ratio_token`: the same of single tokens (PipelineRL's definition); the two are not comparable.
+    * `importance/ess_ratio_token`: the same over tokens (PipelineRL's definition); the two are not comparable.
     * `importance/kl_{k1,k2,k3}`: estimates of KL(mu || pi) per token.
-    * `importance/ratio_max`, `importance/clip_fraction`: largest token ratio; share of tokens whose gradient was cut.
+    * `importance/ratio_max`, `importance/clip_fraction`: largest token ratio; share of clipped tokens.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,6 @@ class ImportanceMonitor(StepMonitor):
         self.clipped, self.largest = MeanMetric(), MaxMetric()
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        """Adds one micro-batch."""
         signals: Any = pl_module.stabilizer_signals
         log_ratio, mask = signals["log_ratio"].cpu(), signals["mask"].cpu()
         self.sequences.update(sequence_log_ratio(log_ratio, mask)[batch.group_index.cpu() >= 0])
@@ -39,7 +38,6 @@ class ImportanceMonitor(StepMonitor):
         self.largest.update(log_ratio[mask])
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        """The step's values."""
         sequences, tokens = torch.as_tensor(self.sequences.compute()), torch.as_tensor(self.tokens.compute())
         largest, clipped = self.largest.compute(), self.clipped.compute()
         for metric in (self.sequences, self.tokens, self.clipped, self.largest):

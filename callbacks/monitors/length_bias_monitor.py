@@ -1,4 +1,4 @@
-"""Whether the groups that are thrown away are the long, the slow or the hard ones."""
+"""Length, duration and difficulty of dropped groups compared with trained ones."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.rollouts.intake import TRAINED, FateTotals
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class LengthBiasMonitor(StepMonitor):
-    """Compares what was trained on with what was dropped, over the last `window` steps; warns once when that is biased.
+    """Compares dropped groups with trained ones over the last `window` steps; warns once about a length bias.
 
-    For each fate (`trained`, `expired` at the bound, or `unbegun`: too old before it had a token; `no_signal`), where
-    groups have met it:
+    For each fate of groups (`trained`; `expired` at the staleness bound; `unbegun`: expired before its first token;
+    `no_signal`) it logs:
 
-    * `intake/<fate>_share`: of all groups that came to an end.
-    * `intake/<fate>_length`: mean tokens of their rollouts; of groups that were cut off, as far as they had come, so
-      that a bias is rather under- than overestimated.
+    * `intake/<fate>_share`: share of all completed groups.
+    * `intake/<fate>_length`: mean tokens per rollout; aborted groups count the tokens sampled so far, so a bias is
+      underestimated.
     * `intake/<fate>_s`: mean seconds from admission to their last token.
-    * `intake/<fate>_pass_rate`: mean measured pass rate of their prompts, where it was measured before.
+    * `intake/<fate>_pass_rate`: mean measured pass rate of their prompts, if known.
 
     Args:
-        window: optimizer steps.
-        ratio: warns when dropped groups are so many times as long as those trained on.
-        min_groups: dropped groups in the window that a warning needs.
+        window: optimizer steps per window.
+        ratio: ratio of mean lengths, dropped to trained, from which it warns.
+        min_groups: smallest number of dropped groups in the window for a warning.
 
     Raises:
         ValueError: a setting is out of range.
@@ -39,27 +40,21 @@ class LengthBiasMonitor(StepMonitor):
 
     def __init__(self, window: int = 20, ratio: float = 1.25, min_groups: int = 32) -> None:
         super().__init__()
-        if window < 1:
-            raise ValueError(f"LengthBiasMonitor.window must be >= 1, got {window}")
-        if not ratio > 1:
-            raise ValueError(f"LengthBiasMonitor.ratio must be > 1, got {ratio}")
-        if min_groups < 1:
-            raise ValueError(f"LengthBiasMonitor.min_groups must be >= 1, got {min_groups}")
+        check_range("LengthBiasMonitor", ">= 1", window=window, min_groups=min_groups)
+        check_range("LengthBiasMonitor", "> 1", ratio=ratio)
         self.window, self.ratio, self.min_groups = window, ratio, min_groups
         self._totals: deque[Mapping[str, FateTotals]] = deque(maxlen=window + 1)
         self._has_warned = False
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """The window begins here."""
         super().on_train_start(trainer, pl_module)
         self._totals.clear()
         self._totals.append({})
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        """Nothing: groups are counted where they are dropped."""
+        """Does nothing: groups are counted where they are dropped."""
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        """The window's values."""
         stats = rollout_data(trainer, "LengthBiasMonitor").stats()
         if stats is None:
             return {}
@@ -79,13 +74,13 @@ class LengthBiasMonitor(StepMonitor):
                 self._has_warned = True
                 rank_zero_warn(
                     f"LengthBiasMonitor: groups dropped as `{fate}` are {times:.2f} times as long as those trained on: "
-                    "what is learnt is biased towards short completions. With data.admission=null (wait) none is "
-                    "lost at the bound; a larger data.max_staleness loses fewer."
+                    "training is biased towards short completions. With data.admission=null (wait) no group "
+                    "expires; a larger data.max_staleness drops fewer."
                 )
 
 
 def values(changes: Mapping[str, FateTotals]) -> dict[str, float]:
-    """Shares and means of each fate."""
+    """Metrics of each fate: share of groups, mean length, seconds and pass rate."""
     num_groups = sum(totals.num_groups for totals in changes.values())
     result = {}
     for fate, totals in changes.items():

@@ -1,4 +1,4 @@
-"""What the replay buffer holds and gives."""
+"""Statistics of the replay buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ReplayMonitor(StepMonitor):
-    """Logs `replay/*`, the fields of `ReplayStats`, and `sample/off_policy_share`, of tokens with an older version.
+    """Logs `replay/*`, the fields of `ReplayStats`, and `sample/off_policy_share`, the share of stale tokens.
 
     Raises:
         ValueError: the run has no replay buffer.
@@ -28,7 +28,6 @@ class ReplayMonitor(StepMonitor):
         self.off_policy = MeanMetric()
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks that there is a buffer."""
         if rollout_data(trainer, "ReplayMonitor").replay is None:
             raise ValueError("ReplayMonitor: data.replay is not set, so there is nothing to monitor")
 
@@ -38,7 +37,6 @@ class ReplayMonitor(StepMonitor):
         self.off_policy.update((signals["staleness"][batch.loss_mask] > 0).float().cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        """The step's values."""
         replay = trainer.datamodule.replay  # type: ignore[attr-defined]
         values = {f"replay/{name}": float(value) for name, value in asdict(replay.stats()).items()}
         share = float(self.off_policy.compute())

@@ -1,4 +1,4 @@
-"""What the policy produced: rewards, lengths, entropy."""
+"""Rewards, lengths and entropy of rollouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_async_rl.types import RolloutBatch
 class RolloutMonitor(StepMonitor):
     """Logs `reward/mean`, `reward/std`, `rollout/length_mean`, `rollout/no_signal_share` and `policy/entropy`.
 
-    `no_signal_share` is the share of rollouts whose advantage is 0: they cost time and teach nothing.
+    `no_signal_share` is the share of rollouts whose advantage is 0: they cost time without a gradient.
     """
 
     prog_bar = ("reward/mean",)
@@ -27,7 +27,6 @@ class RolloutMonitor(StepMonitor):
         self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        """Adds the rows that are no padding."""
         real = batch.group_index >= 0
         signals: Any = pl_module.stabilizer_signals
         self.reward.update(batch.rewards[real].cpu())
@@ -37,7 +36,6 @@ class RolloutMonitor(StepMonitor):
         self.entropy.update(signals["entropy"][batch.loss_mask].cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        """The step's values."""
         mean, square, length, no_signal, entropy = (metric.compute() for metric in self._metrics)
         for metric in self._metrics:
             metric.reset()

@@ -1,4 +1,4 @@
-"""The short table at the end of a run."""
+"""Summary table at the end of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class RunSummary(pl.Callback):
-    """Collects what `table` shows: accuracy before and after, steps, time, staleness, waiting and idle shares."""
+    """Collects the rows of `table`: accuracy before and after, steps, time, staleness, wait and idle shares."""
 
     def __init__(self) -> None:
         self.accuracy: list[float] = []  # of each validation
@@ -31,17 +31,15 @@ class RunSummary(pl.Callback):
         self._folder: str | None = None
 
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Notes the accuracy."""
         if "val/pass@1" in trainer.callback_metrics:
             self.accuracy.append(float(trainer.callback_metrics["val/pass@1"]))
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """The clock starts."""
         self._began, self.num_steps = time.monotonic(), -trainer.global_step
         self._folder = trainer.log_dir  # a collective: asked for on all ranks
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """The clock stops, before the engine does."""
+        """Reads clock and statistics before the engine is closed."""
         self.wall_s = time.monotonic() - self._began
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -49,12 +47,12 @@ class RunSummary(pl.Callback):
         self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """The same where SIGTERM or Ctrl-C ends training."""
+        """Ends the run after SIGTERM or Ctrl-C, like `on_train_end`."""
         if isinstance(exception, SIGTERMException) and self._began and not self.wall_s:
             self.on_train_end(trainer, pl_module)
 
     def table(self, trainer: AnyTrainer) -> Table:
-        """What happened, in a few lines."""
+        """Summary of the run as a table."""
         table = Table(show_header=False, title="run summary")
         if len(self.accuracy) > 1:
             table.add_row("held-out accuracy before, after", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
@@ -74,7 +72,9 @@ class RunSummary(pl.Callback):
             table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
         for judge in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
+            if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
+                table.add_row("training is collapsing", judge.collapse)
+            elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
                 table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
         if self._folder is not None:
             table.add_row("metrics and samples", self._folder)
@@ -84,7 +84,7 @@ class RunSummary(pl.Callback):
         return table
 
     def print(self, trainer: AnyTrainer) -> None:
-        """Writes the table, on rank 0."""
+        """Prints the table, on rank 0."""
         table = self.table(trainer)  # a collective: monitors add up over ranks
         if trainer.is_global_zero:
             Console(width=100).print(table)

@@ -1,4 +1,4 @@
-"""How old the tokens are that train."""
+"""Staleness of trained tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lit_async_rl.types import RolloutBatch
 
 
 class StalenessMonitor(StepMonitor):
-    """Logs `sample/staleness_{mean,p95,max}` in versions over the tokens of a step, and `sample/mixed_version_share`.
+    """Logs `sample/staleness_{mean,p95,max}` over the tokens of a step, in versions, and `sample/mixed_version_share`.
 
-    `mixed_version_share` is the share of rollouts that more than one version sampled (in-flight updates). Values over
-    the whole run are kept for the summary: `run_mean`, `run_max`.
+    `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). `run_mean` and
+    `run_max` accumulate over the whole run, for `RunSummary`.
     """
 
     prog_bar = ("sample/staleness_mean",)
@@ -29,7 +29,6 @@ class StalenessMonitor(StepMonitor):
         self.run_mean, self.run_max = MeanMetric(), MaxMetric()
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        """Adds the tokens that train."""
         signals: Any = pl_module.stabilizer_signals
         staleness = signals["staleness"][batch.loss_mask].float().cpu()
         self.tokens.update(staleness)
@@ -40,7 +39,6 @@ class StalenessMonitor(StepMonitor):
         self.mixed.update((newest > oldest)[batch.group_index >= 0].float().cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        """The step's values."""
         tokens, mixed = torch.as_tensor(self.tokens.compute()), self.mixed.compute()
         self.tokens.reset()
         self.mixed.reset()

@@ -1,4 +1,4 @@
-"""What all monitors share: add up over the micro-batches of a step, log once."""
+"""Base of monitors: accumulate over the micro-batches of a step, log once per step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class StepMonitor(pl.Callback):
-    """Changes nothing. Subclasses say what one micro-batch adds (`update`) and what the step's values are (`compute`).
+    """Monitor of steps. Subclasses implement `update` for a micro-batch and `compute` for the metrics of the step.
 
-    A mean, quantile or maximum over nothing is not logged: a step in which every token is masked has no staleness.
+    Statistics of an empty set are not logged: a step in which every token is masked has no staleness.
 
     Attributes:
-        prog_bar: names among those of `compute` that the progress bar shows.
+        prog_bar: metrics shown in the progress bar.
 
     Raises:
-        ValueError: when training starts, without a `RolloutDataModule`.
+        ValueError: when training starts without a `RolloutDataModule`.
     """
 
     prog_bar: tuple[str, ...] = ()
@@ -33,14 +33,14 @@ class StepMonitor(pl.Callback):
 
     @abstractmethod
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
-        """Adds one micro-batch; `pl_module.stabilizer_signals` are its own."""
+        """Adds one micro-batch, whose signals are `pl_module.stabilizer_signals`."""
 
     @abstractmethod
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        """The step's metrics; starts over."""
+        """Returns the metrics of the step, and resets."""
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Steps are counted from here; metrics live on the CPU, which the default group may not serve."""
+        """Resets the metrics; they are on the CPU, so they need a process group with a CPU backend."""
         rollout_data(trainer, type(self).__name__)
         self._step = trainer.global_step
         group = cpu_group()
@@ -52,7 +52,6 @@ class StepMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After each micro-batch."""
         self.update(trainer, pl_module, batch)
         if trainer.global_step > self._step:
             self._step = trainer.global_step

@@ -1,4 +1,4 @@
-"""Where the time goes: what the trainer waits for, and what the engine does meanwhile."""
+"""Throughput, and idle shares of trainer and engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ThroughputMonitor(StepMonitor):
-    """Logs, for each step: seconds, tokens per second, and the idle shares of both sides.
+    """Logs seconds and tokens per second of each step, and idle shares of trainer and engine.
 
     * `perf/step_s`, `perf/tokens_per_s`: completion tokens trained on.
-    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: the trainer waited for rollouts.
-    * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
-    * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
-    * `sample/lost`: groups dropped in the step, redundant ones (`redundant_groups`) or by a full `ring`.
+    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: seconds and share of time that the trainer waited for rollouts.
+    * `perf/engine_idle_share`: share of time without an admitted request in the engine.
+    * `sample/queue_size`, `sample/unfinished`: finished groups in the queue, and groups being sampled.
+    * `sample/lost`: groups dropped in the step, as redundant or from a full ring.
 
     A replay of a tape has neither engine nor queue: `perf/engine_idle_share` and `sample/*` are left out.
     """
@@ -36,16 +36,13 @@ class ThroughputMonitor(StepMonitor):
         self._before: ProducerStats | None = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """The clock starts."""
         super().on_train_start(trainer, pl_module)
         self._began, self._before, self._tokens = time.monotonic(), None, 0
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        """Counts tokens."""
         self._tokens += int(batch.loss_mask.sum())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        """The step's values."""
         now = time.monotonic()
         step_s = now - self._began
         values = {"perf/step_s": step_s, "perf/tokens_per_s": self._tokens / step_s}

@@ -1,4 +1,4 @@
-"""Held-out accuracy while training goes on."""
+"""Evaluation of held-out prompts concurrently with training."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from lit_async_rl.rollouts.evaluation import (
     Question,
     make_questions,
 )
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 log = logging.getLogger(__name__)
 
 
 class Evaluation(pl.Callback):
-    """Samples held-out prompts in the engine that samples for training, at the same time, and logs pass@1 and pass@k.
+    """Samples held-out prompts in the training engine, concurrently with training, and logs pass@1 and pass@k.
 
-    The trainer never waits for it longer than `max_block_s` for one evaluation (and `end_wait_s` at the very end).
-    Evaluation has at most `max_concurrent` samples in the engine, and in the embedded engine those are taken before
-    waiting rollouts: neither side can starve the other. Nothing that trains depends on it: with `schedule: fixed_lag`
-    training is the same to the bit. What is measured is the policy that `eval/version` names; an engine that goes on
-    under new weights may sample the last tokens with newer ones, which `eval/newest_version` tells. A larger
-    `max_block_s` makes the trainer wait that long before it changes the policy. Without in-flight updates it is always
-    one version, and evaluation is a batch of its own between two of training.
+    The trainer waits at most `max_block_s` per evaluation (and `end_wait_s` at the end of training). An evaluation has
+    at most `max_concurrent` samples in the engine; the embedded engine schedules them before queued rollouts, so
+    neither starves the other. Training does not depend on it: with `data.admission: FixedLag` it is bit-identical. The
+    policy evaluated is `eval/version`; with in-flight weight updates the last tokens may come from newer versions, up
+    to `eval/newest_version`, unless `max_block_s` lets the trainer wait before it updates. Without in-flight updates an
+    evaluation uses one version, and runs as a separate batch between two training batches.
 
     Logs `eval/<data set>/pass@1`, `pass@k` (unbiased: 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374)
     and `reward`, the same without a data set for all prompts together, `eval/version`, `oldest_version`,
-    `newest_version`, `mean_version`, `seconds` and `blocked_s`, on rank 0, at the step when the evaluation has ended.
+    `newest_version`, `mean_version`, `seconds` and `blocked_s`, on rank 0, at the step in which the evaluation ends.
 
     Args:
-        datasets: held-out prompts of each data set.
-        every_n_steps: optimizer steps from the beginning of one evaluation to that of the next; the first begins with
-            the first step. One that is due while another runs begins when that has ended.
-        num_samples: completions of each prompt, n.
-        ks: k of each pass@k; None is 1 and `num_samples`.
-        sampling: how they are sampled; None is `data.val_sampling`.
-        max_concurrent: most samples in the engine at a time.
-        max_block_s: longest that the trainer waits for one evaluation.
-        timeout_s: an evaluation that has not ended by then is given up, with a line in the log.
-        end_wait_s: longest wait for a running evaluation when training ends.
+        datasets: held-out prompts by name of the dataset.
+        every_n_steps: optimizer steps between the starts of evaluations; the first starts with the first step. One
+            that is due while another runs starts after it.
+        num_samples: completions per prompt, n.
+        ks: values of k for pass@k; None is 1 and `num_samples`.
+        sampling: sampling parameters; None is `data.val_sampling`.
+        max_concurrent: largest number of samples in the engine at a time.
+        max_block_s: seconds that the trainer waits for an evaluation.
+        timeout_s: seconds after which an evaluation is abandoned, with a log line.
+        end_wait_s: seconds to wait for a running evaluation at the end of training.
 
     Attributes:
-        results: of all evaluations so far.
+        results: results of all evaluations so far.
 
     Raises:
         ValueError: a setting is out of range.
@@ -73,17 +73,12 @@ class Evaluation(pl.Callback):
         timeout_s: float = 600.0,
         end_wait_s: float = 60.0,
     ) -> None:
-        least = dict(every_n_steps=every_n_steps, num_samples=num_samples, max_concurrent=max_concurrent)
-        for name, value in least.items():
-            if value < 1:
-                raise ValueError(f"Evaluation.{name} must be >= 1, got {value}")
-        for name, seconds in dict(max_block_s=max_block_s, end_wait_s=end_wait_s).items():
-            if seconds < 0:
-                raise ValueError(f"Evaluation.{name} must be >= 0, got {seconds}")
-        if timeout_s <= 0:
-            raise ValueError(f"Evaluation.timeout_s must be positive, got {timeout_s}")
+        counts = dict(every_n_steps=every_n_steps, num_samples=num_samples, max_concurrent=max_concurrent)
+        check_range("Evaluation", ">= 1", **counts)
+        check_range("Evaluation", ">= 0", max_block_s=max_block_s, end_wait_s=end_wait_s)
+        check_range("Evaluation", "positive", timeout_s=timeout_s)
         if not datasets or not all(len(source) for source in datasets.values()):
-            raise ValueError(f"Evaluation.datasets needs data sets with prompts, got {sorted(datasets)}")
+            raise ValueError(f"Evaluation.datasets needs datasets with prompts, got {sorted(datasets)}")
         self.ks = sorted({1, num_samples} if ks is None else set(ks))
         if not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= num_samples:
             raise ValueError(f"Evaluation.ks={self.ks} must lie between 1 and num_samples={num_samples}")
@@ -98,24 +93,26 @@ class Evaluation(pl.Callback):
         self._blocked_s = 0.0
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """A new run evaluates at its first step; a resumed one when `load_state_dict`, which comes next, says."""
+        """Schedules an evaluation at the first step; `load_state_dict`, called later, restores the schedule."""
         if stage == "fit":
             self._run, self._next_step = None, 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Reads the prompts, on rank 0."""
+        """Checks settings, and reads the prompts on rank 0."""
         data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
             raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")
         if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
-            raise ValueError(f"Evaluation.num_samples={self.num_samples} at temperature 0 are copies of one completion")
+            raise ValueError(
+                f"Evaluation.num_samples={self.num_samples} at temperature 0 would be copies of one completion"
+            )
         if trainer.is_global_zero and not self._questions:
             self._questions = make_questions(self.datasets, data.codec)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins an evaluation if one is due."""
+        """Starts an evaluation if one is due."""
         if not self._questions or self._run is not None or trainer.global_step < self._next_step:
             return
         self._began_step, self._blocked_s = trainer.global_step, 0.0
@@ -129,24 +126,24 @@ class Evaluation(pl.Callback):
             max_concurrent=self.max_concurrent,
             first_id=self._next_id,
         )
-        self._run = data.evaluate(plan)
+        self._run = data.shared_source.evaluate(plan)
         self._next_id += len(self._questions)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Waits for the evaluation, if it may: the step makes another policy."""
+        """Waits up to `max_block_s` for the evaluation before the step changes the policy."""
         left = self.max_block_s - self._blocked_s
         if self._run is not None and left > 0:
             began = time.monotonic()
-            with rollout_data(trainer, "Evaluation").bounded_wait("waiting for an evaluation"):
+            with rollout_data(trainer, "Evaluation").shared_source.bounded_wait("waiting for an evaluation"):
                 self._run.wait(left)
             self._blocked_s += time.monotonic() - began
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs an evaluation that has ended; gives up one that does not."""
+        """Logs a finished evaluation; abandons one that timed out."""
         if self._run is None:
             return
         if self._run.is_done:
@@ -161,7 +158,7 @@ class Evaluation(pl.Callback):
             self._run = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Waits for what is under way, for a while."""
+        """Waits up to `end_wait_s` for a running evaluation."""
         if self._run is None:
             return
         began = time.monotonic()
@@ -175,7 +172,6 @@ class Evaluation(pl.Callback):
         self._run = None
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Forgets what is under way."""
         self._run = None
 
     def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
@@ -193,9 +189,8 @@ class Evaluation(pl.Callback):
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """When the next begins; one that is under way begins again after a resume."""
+        """Step of the next evaluation; a running one restarts after a resume."""
         return {"next_step": self._next_step if self._run is None else self._began_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on there."""
         self._next_step = state_dict["next_step"]

@@ -1,4 +1,4 @@
-"""A progress bar that says what matters, in short words."""
+"""Progress bar with the key metrics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NAMES = {
 
 
 class Progress(TQDMProgressBar):
-    """Lightning's own bar; shows reward, held-out accuracy, staleness and tokens per second only."""
+    """Lightning's progress bar, reduced to reward, held-out accuracy, staleness and tokens per second."""
 
     def get_metrics(self, trainer: AnyTrainer, pl_module: AnyModule) -> dict[str, Any]:
-        """The four values, rounded."""
+        """Metrics of the progress bar, rounded."""
         shown = super().get_metrics(trainer, pl_module)
         return {
             short: f"{float(shown[name]):.{0 if short == 'tok/s' else 2}f}"  # type: ignore[arg-type]

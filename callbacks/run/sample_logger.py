@@ -1,4 +1,4 @@
-"""Writes what the policy really said, so that nobody has to guess from a curve."""
+"""Logs sampled completions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.callbacks.parts import rollout_data
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -19,26 +20,23 @@ COLUMNS = ["step", "group", "prompt", "completion", "reward", "oldest_version", 
 
 
 class SampleLogger(pl.Callback):
-    """Every `every_n_steps` steps, some rollouts of that step: to `samples.jsonl` in the log folder, and as a table to
-    Weights & Biases and TensorBoard where they are used.
+    """Logs rollouts of every n-th step to `samples.jsonl` in the log folder, Weights & Biases and TensorBoard.
 
     Args:
         every_n_steps: optimizer steps between samples.
-        num_groups: prompts shown, with all of their completions.
+        num_groups: prompts per sample, with all of their completions.
 
     Raises:
-        ValueError: a number is not positive; when training starts, there is no `RolloutDataModule`.
-    """  # noqa: D205
+        ValueError: a setting is out of range; when training starts, there is no `RolloutDataModule`.
+    """
 
     def __init__(self, every_n_steps: int = 20, num_groups: int = 2) -> None:
-        if every_n_steps < 1 or num_groups < 1:
-            raise ValueError(f"SampleLogger: {every_n_steps=} and {num_groups=} must be positive")
+        check_range("SampleLogger", ">= 1", every_n_steps=every_n_steps, num_groups=num_groups)
         self.every_n_steps, self.num_groups = every_n_steps, num_groups
         self._step = 0
         self._folder: str | None = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Steps are counted from here."""
         rollout_data(trainer, "SampleLogger")
         self._step, self._folder = trainer.global_step, trainer.log_dir  # a collective: asked for on all ranks
 
@@ -46,7 +44,7 @@ class SampleLogger(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a step."""
+        """Writes a sample after every n-th step."""
         if trainer.global_step == self._step or (trainer.global_step - 1) % self.every_n_steps:
             return
         self._step = trainer.global_step

@@ -1,4 +1,4 @@
-"""A last checkpoint of a run that cannot go on."""
+"""Checkpoint of a failed run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ log = logging.getLogger(__name__)
 
 
 class SaveOnFailure(Checkpoint):
-    """When engine, reward or environment end the run, or too many gradients were NaN, saves `failed.ckpt`.
+    """Saves `failed.ckpt` when engine, reward or environment end the run, or after too many NaN gradients.
 
-    These errors are raised between two steps, so weights, moments and all finished rollouts are whole: the run resumes
-    from there once the cause is gone. It lies where the run's `ModelCheckpoint` writes. On several ranks nothing is
-    saved, because those that have not failed do not come to save together.
+    These errors are raised between two steps, so weights, moments and finished rollouts are consistent, and the run can
+    be resumed once the cause is fixed. Written to the folder of the run's `ModelCheckpoint`. Nothing is saved with
+    several ranks, because saving is a collective that the other ranks do not join.
 
     Attributes:
-        path: of the checkpoint; None before.
+        path: path of the checkpoint; None until one is saved.
     """
 
     def __init__(self) -> None:
         self.path: str | None = None
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Saves; called before the engine is closed."""
+        """Saves the checkpoint, before the engine is closed."""
         if not isinstance(exception, BETWEEN_STEPS) or trainer.world_size > 1 or not trainer.training:
             return
         self.path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")

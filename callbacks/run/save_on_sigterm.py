@@ -1,4 +1,4 @@
-"""Pre-emption: a last checkpoint, and a clean end."""
+"""Pre-emption: a checkpoint and a clean exit after SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,45 +19,44 @@ log = logging.getLogger(__name__)
 
 
 class SaveOnSigterm(Checkpoint):
-    """After SIGTERM, saves `last.ckpt` at the end of the micro-batch that runs (or at once, while the trainer waits).
+    """Saves `last.ckpt` after SIGTERM, at the end of the running micro-batch (at once while the trainer waits).
 
-    A step that was not finished begins again when the run is resumed; several ranks finish it first. Where there is
-    nothing to save, in a validation before or after training, SIGTERM ends the process with status 143.
+    An unfinished step is repeated after a resume; with several ranks it is finished first. During a validation outside
+    of training there is nothing to save, and SIGTERM exits with status 143.
 
-    It lies where the run's `ModelCheckpoint` writes. With `schedule: fixed_lag` saving waits until all that was
-    admitted is sampled, so the time between SIGTERM and SIGKILL must be longer than a step and that.
+    Written to the folder of the run's `ModelCheckpoint`. With `data.admission: FixedLag` saving waits for all admitted
+    groups, so the grace period before SIGKILL must cover a step and their sampling.
 
     Attributes:
-        path: of the checkpoint; None before.
+        path: path of the checkpoint; None until one is saved.
     """
 
     def __init__(self) -> None:
         self.path: str | None = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """What an earlier run saved does not count."""
         self.path = None
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Lightning would only look at the signal after the batch, and forget it after the last."""
+        """Exits on SIGTERM during validation, where Lightning would handle it only after the batch."""
         is_main = threading.current_thread() is threading.main_thread()
         if trainer.state.fn == TrainerFn.VALIDATING and is_main:
-            signal.signal(signal.SIGTERM, _end_validation)  # Lightning puts back what was there before
+            signal.signal(signal.SIGTERM, _end_validation)  # Lightning restores the previous handler
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Between two steps (a `Checkpoint` comes after all other callbacks)."""
+        """Saves between two steps (a `Checkpoint` runs after all other callbacks)."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and _on_any_rank(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """When the signal came while the trainer waited for rollouts."""
+        """Saves if the signal arrived while the trainer waited for rollouts."""
         if self.path is None and _on_any_rank(trainer):
             self._save(trainer)
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Within a step, or when several ranks have agreed to end (`lit_async_rl.distributed.scatter`)."""
+        """Saves within a step, or when several ranks agreed to stop (`lit_async_rl.distributed.scatter`)."""
         if isinstance(exception, SIGTERMException) and self.path is None:
             self._save(trainer)
 
@@ -74,7 +73,7 @@ def _end_validation(*_: Any) -> None:
 
 
 def checkpoint_folder(trainer: AnyTrainer) -> str:
-    """Where the run's `ModelCheckpoint` writes; without one, where Lightning would."""
+    """Folder of the run's `ModelCheckpoint`; without one, `default_root_dir`."""
     for callback in trainer.checkpoint_callbacks:
         if dirpath := getattr(callback, "dirpath", None):  # the `ModelCheckpoint` of either Lightning
             return str(dirpath)

@@ -20,15 +20,16 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class WeightSync(pl.Callback):
     """Publishes the policy every `data.weight_sync_steps` optimizer steps.
 
-    A version is counted, and the engine loaded, only when the weights have really changed: where every update since the
-    last publication was skipped (by `GradientAlignmentControl`, say) the engine keeps what it has. The slots of the
-    groups trained on come back either way. Logs `perf/weight_sync_s`, the seconds the trainer spent publishing.
+    The version is incremented and weights are published only if they changed: if every update since the last
+    publication was skipped (for example by `GradientAlignmentControl`), the engine keeps its weights. Admission
+    advances either way. Logs `perf/weight_sync_s`, the seconds that the trainer spent publishing.
 
-    Before training it links the parts, so that each setting is stated once: `accumulate_grad_batches` follows
-    `data.micro_batches_per_step`, groups are kept whole where the module needs it, and model and tokenizer must agree.
+    Before training it links the parts, so that each setting is stated once: `data.model` is the module's unless given,
+    `accumulate_grad_batches` follows `data.micro_batches_per_step`, groups are kept whole where the module needs it,
+    and model and tokenizer must agree.
 
     Attributes:
-        weight_sync_steps: optimizer steps between publications, those of the data module.
+        weight_sync_steps: optimizer steps between publications, from the data module.
         total_s: seconds spent publishing since training began.
 
     Raises:
@@ -38,7 +39,7 @@ class WeightSync(pl.Callback):
     def __init__(self) -> None:
         self.weight_sync_steps = 1
         self.total_s = 0.0
-        self._published_step: int | None = None  # until training begins
+        self._published_step: int | None = None  # None before training
         self._steps_before = 0  # a resume: steps since the last publication
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
@@ -49,15 +50,16 @@ class WeightSync(pl.Callback):
             self._published_step, self._steps_before = None, 0
 
     def link(self, trainer: AnyTrainer, module: PolicyModule, data: RolloutDataModule) -> None:
-        """Takes what module, data module and trainer share from the one that states it.
+        """Propagates settings shared by module, data module and trainer.
 
         Raises:
-            ValueError: two of them state different things.
+            ValueError: two of them contradict each other.
         """
+        data.use_model(module.model)
         if data.model != module.model:
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
-        check_vocabulary(data.codec.tokenizer, vocab_size, data.model)
+        check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
         check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
         data.keep_groups_whole = module.wants_whole_groups
         wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
@@ -70,8 +72,8 @@ class WeightSync(pl.Callback):
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
-        data.publish(module.version, module.stream_weights())
-        data.start(module.version, module.stream_weights)
+        data.shared_source.publish(module.version, module.stream_weights())
+        data.shared_source.start(module.version, trainer.global_step, module.stream_weights)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -86,10 +88,10 @@ class WeightSync(pl.Callback):
         self._published_step = trainer.global_step
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         began = time.monotonic()
-        if data.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
+        if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
-            data.publish(module.version, module.stream_weights())
-        data.advance(module.version)
+            data.shared_source.publish(module.version, module.stream_weights())
+        data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
         return seconds
@@ -98,7 +100,7 @@ class WeightSync(pl.Callback):
         checkpoint["steps_since_publication"] = self._steps_since(trainer)
 
     def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
-        """Counts on; finds the data module's state, which Lightning looks for under its class's name."""
+        """Restores the count of steps, and the data module's state if its class was renamed."""
         self._steps_before = checkpoint["steps_since_publication"]
         if trainer.state.fn == "fit":
             restore_renamed(rollout_data(trainer, "WeightSync"), checkpoint)
@@ -108,7 +110,7 @@ class WeightSync(pl.Callback):
 
 
 def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> None:
-    """Gives a data module its state where the class that saved it had another name.
+    """Restores the state of a data module whose class had another name when it was saved.
 
     Raises:
         ValueError: the checkpoint has no such state, or several.

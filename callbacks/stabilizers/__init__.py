@@ -1,1 +1,1 @@
-"""Stabilizers: callbacks that change the step."""
+"""Stabilizers: callbacks that modify gradients, learning rate, loss or staleness bound."""

@@ -1,43 +1,42 @@
-"""As stale as the data can bear: a closed loop from effective sample size (or KL) to the staleness bound."""
+"""Closed-loop control of the staleness bound by the effective sample size (or the KL divergence)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.stabilizers.signals import Extract, SignalCollector, StepSignals
+from lit_async_rl.stabilizers.signal_callback import SignalCallback
+from lit_async_rl.stabilizers.signals import Extract, StepSignals
 from lit_async_rl.stabilizers.staleness_bound import bounded_data
-from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
-class AdaptiveStaleness(pl.Callback):
+class AdaptiveStaleness(SignalCallback):
     """Raises and lowers the data module's `max_staleness`, between `min_staleness` and the configured bound.
 
         x <- smoothing * x + (1 - smoothing) * ESS ratio of the step
         x < target - band   lower the bound: halve it
         x > target + band   raise it by one
 
-    Halving and adding one (as TCP does) reacts to trouble at once and probes with care. Data sampled under the old
-    bound keeps arriving for a while, so after a change the loop waits until all of it has been trained on: as many
-    optimizer steps as the larger of both bounds, and one. Ours; no paper does this.
+    Additive increase and multiplicative decrease, as in TCP congestion control. Data sampled under the old bound keeps
+    arriving for a while, so after a change the loop waits until all of it has been trained on: max(old, new) + 1
+    optimizer steps. Not from a paper.
 
-    With `max_kl` set the loop follows the mean KL(mu || pi) per token (k3) instead: above `max_kl` lowers, below half
-    of it raises.
+    With `max_kl` the loop follows the mean KL(mu || pi) per token (k3) instead: above `max_kl` it lowers the bound,
+    below half of it it raises the bound.
 
     Logs `staleness/bound`, `staleness/smoothed_ess_ratio` (or `_kl`).
 
     Args:
-        target_ess_ratio: of whole completions, see `StepSignals`; 0 never lowers the bound.
-        band: half-width of the range around the target in which nothing changes.
-        max_kl: follow the KL instead of the effective sample size.
+        target_ess_ratio: target effective sample size over completions (see `StepSignals`); 0 never lowers the bound.
+        band: half-width of the range around the target in which the bound stays.
+        max_kl: KL threshold in nats per token, used in place of the effective sample size.
         min_staleness: lowest bound; the configured `max_staleness` is the highest.
-        smoothing: share of the old average.
-        optimizer: whose steps count, by position or by the name of the submodule it trains; None where there is one.
+        smoothing: weight of the old average in the exponential moving average.
+        optimizer: optimizer whose steps count, by position or submodule name; None where there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
@@ -54,17 +53,13 @@ class AdaptiveStaleness(pl.Callback):
         optimizer: int | str | None = None,
         extract: Extract | None = None,
     ) -> None:
-        for name, value in dict(target_ess_ratio=target_ess_ratio, band=band, smoothing=smoothing).items():
-            if not 0 <= value <= 1:
-                raise ValueError(f"AdaptiveStaleness: {name} must be in [0, 1], got {value}")
-        if max_kl is not None and max_kl <= 0:
-            raise ValueError(f"AdaptiveStaleness: max_kl must be positive, got {max_kl}")
-        if min_staleness < 0:
-            raise ValueError(f"AdaptiveStaleness: min_staleness must be >= 0, got {min_staleness}")
+        super().__init__(optimizer, extract)
+        owner = "AdaptiveStaleness"
+        check_range(owner, "in [0, 1]", target_ess_ratio=target_ess_ratio, band=band, smoothing=smoothing)
+        check_range(owner, "positive", max_kl=max_kl)
+        check_range(owner, ">= 0", min_staleness=min_staleness)
         self.target_ess_ratio, self.band, self.max_kl = target_ess_ratio, band, max_kl
         self.min_staleness, self.smoothing = min_staleness, smoothing
-        self.optimizer = optimizer
-        self._signals = SignalCollector(extract)
         self._smoothed: float | None = None
         self._bound: int | None = None
         self._resumed_bound: int | None = None
@@ -73,9 +68,13 @@ class AdaptiveStaleness(pl.Callback):
         self._pending: StepSignals | None = None
 
     def next_bound(self, bound: int, highest: int) -> int:
-        """What the smoothed signal calls for."""
+        """Next bound by the smoothed signal, within `min_staleness` and `highest`.
+
+        Raises:
+            InvariantError: no signal was measured yet.
+        """
         if self._smoothed is None:
-            raise InvariantError("the bound was to change before anything was measured")
+            raise InvariantError("the staleness bound cannot change before a signal was measured")
         if self.max_kl is not None:
             lower, higher = self._smoothed > self.max_kl, self._smoothed < self.max_kl / 2
         else:
@@ -86,35 +85,20 @@ class AdaptiveStaleness(pl.Callback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Finds the signals."""
-        if stage == "fit":
-            self._signals.attach(pl_module)
-
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Takes the configured bound as the highest."""
-        check_choice(trainer, pl_module, self.optimizer, "AdaptiveStaleness")
-        if self.optimizer is None and len(trainer.optimizers) > 1:
-            raise ValueError("AdaptiveStaleness: several optimizers, choose one: optimizer=<position or name>")
+        super().on_train_start(trainer, pl_module)
         data = bounded_data(trainer, "AdaptiveStaleness")
         self._highest, self._pending = data.max_staleness, None
-        data.set_max_staleness(self._highest)  # one that cannot change its bound says so now, not after hours
+        data.set_max_staleness(self._highest)  # one that cannot change its bound says so at the start of training
 
-    def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
-        """Collects, once for each micro-batch."""
-        self._signals.collect(trainer, pl_module)
-
-    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Measures."""
-        if chosen_index(trainer, pl_module, optimizer, self.optimizer) is None:
-            self._signals.pass_over()
-        else:
-            self._pending = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
+    def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Keeps the signals until the end of the batch."""
+        self._pending = self.reduce_signals(optimizer)
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Acts, once the step is over and the data module is at rest."""
+        """Updates the bound after the step, when the data module is idle."""
         if self._pending is None:
             return
         signals, self._pending = self._pending, None
@@ -142,24 +126,10 @@ class AdaptiveStaleness(pl.Callback):
             return bound
         return self.next_bound(bound, self._highest)
 
-    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Leaves the module as it was."""
-        self._signals.detach()
-
-    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Leaves the module as it was."""
-        self._signals.detach()
-
-    @property
-    def state_key(self) -> str:
-        """Keeps the checkpointed state of several of them apart."""
-        return self._generate_state_key(optimizer=self.optimizer)
-
     def state_dict(self) -> dict[str, Any]:
-        """The bound and the state of the loop."""
         return {"smoothed": self._smoothed, "bound": self._bound, "wait": self._wait}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores them; the bound is set after the first step."""
+        """Restores the loop; the bound is set after the first step."""
         self._smoothed, self._wait = state_dict["smoothed"], state_dict["wait"]
         self._bound = self._resumed_bound = state_dict["bound"]

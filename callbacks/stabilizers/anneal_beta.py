@@ -1,4 +1,4 @@
-"""Lowers a loss's KL penalty over time."""
+"""Annealing of the KL coefficient of a loss."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from lit_async_rl.errors import SetupError
 from lit_async_rl.losses import OAPL, TrajectoryBalance
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class AnnealBeta(pl.Callback):
-    """Moves `model.loss.beta` in a straight line to `final` within `steps` optimizer steps, where it stays.
+    """Anneals `model.loss.beta` linearly to `final` within `steps` optimizer steps.
 
-    As in TBA (arXiv:2503.18929), for losses with a `beta`. Logs `loss/beta`. Depends on the step alone, so it resumes.
+    As in TBA (arXiv:2503.18929), for losses with a `beta`. A function of the step only, so a resumed run continues it.
+    Logs `loss/beta`.
 
     Args:
-        final: beta at the end.
-        steps: optimizer steps until then.
+        final: final value of beta.
+        steps: optimizer steps until it is reached.
 
     Raises:
         ValueError: a setting is not positive, or the loss has no `beta`.
@@ -29,14 +31,12 @@ class AnnealBeta(pl.Callback):
 
     def __init__(self, final: float, steps: int) -> None:
         super().__init__()
-        for name, value in dict(final=final, steps=steps).items():
-            if not value > 0:
-                raise ValueError(f"AnnealBeta.{name} must be positive, got {value}")
+        check_range("AnnealBeta", "positive", final=final, steps=steps)
         self.final, self.steps = final, steps
-        self._first: tuple[PolicyModule, float] | None = None  # of this module
+        self._first: tuple[PolicyModule, float] | None = None  # module and its initial beta
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Takes the loss's own beta as the start."""
+        """Reads the initial beta from the loss."""
         module = policy_module(pl_module, "AnnealBeta")
         if self._first is None or self._first[0] is not module:
             self._first = module, _loss(module).beta
@@ -44,9 +44,9 @@ class AnnealBeta(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        """Sets the value of this step."""
+        """Sets beta for this step."""
         if self._first is None:
-            raise SetupError("AnnealBeta works within a fit")
+            raise SetupError("AnnealBeta needs on_fit_start before training batches")
         module, first = self._first
         beta = first + min(1.0, trainer.global_step / self.steps) * (self.final - first)
         module.objective.loss = dataclasses.replace(_loss(module), beta=beta)

@@ -1,48 +1,49 @@
-"""Notices a collapse early, says in words what happens, and acts."""
+"""Detects a collapse of training early, reports it, and acts on it."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.alarm_actions import AlarmAction, Warn
 from lit_async_rl.stabilizers.collapse import CollapseWatch, StepHealth
-from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
-from lit_async_rl.stabilizers.signals import Extract, SignalCollector
-from lit_async_rl.stabilizers.step_lr import check_choice, chosen_index, raw_optimizer, unscale_gradients
+from lit_async_rl.stabilizers.gradients import GradSpaces
+from lit_async_rl.stabilizers.reference_gradients import ReferenceGradients, cosine
+from lit_async_rl.stabilizers.signal_callback import SignalCallback
+from lit_async_rl.stabilizers.signals import Extract
+from lit_async_rl.stabilizers.step_lr import raw_optimizer, unscale_gradients
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
-class CollapseAlarm(pl.Callback):
-    """Watches effective sample size, KL, gradient norm, cosine, entropy and reward; acts when a limit stays broken.
+class CollapseAlarm(SignalCallback):
+    """Monitors effective sample size, KL, gradient norm, cosine, entropy and reward; acts on a persistent violation.
 
-    Put it first in the list of callbacks: it should see the gradient before others change it, and a rollback must come
-    before `WeightSync` publishes. All limits are ours (see `CollapseWatch`); None watches nothing, and with all of them
-    None nothing is ever done. What is measured over all ranks is the same on every rank, and so is the decision.
+    Put it first in the list of callbacks: it reads the gradient before others change it, and a rollback must come
+    before `WeightSync` publishes. The limits are not from a paper (see `CollapseWatch`); a limit of None is off, and
+    with all limits off the callback changes nothing. Signals are reduced over ranks, so every rank decides alike.
 
-    Logs what it watches as `collapse/{ess_ratio,kl,grad_norm,cosine,entropy,reward}`, and `collapse/num_alarms`.
+    Logs `collapse/{ess_ratio,kl,grad_norm,cosine,entropy,reward}`, and `collapse/num_alarms`.
 
     Attributes:
-        reports: the alarms so far, in words.
+        reports: messages of the alarms so far.
 
     Args:
         action: `Warn()` (also None), `LowerStaleness()`, `RollBack()`, `RollBackToCheckpoint()` or `Stop()`.
         min_ess_ratio: smallest effective sample size, as a share of the step's completions.
         max_kl: largest mean KL(mu || pi) per token (k3).
-        max_grad_norm_factor: largest gradient norm, in medians of the last `window` healthy steps.
+        max_grad_norm_factor: largest gradient norm, as a multiple of the median over the last `window` healthy steps.
         max_cosine: largest cosine of consecutive gradients; keeps a copy of the last gradient.
         min_entropy: smallest mean entropy per token.
         max_reward_drop: largest fall of the mean reward of `window` steps below its best so far, in rewards.
-        patience: steps in a row that must break a limit.
-        window: steps that medians and means are taken over.
-        cooldown_steps: steps after an alarm in which there is no other one.
-        optimizer: whose gradient, by position or by the name of the submodule it trains; None where there is only one.
+        patience: consecutive steps that must violate a limit.
+        window: steps of the median and the mean.
+        cooldown_steps: steps after an alarm without another one.
+        optimizer: optimizer whose gradient is monitored, by position or submodule name; None where there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
@@ -64,8 +65,8 @@ class CollapseAlarm(pl.Callback):
         optimizer: int | str | None = None,
         extract: Extract | None = None,
     ) -> None:
-        if cooldown_steps < 0:
-            raise ValueError(f"CollapseAlarm: cooldown_steps must be >= 0, got {cooldown_steps}")
+        super().__init__(optimizer, extract)
+        check_range("CollapseAlarm", ">= 0", cooldown_steps=cooldown_steps)
         self.watch = CollapseWatch(
             min_ess_ratio=min_ess_ratio,
             max_kl=max_kl,
@@ -78,47 +79,29 @@ class CollapseAlarm(pl.Callback):
         )
         self.action = action or Warn()
         self.cooldown_steps = cooldown_steps
-        self.optimizer = optimizer
         self.reports: list[str] = []
-        self._signals = SignalCollector(extract)
-        self._spaces = GradSpaces()
-        self._previous: tuple[GradSpace, list[Tensor | None]] | None = None
+        self._spaces, self._previous = GradSpaces(), ReferenceGradients()
         self._quiet_steps = 0
         self._alarm: list[str] = []
         self._stepped = False
         self._resumed: dict[str, Any] | None = None
 
-    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Finds the signals."""
-        if stage == "fit":
-            self._signals.attach(pl_module)
-
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks the choice of optimizer."""
-        check_choice(trainer, pl_module, self.optimizer, "CollapseAlarm")
-        if self.optimizer is None and len(trainer.optimizers) > 1:
-            raise ValueError("CollapseAlarm: several optimizers, choose one: optimizer=<position or submodule name>")
-        self._previous, self._spaces = None, GradSpaces()
+        super().on_train_start(trainer, pl_module)
+        self._spaces, self._previous = GradSpaces(), ReferenceGradients()
         self._alarm, self._stepped = [], False
         self.action.begin(trainer)
 
-    def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
-        """Collects, once for each micro-batch."""
-        self._signals.collect(trainer, pl_module)
-
-    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Measures and judges."""
-        if chosen_index(trainer, pl_module, optimizer, self.optimizer) is None:
-            self._signals.pass_over()
-            return
+    def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Compares the step with the limits, and logs."""
         unscale_gradients(trainer, optimizer)
-        signals = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
-        norm, cosine = self._gradient(trainer, raw_optimizer(optimizer))
+        signals = self.reduce_signals(optimizer)
+        norm, c = self._gradient(trainer, raw_optimizer(optimizer))
         seen = StepHealth(
             ess_ratio=signals.ess_ratio,
             kl=signals.kl,
             grad_norm=norm,
-            cosine=cosine,
+            cosine=c,
             entropy=signals.entropy,
             reward=signals.reward,
         )
@@ -135,7 +118,7 @@ class CollapseAlarm(pl.Callback):
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Acts, once the step is over."""
+        """Raises the alarm after the step."""
         if not self._stepped:
             return
         self._stepped = False
@@ -149,41 +132,22 @@ class CollapseAlarm(pl.Callback):
             rank_zero_warn(report)
             self.watch.forgive()
             self._quiet_steps = self.cooldown_steps
-            self._previous = None
-
-    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Leaves the module as it was."""
-        self._signals.detach()
-
-    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Leaves the module as it was."""
-        self._signals.detach()
+            self._previous = ReferenceGradients()
 
     def _gradient(self, trainer: AnyTrainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
-        """Norm, and cosine with the last gradient, as far as they are watched; None if there is no gradient."""
+        """Norm, and cosine with the previous gradient, as far as limits need them; None without a gradient."""
         if self.watch.max_grad_norm_factor is None and self.watch.max_cosine is None:
             return None, None
         if trainer.strategy.model is None:
             raise SetupError("the Trainer has no model yet")
         space = self._spaces.of(trainer.strategy.model, optimizer)
         gradients = space.gradients()
-        if self.watch.max_cosine is None:
-            return space.norms(gradients)[0].item() or None, None
-        known = self._previous is not None and self._previous[0] is space
-        previous = self._previous[1] if known and self._previous else [None] * len(gradients)
-        gg, gp, pp = space.dots((gradients, gradients), (gradients, previous), (previous, previous))[:, 0].tolist()
-        if not 0 < gg < math.inf:
-            return gg**0.5 or None, None
-        self._previous = (space, [None if g is None else g.clone() for g in gradients])
-        return gg**0.5, max(-1.0, min(1.0, gp / gg**0.5 / pp**0.5)) if pp > 0 else None
-
-    @property
-    def state_key(self) -> str:
-        """Keeps the checkpointed state of several of them apart."""
-        return self._generate_state_key(optimizer=self.optimizer)
+        gg, gp, pp = self._previous.products(space, gradients)[0].tolist()
+        if self.watch.max_cosine is not None and 0 < gg < math.inf:
+            self._previous.keep(space, gradients)
+        return gg**0.5 or None, cosine(gg, gp, pp)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and history."""
         return {
             "watch": self.watch.state_dict(),
             "action": self.action.state_dict() if self._resumed is None else self._resumed,
@@ -192,7 +156,6 @@ class CollapseAlarm(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores them."""
         self.watch.load_state_dict(state_dict["watch"])
         self._quiet_steps = state_dict["quiet_steps"]
         self.reports = list(state_dict["reports"])

@@ -1,4 +1,4 @@
-"""Gradient alignment control: no long runs of steps in one direction."""
+"""Gradient alignment control (GAC): applies, projects or skips steps by the cosine of consecutive gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.stabilizers.alignment import AlignmentRule, ExactResidual, LastRaw, Reference, Regime, Residual
+from lit_async_rl.stabilizers.alignment import (
+    AlignedStep,
+    AlignmentRule,
+    ExactResidual,
+    LastRaw,
+    Reference,
+    Regime,
+    Residual,
+)
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
+from lit_async_rl.stabilizers.reference_gradients import ReferenceGradients
 from lit_async_rl.stabilizers.step_lr import (
     check_choice,
     chosen_index,
@@ -23,25 +32,8 @@ from lit_async_rl.stabilizers.step_lr import (
     tolerate_dropped_gradients,
     unscale_gradients,
 )
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-
-
-@dataclasses.dataclass
-class _Step:
-    """One group's numbers in one step: |g|, c (None without a reference), <g, p> / |p|^2; then what was decided."""
-
-    norm: float
-    cosine: float | None
-    slope: float
-    regime: Regime = Regime.APPLY
-    kept: float = 1.0
-
-    @classmethod
-    def of(cls, gg: float, gp: float, pp: float) -> _Step:
-        """From the three global inner products."""
-        if not (math.isfinite(gg) and gg > 0 and pp > 0):
-            return cls(math.sqrt(gg) if gg >= 0 else math.nan, None, 0.0)
-        return cls(math.sqrt(gg), max(-1.0, min(1.0, gp / math.sqrt(gg) / math.sqrt(pp))), gp / pp)
 
 
 class GradientAlignmentControl(pl.Callback):
@@ -52,13 +44,13 @@ class GradientAlignmentControl(pl.Callback):
         low < c <= high   apply g - (1 - a) (<g, p> / |p|^2) p
         high < c          skip: neither weights nor moments nor weight decay move
 
-    Stale rollouts make consecutive gradients point the same way, which acts like momentum that nobody asked for.
-    Confirmed from the paper: the cosine of consecutive gradients as signal, projection by parallel and orthogonal part,
-    threshold regimes that project and skip. Its thresholds, its a, its p and its treatment of negative c were not
-    available to us; each is an argument here, and all defaults are ours. See `lit_async_rl.stabilizers.alignment`.
+    Stale rollouts align consecutive gradients, which acts like unwanted momentum. From the paper: the cosine of
+    consecutive gradients as signal, projection by parallel and orthogonal part, threshold regimes that project and
+    skip. Thresholds, a, p and the treatment of negative c could not be checked; each is an argument here, with
+    defaults of our own. See `lit_async_rl.stabilizers.alignment`.
 
     Runs on the summed, unclipped gradient of the step: put it before `GradientClipping`. A skip leaves no gradients, so
-    that `PolicyModule` counts no version; Lightning still advances scheduler and `global_step`. A gradient with NaN or
+    `PolicyModule` counts no version; Lightning still advances scheduler and `global_step`. A gradient with NaN or
     infinity is dropped in the same way, is not counted as a skip, and does not become the reference.
 
     The reference takes the memory of one more gradient (of this rank's shard). It is not checkpointed: the first step
@@ -67,22 +59,22 @@ class GradientAlignmentControl(pl.Callback):
     Logs `gac/cosine` (where there is a reference), `gac/regime` (0 applied, 1 projected, 2 skipped, 3 dropped),
     `gac/kept` (a), `gac/consecutive_skips`, `gac/norm`, `gac/low`, `gac/high`, `gac/num_dropped` (steps so far).
 
-    Example: `Trainer(callbacks=[GradientAlignmentControl(low=0.05, high=0.5)])`, for any LightningModule. In a loop of
-    your own: `apply(model, optimizer)` between backward and step.
+    Example: `Trainer(callbacks=[GradientAlignmentControl(low=0.05, high=0.5)])`, for any LightningModule. In a custom
+    loop: `apply(model, optimizer)` between backward and step.
 
     Args:
         low: c up to which the gradient is applied as it is; 1 is the neutral setting.
         high: c up to which it is projected; 1 never skips.
-        residual: rule for a.
-        reference: rule for p.
+        residual: rule for a, the share of the parallel component that is kept.
+        reference: rule for p, the reference gradient.
         two_sided: treat strongly opposed gradients like aligned ones.
         per_parameter_group: compare and act on each parameter group of the optimizer by itself.
-        max_consecutive_skips: after so many skips in a row the step is projected instead.
+        max_consecutive_skips: after this many consecutive skips a step is projected instead.
         min_remainder: a projection that leaves less than this share of the norm is a skip.
-        calibrate_steps: watch this many cosines without acting, then set `low` to a quantile of them (and `high` to
-            the same relative place between `low` and 1); data should be on-policy, or nearly, in these steps.
+        calibrate_steps: record this many cosines without intervening, then set `low` to a quantile of them (and `high`
+            to the same relative place between `low` and 1); data should be on-policy, or nearly, in these steps.
         calibrate_quantile: that quantile.
-        optimizer: which one, by position or by the name of the submodule it trains; None controls each by itself.
+        optimizer: optimizer to control, by position or submodule name; None controls each independently.
 
     Raises:
         ValueError: a setting is out of range.
@@ -102,11 +94,8 @@ class GradientAlignmentControl(pl.Callback):
         calibrate_quantile: float = 0.9,
         optimizer: int | str | None = None,
     ) -> None:
-        if calibrate_steps < 0 or not 0 <= calibrate_quantile <= 1:
-            raise ValueError(
-                "GradientAlignmentControl: calibrate_steps must be >= 0 and calibrate_quantile in [0, 1], "
-                f"got {calibrate_steps} and {calibrate_quantile}"
-            )
+        check_range("GradientAlignmentControl", ">= 0", calibrate_steps=calibrate_steps)
+        check_range("GradientAlignmentControl", "in [0, 1]", calibrate_quantile=calibrate_quantile)
         self.rule = AlignmentRule(
             low=low,
             high=high,
@@ -119,48 +108,39 @@ class GradientAlignmentControl(pl.Callback):
         self.calibrate_steps, self.calibrate_quantile = calibrate_steps, calibrate_quantile
         self.optimizer = optimizer
         self._spaces = GradSpaces(per_parameter_group)
-        # by position of the optimizer: p (this rank's pieces) with the space it lives in, and skips in a row
-        self._references: dict[int, tuple[GradSpace, list[Tensor | None]]] = {}
-        self._skips: dict[int, list[int]] = {}
+        self._references = ReferenceGradients()
+        self._skips: dict[int, list[int]] = {}  # optimizer index -> consecutive skips of each parameter group
         self._cosines: list[float] = []
         self.num_dropped = 0
 
     def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
-        """Acts on the gradients between backward and step, in any loop; returns what it saw and did.
+        """Controls the gradients between backward and step, in any loop; returns the metrics.
 
         Args:
             root: outermost module (the FSDP or DDP wrapper, if there is one).
-            optimizer: whose parameters to look at.
-            index: tells several optimizers apart.
+            optimizer: optimizer whose gradients are controlled.
+            index: position of the optimizer, where there are several.
         """
         space = self._spaces.of(root, raw_optimizer(optimizer))
-        reference = self._reference_of(index, space)
         gradients = space.gradients()
-        # one collective for all three; without a reference two of them are 0
-        dots = space.dots((gradients, gradients), (gradients, reference), (reference, reference))
+        products = self._references.products(space, gradients, index)
         skips = self._skips_of(index, space.num_groups)
-        steps = [_Step.of(*dots[:, group].tolist()) for group in range(space.num_groups)]
+        steps = [AlignedStep.of(*row) for row in products.tolist()]
         for group, step in enumerate(steps):
             self._decide(step, skips, group)
-        self._update(space, gradients, reference, steps)
+        self._update(space, gradients, self._references.of(space, index), steps)
         space.drop(group for group, step in enumerate(steps) if step.regime >= Regime.SKIP)
         return self._metrics(steps, skips)
 
-    def _reference_of(self, index: int, space: GradSpace) -> list[Tensor | None]:
-        known = self._references.get(index)
-        if known is None or known[0] is not space:
-            known = self._references[index] = (space, [None] * len(space.params))
-        return known[1]
-
     def _skips_of(self, index: int, num_groups: int) -> list[int]:
-        """Skips in a row of each group; groups may have been added, or left with a resume or a second run."""
+        """Consecutive skips of each group; the number of groups may have changed by a resume or a second run."""
         skips = self._skips.setdefault(index, [])
         skips[num_groups:] = []
         skips += [0] * (num_groups - len(skips))
         return skips
 
-    def _decide(self, step: _Step, skips: list[int], group: int) -> None:
-        """Fills in regime and share, and counts skips."""
+    def _decide(self, step: AlignedStep, skips: list[int], group: int) -> None:
+        """Sets regime and share of the step, and counts skips."""
         if not math.isfinite(step.norm):
             if self.num_dropped == 0:
                 rank_zero_warn("GradientAlignmentControl: a gradient contains NaN or infinity; such steps are dropped")
@@ -183,9 +163,9 @@ class GradientAlignmentControl(pl.Callback):
 
     @torch.no_grad()
     def _update(
-        self, space: GradSpace, gradients: list[Tensor | None], reference: list[Tensor | None], steps: list[_Step]
+        self, space: GradSpace, gradients: list[Tensor | None], reference: list[Tensor | None], steps: list[AlignedStep]
     ) -> None:
-        """Projects in place and moves the reference on, one parameter at a time: the only extra copy is one of it."""
+        """Projects in place and updates the reference, one parameter at a time to save memory."""
         for n, (gradient, group) in enumerate(zip(gradients, space.group_of, strict=True)):
             step = steps[group]
             if step.regime == Regime.DROP or step.norm == 0:
@@ -203,7 +183,7 @@ class GradientAlignmentControl(pl.Callback):
                 gradient.add_(previous, alpha=-(1 - step.kept) * step.slope)
             self.reference.update(previous, raw, None if step.regime == Regime.SKIP else gradient)
 
-    def _metrics(self, steps: list[_Step], skips: list[int]) -> dict[str, float]:
+    def _metrics(self, steps: list[AlignedStep], skips: list[int]) -> dict[str, float]:
         metrics = {"gac/low": self.rule.low, "gac/high": self.rule.high, "gac/num_dropped": float(self.num_dropped)}
         for group, step in enumerate(steps):
             suffix = f"/group{group}" if len(steps) > 1 else ""
@@ -218,13 +198,11 @@ class GradientAlignmentControl(pl.Callback):
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks the choice of optimizer and forgets references of an earlier run."""
         check_choice(trainer, pl_module, self.optimizer, "GradientAlignmentControl")
-        self._references, self._spaces = {}, GradSpaces(self._spaces.per_parameter_group)
+        self._references, self._spaces = ReferenceGradients(), GradSpaces(self._spaces.per_parameter_group)
         tolerate_dropped_gradients(trainer)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Acts, on the accumulated gradient."""
         index = chosen_index(trainer, pl_module, optimizer, self.optimizer)
         if index is None:
             return
@@ -237,11 +215,11 @@ class GradientAlignmentControl(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """Keeps the checkpointed state of several of them apart."""
+        """Key of the checkpointed state; distinguishes instances for different optimizers."""
         return self._generate_state_key(optimizer=self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the reference; the same on all ranks."""
+        """State without the reference gradient; the same on all ranks."""
         return {
             "skips": {index: list(skips) for index, skips in self._skips.items()},
             "cosines": list(self._cosines),
@@ -251,7 +229,7 @@ class GradientAlignmentControl(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores it; thresholds only if they were calibrated, otherwise the arguments hold."""
+        """Restores the state; thresholds only if they were calibrated."""
         self._skips = {index: list(skips) for index, skips in state_dict["skips"].items()}
         self._cosines = list(state_dict["cosines"])
         self.num_dropped = state_dict["num_dropped"]

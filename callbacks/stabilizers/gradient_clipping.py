@@ -20,6 +20,7 @@ from lit_async_rl.stabilizers.step_lr import (
     tolerate_dropped_gradients,
     unscale_gradients,
 )
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -27,17 +28,17 @@ class GradientClipping(pl.Callback):
     """g <- g * min(1, max_norm / ||g||), with the norm over all shards, ranks and devices.
 
     `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, fails with tensor parallelism and with fused optimizers
-    under loss scaling; this works everywhere. Put it last in the list of callbacks: it should see what the other
-    stabilizers leave. A gradient that contains NaN or infinity has no norm: the step is dropped (no weights, moments or
-    weight decay move; Lightning still advances the scheduler), with a line in the log, and counted.
+    under loss scaling; this works under every strategy. Put it last in the list of callbacks, after the
+    other stabilizers. A step whose gradient contains NaN or infinity is dropped (weights and optimizer state are
+    unchanged, also by weight decay; Lightning still advances the scheduler), logged and counted.
 
-    Logs `grad/norm` (before clipping; not for a broken gradient), `grad/clip_scale` (1: untouched, 0: dropped) and
+    Logs `grad/norm` (before clipping; not for a non-finite gradient), `grad/clip_scale` (1: unchanged, 0: dropped) and
     `grad/num_dropped` (steps so far).
 
     Args:
-        max_norm: largest norm; `inf` only measures.
-        optimizer: which one, by position or by the name of the submodule it trains; None clips each by itself.
-        max_in_a_row: with more dropped steps the run ends with an error; None never ends it.
+        max_norm: largest norm; `inf` only logs.
+        optimizer: optimizer to clip, by position or submodule name; None clips each independently.
+        max_in_a_row: consecutive dropped steps above which the run fails; None is no limit.
 
     Raises:
         ValueError: `max_norm` is not positive, or the limit is negative.
@@ -46,20 +47,19 @@ class GradientClipping(pl.Callback):
     def __init__(
         self, max_norm: float = 1.0, optimizer: int | str | None = None, max_in_a_row: int | None = 10
     ) -> None:
-        if not max_norm > 0:
-            raise ValueError(f"GradientClipping: max_norm must be positive, got {max_norm}")
+        check_range("GradientClipping", "positive", max_norm=max_norm)
         self.max_norm = max_norm
         self.optimizer = optimizer
         self.dropped = DroppedUpdates("GradientClipping", max_in_a_row)
         self._spaces = GradSpaces()
 
     def apply(self, root: nn.Module, optimizer: Optimizer, index: int = 0) -> dict[str, float]:
-        """Clips between backward and step, in any loop; returns what it saw and did.
+        """Clips the gradients between backward and step, in any loop; returns the metrics.
 
         Args:
             root: outermost module (the FSDP or DDP wrapper, if there is one).
-            optimizer: whose parameters to look at.
-            index: tells several optimizers apart.
+            optimizer: optimizer whose gradients are clipped.
+            index: position of the optimizer, where there are several.
         """
         optimizer = raw_optimizer(optimizer)
         space = self._spaces.of(root, optimizer)
@@ -75,14 +75,12 @@ class GradientClipping(pl.Callback):
         return {"grad/norm": norm, "grad/clip_scale": scale, "grad/num_dropped": float(self.dropped.total)}
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks the choice of optimizer."""
         check_choice(trainer, pl_module, self.optimizer, "GradientClipping")
         self._spaces = GradSpaces()
         self.dropped.begin()
         tolerate_dropped_gradients(trainer)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Acts."""
         index = chosen_index(trainer, pl_module, optimizer, self.optimizer)
         if index is None:
             return
@@ -94,18 +92,16 @@ class GradientClipping(pl.Callback):
             pl_module.log(name + suffix, value)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
-        """Ends the run, when all callbacks have seen the end of the last step."""
+        """Fails the run after too many dropped steps, once all callbacks have completed the last one."""
         self.dropped.check()
 
     @property
     def state_key(self) -> str:
-        """Keeps the checkpointed state of several of them apart."""
+        """Key of the checkpointed state; distinguishes instances for different optimizers."""
         return self._generate_state_key(optimizer=self.optimizer)
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps were dropped."""
         return {"num_dropped": self.dropped.total}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restores it."""
         self.dropped.total = state_dict["num_dropped"]

@@ -1,4 +1,4 @@
-"""Moves the reference policy along."""
+"""Periodic reset of the reference policy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import lightning.pytorch as pl
 from lit_async_rl.callbacks.parts import policy_module
 from lit_async_rl.models.loading import receive_weights
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class ReferenceReset(pl.Callback):
-    """Makes the policy its own new reference every `every_n_steps` optimizer steps, as TBA may (arXiv:2503.18929).
+    """Copies the policy to the reference every `every_n_steps` optimizer steps, as in TBA (arXiv:2503.18929).
 
-    A checkpoint then contains the reference. Not for sharded parameters.
+    Checkpoints then contain the reference. Not supported with sharded parameters.
 
     Args:
         every_n_steps: optimizer steps between resets.
@@ -26,13 +27,12 @@ class ReferenceReset(pl.Callback):
 
     def __init__(self, every_n_steps: int) -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ValueError(f"ReferenceReset.every_n_steps must be >= 1, got {every_n_steps}")
+        check_range("ReferenceReset", ">= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._last = 0
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks that there is something to reset."""
+        """Checks that there is a reference policy."""
         self._last = 0
         _reference(pl_module)
 
@@ -50,13 +50,12 @@ class ReferenceReset(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds the reference."""
         checkpoint["reference"] = _reference(pl_module).state_dict()
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restores it, where the checkpoint was made with resets."""
+        """Restores the reference, if the checkpoint has one."""
         if "reference" in checkpoint:
             _reference(pl_module).load_state_dict(checkpoint["reference"])
 
@@ -65,7 +64,7 @@ def _reference(pl_module: AnyModule) -> CausalPolicy:
     reference = policy_module(pl_module, "ReferenceReset").reference
     if reference is None:
         raise ValueError(
-            "ReferenceReset: no reference is kept that could be moved. Set model.kl_coefficient, or a loss that needs "
-            "one; and no model.lora, whose reference is the policy without its adapters"
+            "ReferenceReset needs a reference policy: set model.kl_coefficient, or a loss that needs a reference; "
+            "model.lora has none, because its reference is the policy without adapters"
         )
     return reference

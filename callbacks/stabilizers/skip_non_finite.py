@@ -1,4 +1,4 @@
-"""Guards weights against gradients that are no numbers."""
+"""Drops updates with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class SkipNonFinite(pl.Callback):
-    """Drops updates whose gradient contains NaN or infinity, on any rank: weights, moments and version stay.
+    """Drops updates whose gradient contains NaN or infinity on any rank; weights, moments and version are unchanged.
 
-    Always there in `scripts/train.py`. `GradientClipping` does the same, with a limit of its own. With loss scaling
-    (`precision: 16-mixed`) the scaler skips such steps itself, and this does nothing.
+    One of the default callbacks. `GradientClipping` does the same, with its own limit. With loss scaling
+    (`precision: 16-mixed`) the scaler skips such steps, and this callback does nothing.
 
-    Logs `grad/num_skipped`, updates so far, once there are any.
+    Logs `grad/num_skipped`, the number of dropped updates, once it is above 0.
 
     Args:
-        max_in_a_row: with more, the run ends with an error; None never ends it.
+        max_in_a_row: consecutive dropped updates above which the run fails; None is no limit.
 
     Raises:
         ValueError: the limit is negative.
@@ -34,13 +34,12 @@ class SkipNonFinite(pl.Callback):
         self._spaces = GradSpaces()
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Parameters may have been replaced."""
         self._spaces = GradSpaces()
         self.dropped.begin()
         tolerate_dropped_gradients(trainer)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Looks at the accumulated gradient; a collective where it is sharded."""
+        """Checks the accumulated gradient; a collective where it is sharded."""
         precision: Any = trainer.precision_plugin
         if hasattr(precision, "scaler") and precision.scaler is not None:
             return
@@ -55,13 +54,11 @@ class SkipNonFinite(pl.Callback):
             pl_module.log("grad/num_skipped", float(self.dropped.total))
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
-        """Ends the run, when all callbacks have seen the end of the last step."""
+        """Fails the run after too many dropped updates, once all callbacks have completed the last step."""
         self.dropped.check()
 
     def state_dict(self) -> dict[str, int]:
-        """How many were dropped."""
         return {"num_dropped": self.dropped.total}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restores it."""
         self.dropped.total = state_dict["num_dropped"]

@@ -1,4 +1,4 @@
-"""Advantage estimators: from the rewards of groups, or of single turns, to an advantage for each token."""
+"""Advantage estimators: rewards of groups, or of single turns, to an advantage per token."""
 
 import lazy_loader
 

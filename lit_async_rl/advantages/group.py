@@ -1,4 +1,4 @@
-"""What a reward is worth relative to others. Outer lists are the groups of one optimizer step, inner ones rollouts.
+"""Advantage estimators over groups. Outer lists are the groups of one optimizer step, inner ones rollouts.
 
 N rollouts of a group, R_i their rewards, L_i their trained tokens.
 """
@@ -13,19 +13,20 @@ from itertools import chain
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.checks import check_range
 
 Rewards = Sequence[Sequence[float]]
 Lengths = Sequence[Sequence[int]]
 
 
 class AdvantageEstimator(ABC):
-    """Rewards of one optimizer step to advantages.
+    """Maps the rewards of one optimizer step to advantages.
 
-    A group that says nothing (all rewards equal, or one rollout) gives exactly 0, unless a subclass says otherwise.
+    A group without signal (all rewards equal, or one rollout) has advantages of exactly 0, unless documented otherwise.
     """
 
     def __call__(self, rewards: Rewards, lengths: Lengths | None = None) -> list[list[float]]:
-        """Advantage of each rollout; `lengths` are its trained tokens, None is all the same.
+        """Advantage of each rollout; `lengths` are the trained tokens of each, None for equal lengths.
 
         Raises:
             ValueError: a reward is not finite.
@@ -36,11 +37,11 @@ class AdvantageEstimator(ABC):
         if lengths is None:
             lengths = [[1] * len(group) for group in rewards]
         if [len(group) for group in rewards] != [len(group) for group in lengths]:
-            raise InvariantError("each reward needs a length")
+            raise InvariantError("rewards and lengths differ in shape")
         return self.estimate(rewards, lengths)
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each completion token of each rollout: the rollout's own, unless a subclass says otherwise."""
+        """Advantage of each completion token of each rollout; by default that of the rollout."""
         rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
         values = self(rewards, [[rollout.num_trained_tokens for rollout in group.rollouts] for group in groups])
         return [
@@ -50,15 +51,15 @@ class AdvantageEstimator(ABC):
 
     @abstractmethod
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """The formula. Rewards are finite; groups may be empty."""
+        """Computes the advantages. Rewards are finite; groups may be empty."""
 
 
 @dataclass(frozen=True)
 class Raw(AdvantageEstimator):
-    """A = R: no baseline, so that equal rewards do not give 0."""
+    """A = R, without baseline; equal rewards do not give 0."""
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rewards themselves."""
+        """Returns the rewards."""
         return [list(group) for group in rewards]
 
 
@@ -67,7 +68,7 @@ class GroupMean(AdvantageEstimator):
     """A = R - mean of the group. Dr. GRPO, arXiv:2503.20783."""
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Centered rewards."""
+        """Rewards minus the group mean."""
         return [centered(group) for group in rewards]
 
 
@@ -79,7 +80,7 @@ class GroupMeanStd(AdvantageEstimator):
     N - 1, which makes every advantage of the group smaller by sqrt((N - 1) / N).
 
     Args:
-        eps: keeps nearly equal rewards from becoming large advantages.
+        eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
 
     Raises:
         ValueError: eps is negative.
@@ -88,11 +89,10 @@ class GroupMeanStd(AdvantageEstimator):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ValueError(f"GroupMeanStd.eps must be >= 0, got {self.eps}")
+        check_range("GroupMeanStd", ">= 0", eps=self.eps)
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Standardized rewards."""
+        """Rewards standardized within the group."""
         return [standardized(group, self.eps) for group in rewards]
 
 
@@ -101,7 +101,7 @@ class LeaveOneOut(AdvantageEstimator):
     """A_i = R_i - mean of the group's others = (R_i - mean) N / (N - 1). RLOO, arXiv:2402.14740."""
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rewards less the others' mean."""
+        """Rewards minus the mean of the other rollouts."""
         return [[a * len(group) / max(1, len(group) - 1) for a in centered(group)] for group in rewards]
 
 
@@ -115,8 +115,8 @@ class GlobalMeanStd(AdvantageEstimator):
     A group of equal rewards gives 0 only if the whole step is equal, or with `group_baseline`.
 
     Args:
-        group_baseline: take off the group's mean first, as in its variant REINFORCE++-baseline.
-        eps: keeps nearly equal rewards from becoming large advantages.
+        group_baseline: subtract the group mean first, as in its variant REINFORCE++-baseline.
+        eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
 
     Raises:
         ValueError: eps is negative.
@@ -126,11 +126,10 @@ class GlobalMeanStd(AdvantageEstimator):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ValueError(f"GlobalMeanStd.eps must be >= 0, got {self.eps}")
+        check_range("GlobalMeanStd", ">= 0", eps=self.eps)
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rewards standardized over the step."""
+        """Rewards standardized over all groups of the step."""
         groups = [centered(group) for group in rewards] if self.group_baseline else rewards
         flat = list(chain.from_iterable(groups))
         if self.group_baseline:  # the mean is 0 up to rounding, which must not become a signal
@@ -151,7 +150,7 @@ class LengthWeighted(AdvantageEstimator):
     """
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rewards less the length-weighted mean; groups without tokens give 0."""
+        """Rewards minus the length-weighted mean; 0 for groups without tokens."""
         result = []
         for group, tokens in zip(rewards, lengths, strict=True):
             total = sum(tokens)
@@ -165,20 +164,20 @@ class LengthWeighted(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class AsymRE(AdvantageEstimator):
-    """A = R - (mean of the group + shift), shift < 0: good rollouts count for more than bad ones.
+    """A = R - (mean of the group + shift), shift < 0: good rollouts weigh more than bad ones.
 
     Asymmetric REINFORCE takes this with `Reinforce` and no importance weights, for data that are off-policy anyway;
-    from Trinity-RFT's implementation, the paper's text could not be checked. Equal rewards give -shift, not 0: the
-    method imitates what it has no reason to prefer.
+    from Trinity-RFT's implementation, the paper's text could not be checked. Equal rewards give -shift, not 0, so
+    the policy imitates such groups.
 
     Args:
-        shift: of the baseline.
+        shift: shift of the baseline.
     """
 
     shift: float = -0.1
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Centered rewards less the shift."""
+        """Centered rewards minus the shift."""
         return [[a - self.shift for a in centered(group)] for group in rewards]
 
 
@@ -189,7 +188,7 @@ class LogMeanExp(AdvantageEstimator):
     Between R - mean (large tau) and R - max (small tau). As in Trinity-RFT.
 
     Args:
-        tau: temperature.
+        tau: temperature of the soft value.
 
     Raises:
         ValueError: tau is not positive.
@@ -198,11 +197,10 @@ class LogMeanExp(AdvantageEstimator):
     tau: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise ValueError(f"LogMeanExp.tau must be > 0, got {self.tau}")
+        check_range("LogMeanExp", "> 0", tau=self.tau)
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rewards less the soft value."""
+        """Rewards minus the soft value of the group."""
         result = []
         for group in rewards:
             top = max(group, default=0.0)
@@ -213,9 +211,9 @@ class LogMeanExp(AdvantageEstimator):
 
 
 def centered(values: Sequence[float]) -> list[float]:
-    """Values less their mean; exactly 0 where all are equal.
+    """Values minus their mean; exactly 0 if all are equal.
 
-    The rounding error of a mean must not become a signal when it is divided by a tiny standard deviation.
+    Rounding errors of the mean would otherwise be amplified by a tiny standard deviation.
     """
     if not values or max(values) == min(values):
         return [0.0] * len(values)
@@ -224,7 +222,7 @@ def centered(values: Sequence[float]) -> list[float]:
 
 
 def standardized(values: Sequence[float], eps: float) -> list[float]:
-    """Centered values, divided by the population's standard deviation plus eps."""
+    """Centered values divided by (population standard deviation + eps)."""
     differences = centered(values)
     std = math.sqrt(math.fsum(a * a for a in differences) / max(1, len(values)))
     return [a / (std + eps) if a else 0.0 for a in differences]

@@ -1,6 +1,6 @@
-"""What a turn is worth relative to others, where a rollout has several: each turn's tokens have their own advantage.
+"""Turn-level advantage estimators for multi-turn rollouts: each turn has its own advantage.
 
-A rollout without `turns` is one turn. r_k is the reward of turn k, G_k = sum_{j >= k} gamma^(j - k) r_j what it led to.
+A rollout without `turns` is one turn. r_k is the reward of turn k, G_k = sum_{j >= k} gamma^(j - k) r_j its return.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from lit_async_rl.advantages.group import AdvantageEstimator, Lengths, Rewards, centered, standardized
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.types import Rollout, RolloutGroup, Turn
+from lit_async_rl.utils.checks import check_range
 
 Turns = Sequence[Sequence[Turn]]  # of the rollouts of one group
 
 
 def returns(turns: Sequence[Turn], gamma: float) -> list[float]:
-    """G_k of each turn."""
+    """Discounted return G_k of each turn."""
     result: list[float] = []
     for turn in reversed(turns):
         result.insert(0, turn.reward + gamma * (result[0] if result else 0.0))
@@ -25,19 +26,19 @@ def returns(turns: Sequence[Turn], gamma: float) -> list[float]:
 
 
 class TurnAdvantageEstimator(AdvantageEstimator):
-    """Subclasses say what each turn of a group is worth."""
+    """Base class: maps the turns of a group to an advantage per turn."""
 
     @abstractmethod
     def of_group(self, turns: Turns) -> list[list[float]]:
-        """Advantage of each turn of each rollout of a group."""
+        """Advantage of each turn of each rollout of a group; `turns` has one list per rollout."""
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rollouts of one turn."""
+        """Advantages of single-turn rollouts."""
         groups = [[[Turn(end=0, reward=reward, state=0)] for reward in group] for group in rewards]
         return [[row[0] for row in self.of_group(group)] for group in groups]
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Each token has its turn's; what an environment wrote has that of the turn after it, and does not train."""
+        """Advantage of each token, that of its turn; environment tokens, which do not train, take the next turn's."""
         result = []
         for group in groups:
             turns = [_turns(rollout) for rollout in group.rollouts]
@@ -48,15 +49,15 @@ class TurnAdvantageEstimator(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class TurnReturns(TurnAdvantageEstimator):
-    """A_k = G_k - mean of the group's G_k at turn k, over the rollouts that came so far; optionally / (std + eps).
+    """A_k = G_k - mean of the group's G_k at turn k, over the rollouts with a turn k; optionally / (std + eps).
 
-    Reward to go with a baseline for each turn; of rollouts of one turn, `GroupMean` or `GroupMeanStd`. Ours in this
-    form: with gamma 1 and a reward in the last turn only, it is the group's advantage among those still going on.
+    Reward-to-go with a baseline per turn; equal to `GroupMean` or `GroupMeanStd` for single-turn rollouts. Not from a
+    paper. With gamma 1 and a reward in the last turn only, it is the advantage among the rollouts still running.
 
     Args:
-        gamma: discount of later turns.
+        gamma: discount factor per turn.
         standardize: divide by the standard deviation.
-        eps: keeps nearly equal returns from becoming large advantages.
+        eps: added to the standard deviation, which bounds advantages of nearly equal returns.
 
     Raises:
         ValueError: a setting is out of range.
@@ -70,7 +71,7 @@ class TurnReturns(TurnAdvantageEstimator):
         _check("TurnReturns", self.gamma, self.eps)
 
     def of_group(self, turns: Turns) -> list[list[float]]:
-        """Returns less their mean at the same turn."""
+        """Returns minus their mean at the same turn."""
         to_go = [returns(own, self.gamma) for own in turns]
         places = [range(len(own)) for own in turns]
         return _relative(to_go, places, self.standardize, self.eps)
@@ -78,18 +79,18 @@ class TurnReturns(TurnAdvantageEstimator):
 
 @dataclass(frozen=True)
 class GiGPO(TurnAdvantageEstimator):
-    """A_k = A_E + omega A_S: the rollout among its group, and the turn among those of the group in the same state.
+    """A_k = A_E + omega A_S: episode advantage within the group plus step advantage among turns in the same state.
 
     A_E = (R - mean R) / F over rollouts, R = sum_k r_k; A_S = (G_k - mean G) / F over all turns of the group that began
-    in the state that turn k began in (the anchor). F is 1, or the standard deviation + eps with `standardize`. A state
-    met once gives A_S = 0. arXiv:2505.10978, equations 3, 6 and 7; standard deviations are the population's here. The
-    step- and trajectory-level advantage of SAMPO (ARLArena, arXiv:2602.21534).
+    in the state that turn k began in. F is 1, or the standard deviation + eps with `standardize`. A state
+    visited once gives A_S = 0. arXiv:2505.10978, equations 3, 6 and 7; standard deviations are the population's here.
+    The step- and trajectory-level advantage of SAMPO (ARLArena, arXiv:2602.21534).
 
     Args:
         omega: weight of A_S.
-        gamma: discount of later turns.
+        gamma: discount factor per turn.
         standardize: divide by the standard deviation.
-        eps: keeps nearly equal returns from becoming large advantages.
+        eps: added to the standard deviation, which bounds advantages of nearly equal returns.
 
     Raises:
         ValueError: a setting is out of range.
@@ -102,11 +103,10 @@ class GiGPO(TurnAdvantageEstimator):
 
     def __post_init__(self) -> None:
         _check("GiGPO", self.gamma, self.eps)
-        if not self.omega >= 0:
-            raise ValueError(f"GiGPO.omega must be >= 0, got {self.omega}")
+        check_range("GiGPO", ">= 0", omega=self.omega)
 
     def of_group(self, turns: Turns) -> list[list[float]]:
-        """Both, added up."""
+        """Sum of episode and step advantages."""
         totals = [sum(turn.reward for turn in own) for own in turns]
         whole = standardized(totals, self.eps) if self.standardize else centered(totals)
         to_go = [returns(own, self.gamma) for own in turns]
@@ -118,7 +118,7 @@ class GiGPO(TurnAdvantageEstimator):
 def _relative(
     values: Sequence[Sequence[float]], keys: Sequence[Sequence[int]], standardize: bool, eps: float
 ) -> list[list[float]]:
-    """Values less the mean of all those with the same key, divided by their standard deviation if wanted."""
+    """Centers (or standardizes) values among those with the same key."""
     cells: dict[int, list[tuple[int, int]]] = {}
     for i, row in enumerate(keys):
         for k, key in enumerate(row):
@@ -146,7 +146,5 @@ def _spread(rollout: Rollout, turns: Sequence[Turn], values: Sequence[float]) ->
 
 
 def _check(name: str, gamma: float, eps: float) -> None:
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"{name}.gamma must be in [0, 1], got {gamma}")
-    if not eps >= 0:
-        raise ValueError(f"{name}.eps must be >= 0, got {eps}")
+    check_range(name, "in [0, 1]", gamma=gamma)
+    check_range(name, ">= 0", eps=eps)

@@ -1,4 +1,4 @@
-"""The off-policy optimal baseline, and the per-rollout gradient norms that it is made of."""
+"""Off-policy optimal baseline, and the per-trajectory gradient norms it is computed from."""
 
 import lazy_loader
 

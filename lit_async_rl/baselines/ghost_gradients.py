@@ -1,4 +1,4 @@
-"""Parameter gradients from what a ghost tape has recorded, without another backward pass.
+"""Parameter gradients from a ghost tape, without another backward pass.
 
 Once sum_t c_it log pi(y_it) has been differentiated to the outputs of all layers, for the norms, the gradient of any
 weighted sum over trajectories needs only the last product of each layer, dW = sum_i a_i sum_t e_it x_it^T
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lit_async_rl.baselines.ghost_norms import GhostTape
-from lit_async_rl.baselines.layer_norms import LayerRecord, is_sharded, own_parameters
+from lit_async_rl.baselines.layer_norms import LayerRecord, has_sharded_parameters, own_parameters
 
 
 def can_keep_books(tape: GhostTape) -> bool:
-    """Whether parameters are whole tensors (not sharded), and the head's gradients were kept (a single chunk)."""
-    return not is_sharded(tape.policy) and tape.is_complete
+    """Whether the tape yields parameter gradients: parameters are not sharded, and the head ran in a single chunk."""
+    return not has_sharded_parameters(tape.policy) and tape.is_complete
 
 
 def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    """`value`, with the gradient of sum_i a_i sum_t c_it log pi(y_it), a = `row_weights`.
+    """Scalar with the given `value` and the gradient of sum_i a_i sum_t c_it log pi(y_it), a = `row_weights`.
 
-    It is sum_p <p, G_p> over parameters p with their gradients G_p as constants, so hooks on parameters and loss
-    scaling see nothing unusual.
+    Implemented as sum_p <p, G_p> over parameters p with constant gradients G_p, so parameter hooks and loss scaling
+    work as usual.
     """
     total = torch.zeros((), device=row_weights.device)
     for record in tape.layer_records:

@@ -1,9 +1,9 @@
-"""Squared gradient norms of every trajectory of a micro-batch, without computing a gradient of any of them.
+"""Squared gradient norms of every trajectory of a micro-batch, without materialising per-trajectory gradients.
 
 For a linear layer y = W x the gradient of trajectory i is sum_t e_it x_it^T, e the gradient at the output. Its squared
-norm is sum_ts (e_it . e_is) (x_it . x_is), two T x T Gram matrices, and that is all we need ("ghost norms": Goodfellow
+norm is sum_ts (e_it . e_is) (x_it . x_is), the product of two T x T Gram matrices ("ghost norms": Goodfellow
 2015, arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679, section 4). One backward pass to the outputs of
-the layers serves all trajectories, because rows of a batch do not meet.
+the layers serves all trajectories, because rows of a batch are independent.
 
 B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 """
@@ -24,15 +24,15 @@ from lit_async_rl.models.policy import CausalPolicy
 
 
 class GhostTape:
-    """Records one forward pass of a `CausalPolicy`, then tells the norms.
+    """Records one forward pass of a `CausalPolicy`, then computes the norms.
 
         with GhostTape(policy) as tape:
             stats = policy(input_ids, mask, temperature)
         norms = tape.squared_norms(coefficients, input_ids, mask, temperature)
 
     The graph of the forward pass stays usable for the real backward pass. Linear layers (LoRA's too), transformers'
-    `Conv1D`, embeddings, and norm layers are known, and an output head tied to the embedding; the head is worked
-    through in chunks of `policy.chunk_tokens` tokens.
+    `Conv1D`, embeddings and norm layers are supported, also with an output head tied to the embedding; the head is
+    evaluated in chunks of `policy.chunk_tokens` tokens.
 
     Raises:
         ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, or to two
@@ -53,11 +53,11 @@ class GhostTape:
 
     def _check(self) -> None:
         if getattr(self.policy.causal_lm, "is_gradient_checkpointing", False):
-            raise ValueError("ghost norms need the activations that gradient_checkpointing throws away")
+            raise ValueError("ghost norms need activations, which model.gradient_checkpointing discards")
         owners: dict[int, str] = {}
         for name, module in self._layers.items():
             if not _is_known(module):
-                raise ValueError(f"ghost norms do not know layer {name!r} of type {type(module).__name__}")
+                raise ValueError(f"ghost norms do not support layer {name!r} of type {type(module).__name__}")
             for parameter in own_parameters(module).values():
                 if id(parameter) in owners:
                     raise ValueError(f"ghost norms: layers {owners[id(parameter)]!r} and {name!r} share a parameter")
@@ -80,7 +80,7 @@ class GhostTape:
 
     @staticmethod
     def _spread_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """One row of positions for each trajectory: a shared row would add up gradients of learned positions."""
+        """Expands positions to one row per trajectory: a shared row would sum gradients of learned positions."""
         ids = kwargs["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return args, {**kwargs, "position_ids": positions}
@@ -105,7 +105,7 @@ class GhostTape:
     ) -> Float[Tensor, " B"]:
         """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all trainable parameters."""
         if self._hidden is None:
-            raise SetupError("norms are asked for before a forward pass was recorded")
+            raise SetupError("GhostTape has recorded no forward pass yet")
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
         columns = _used_columns(coefficients)
         norms, hidden_grads, taken = self._head_pass(coefficients, input_ids, temperature, columns)
@@ -133,11 +133,11 @@ class GhostTape:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms of the head, gradient at its input, and its output gradients at the prompt's and completion's own ids.
 
-        Only `columns` predict something that counts. The last, [B, columns, T], is what a tied embedding's cross term
-        needs: gradients meet in the rows of the table that the input ids name.
+        Only `columns` predict tokens that count. The last, [B, columns, T], is needed by the cross term of a tied
+        embedding, whose gradients overlap in the rows of the input ids.
         """
         if self._hidden is None:
-            raise SetupError("norms are asked for before a forward pass was recorded")
+            raise SetupError("GhostTape has recorded no forward pass yet")
         hidden = self._hidden.detach()
         predicted = slice(columns.start + 1, columns.stop + 1)
         rows = max(1, self.policy.chunk_tokens // (columns.stop - columns.start))
@@ -164,19 +164,19 @@ class GhostTape:
 
 
 def _used_columns(coefficients: Float[Tensor, "B T"]) -> slice:
-    """The positions from which some row's first counting token is predicted to that of some row's last one."""
+    """Range of positions that predict a token with a non-zero coefficient in some row."""
     used = coefficients[:, 1:].ne(0).any(0).nonzero()[:, 0].tolist()
     return slice(used[0], used[-1] + 1) if used else slice(0, 1)
 
 
 def _table_grads(module: nn.Embedding, ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Tensor:
-    """Gradients at the rows of the table: Gemma scales what it looks up, and the padding row never learns."""
+    """Gradients of the embedding rows, with Gemma's embedding scale, and 0 for the padding row."""
     grads = grads * getattr(module, "embed_scale", 1.0)
     return grads if module.padding_idx is None else grads.masked_fill((ids == module.padding_idx)[..., None], 0.0)
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Exact types only: a subclass may do more to what passes."""
+    """Whether the layer type is supported; exact types only, because subclasses may compute something else."""
     if type(module) in (nn.Linear, Conv1D, nn.Embedding):
         return True
     if isinstance(module, nn.Embedding):
@@ -184,5 +184,5 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear | Conv1D):
         return False
     own = own_parameters(module)
-    # all that it learns are a vector `weight` and perhaps a vector `bias`
+    # its trainable parameters are a vector `weight` and perhaps a vector `bias`
     return "weight" in own and own.keys() <= {"weight", "bias"} and all(p.ndim == 1 for p in own.values())

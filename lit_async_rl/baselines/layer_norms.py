@@ -18,12 +18,13 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass
 class LayerRecord:
-    """One layer's part in a backward pass.
+    """Input and output gradient of one layer in a backward pass.
 
     Attributes:
-        inputs: of the layer, [B, T, D], or token ids [B, T].
-        grads: gradient at its output, [B, T, K].
-        row_grads: gradient of the weight of each row, [B, K, D] or [B, K], if the norms needed it.
+        module: the layer.
+        inputs: input activations [B, T, D], or token ids [B, T].
+        grads: gradient at the output, [B, T, K].
+        row_grads: per-row gradient of the weight, [B, K, D] or [B, K], if it was computed for the norms.
     """
 
     module: nn.Module
@@ -33,13 +34,13 @@ class LayerRecord:
 
 
 class InputGrams:
-    """x_t . x_s of each row, computed once for layers with the same input (query, key and value; gate and up)."""
+    """Cache of Gram matrices x_t . x_s, shared by layers with the same input (query, key, value; gate, up)."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, torch.Size], Tensor] = {}
 
     def of(self, inputs: Float[Tensor, "B T D"]) -> Float[Tensor, "B T T"]:
-        """The Gram matrices of inputs that are alive as long as this is."""
+        """Gram matrices of `inputs`, which must outlive the cache."""
         key = (inputs.data_ptr(), inputs.shape)
         if key not in self._known:
             self._known[key] = inputs @ inputs.mT
@@ -47,10 +48,10 @@ class InputGrams:
 
 
 def linear_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
-    """||sum_t e_t x_t^T||^2 of each row, by whichever of both ways needs fewer multiplications.
+    """||sum_t e_t x_t^T||^2 of each row, by Gram matrices or per-row gradients, whichever is cheaper.
 
-    Where gradients of rows are made they are smaller than the layer's activations, and are kept: their weighted sum is
-    the gradient of the update.
+    Per-row gradients are smaller than the activations here, and are kept: their weighted sum is the gradient of the
+    update.
     """
     inputs, grads = record.inputs, record.grads
     length, num_inputs, num_outputs = inputs.shape[1], inputs.shape[2], grads.shape[2]
@@ -61,20 +62,23 @@ def linear_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor
 
 
 def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
-    """Squared norm of what each row adds to the table: gradients of equal ids add up."""
+    """Squared norm of each row's gradient of the embedding table: gradients of equal ids add up."""
     same = ids[:, :, None] == ids[:, None, :]
     return ((grads @ grads.mT) * same).sum((1, 2))
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """What of a module itself trains. FSDP1 hides the parameters of a gathered unit: they are attributes then."""
+    """Trainable parameters of the module itself; those of a gathered FSDP1 unit are plain attributes."""
     hidden = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     own = dict(module.named_parameters(recurse=False)) | hidden
     return {name: value for name, value in own.items() if value.requires_grad}
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP1, FSDP2 or tensor parallelism holds some trained parameter; the same on all ranks."""
+def has_sharded_parameters(module: nn.Module) -> bool:
+    """Whether FSDP1, FSDP2 or tensor parallelism shards a trainable parameter; the same on all ranks.
+
+    Unlike `models.weights.is_sharded` it also recognises a module inside of the FSDP1 wrapper.
+    """
     return any(
         not isinstance(p, nn.Parameter) or isinstance(p, DTensor) or hasattr(p, "_fsdp_flattened")
         for part in module.modules()
@@ -84,19 +88,19 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def elementwise_factor(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What a norm layer multiplies its weight with: its output is linear in the weight, so what one more adds.
+    """Factor of the weight in the output of a norm layer, which is linear in its weight.
 
-    Does not look at the weight, which may be sharded.
+    Does not read the weight, which may be sharded.
     """
     zero = torch.zeros(inputs.shape[-1], device=inputs.device, dtype=inputs.dtype)
     one_more, nothing = _with_weight(module, zero + 1), _with_weight(module, zero)
-    if not nothing(inputs[:1, :1]).any():  # most are 0 without a weight; Gemma's multiply by one more than it
+    if not nothing(inputs[:1, :1]).any():  # most are 0 for a weight of 0; Gemma multiplies by 1 + weight
         return one_more(inputs)
     return one_more(inputs) - nothing(inputs)
 
 
 def _with_weight(module: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The module's function with other parameters, without its hooks."""
+    """Forward function of the module with the given weight and zero bias, without hooks."""
     other = copy.copy(module)
     for name in own_parameters(module):
         vars(other).pop(name, None)
@@ -108,7 +112,7 @@ def _with_weight(module: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor
 
 
 def elementwise_squared_norms(record: LayerRecord) -> Float[Tensor, " B"]:
-    """For layers that multiply by a vector and may add one (RMS norm, layer norm)."""
+    """Squared norms of layers with an elementwise weight and optional bias (RMS norm, layer norm)."""
     module, grads = record.module, record.grads
     total = torch.zeros(len(grads), device=grads.device)
     own = own_parameters(module)
@@ -121,12 +125,12 @@ def elementwise_squared_norms(record: LayerRecord) -> Float[Tensor, " B"]:
 
 
 def _sum_positions(values: Float[Tensor, "B *T K"]) -> Float[Tensor, "B K"]:
-    """Over positions, and over heads where a norm works on each."""
+    """Sums over positions, and over heads for per-head norms."""
     return values.flatten(1, -2).sum(1)
 
 
 def layer_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
-    """||gradient of the layer's own parameters||^2 of each row."""
+    """Squared norm of each row's gradient of the layer's own parameters."""
     module, inputs, grads = record.module, record.inputs, record.grads
     if isinstance(module, nn.Embedding):
         return embedding_squared_norms(inputs, grads)

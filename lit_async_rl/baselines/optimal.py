@@ -20,19 +20,18 @@ from torch import Tensor
 
 from lit_async_rl.baselines.ghost_gradients import can_keep_books
 from lit_async_rl.baselines.ghost_norms import GhostTape
-from lit_async_rl.baselines.layer_norms import is_sharded
+from lit_async_rl.baselines.layer_norms import has_sharded_parameters
 from lit_async_rl.importance import masked, sequence_log_ratio
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import RolloutBatch
 
 
 class Flavour(Enum):
-    """Which W_i.
+    """Definition of the weights W_i.
 
-    CONSISTENT takes the gradient exactly as it is accumulated: truncated weight and length factor included. It is the
-    optimum for the update that is made. PAPER takes the raw w^2 ||grad log pi||^2 of whole trajectories whatever the
-    loss does with them. PAPER_CODE is what the published code computes: the norm contains the truncated weight already
-    and is multiplied by the raw w^2 once more (about w^4 where nothing is truncated); only to reproduce it.
+    CONSISTENT uses the gradient as accumulated, with truncated weight and length factor: the optimum for the actual
+    update. PAPER uses the raw w^2 ||grad log pi||^2 of whole trajectories. PAPER_CODE reproduces the published code,
+    where the norm contains the truncated weight and is multiplied by the raw w^2 again (about w^4 without truncation).
     """
 
     CONSISTENT = "consistent"
@@ -41,10 +40,10 @@ class Flavour(Enum):
 
 
 class Norms(Enum):
-    """How the norms are computed.
+    """Computation of the gradient norms.
 
-    GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs, also of sharded models.
-    PER_TRAJECTORY: one backward pass for each, exact for any module whose parameters are whole (single device, DDP).
+    GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs; supports sharded models.
+    PER_TRAJECTORY: one backward pass per trajectory; any module with unsharded parameters (single device, DDP).
     """
 
     GHOST = "ghost"
@@ -52,10 +51,10 @@ class Norms(Enum):
 
 
 def optimal_baseline(log_weights: Float[Tensor, " B"], rewards: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """b* = sum W R / sum W from log W, in log space: no weight over- or underflows. Broken weights count as 0."""
+    """b* = sum W R / sum W from log W, in log space: no weight over- or underflows. NaN counts as weight 0."""
     log_weights = torch.nan_to_num(log_weights.double(), nan=-torch.inf, posinf=torch.inf)
     if not torch.isfinite(log_weights).any():
-        return rewards.mean()  # nothing is known about the gradients: every trajectory counts the same
+        return rewards.mean()  # without any finite weight every trajectory counts the same
     return (torch.softmax(log_weights, 0) * rewards.double()).sum().to(rewards.dtype)
 
 
@@ -80,12 +79,12 @@ def optimal_advantages(
 def per_trajectory_squared_norms(
     policy: CausalPolicy, logprobs: Float[Tensor, "B T"], coefficients: Float[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row, by one backward pass each; keeps the graph.
+    """|| d/d theta sum_t c_it log pi(y_it) ||^2 of each row i, by one backward pass each; retains the graph.
 
     Raises:
         ValueError: parameters are sharded.
     """
-    if is_sharded(policy):
+    if has_sharded_parameters(policy):
         raise ValueError("model.baseline.norms=PER_TRAJECTORY needs whole parameters: use GHOST with FSDP")
     parameters = [p for p in policy.parameters() if p.requires_grad]
     norms = []
@@ -100,15 +99,15 @@ class OptimalBaseline:
     """Replaces the advantages of each group by (R_i - b*) / std, b* from this micro-batch's gradient norms.
 
     For losses without ratio (`Reinforce`), whose gradient is linear in the advantage; the correction's weights are part
-    of g_i. A group must not be split over micro-batches (`data.keep_groups_whole`, which the command line sets).
+    of g_i. A group must not be split over micro-batches (`data.keep_groups_whole`, which `WeightSync` sets).
 
-    As in the published code a trajectory takes part in its own baseline. That, and weights that are truncated, adds
-    some bias to the gradient, as for any such baseline; the first vanishes as groups grow.
+    As in the published code, a trajectory is part of its own baseline, which adds a bias that vanishes as groups grow;
+    so do truncated weights.
 
     Args:
-        norms: how gradient norms are computed, see `Norms`.
-        flavour: which W_i, see `Flavour`.
-        divide_by_std: by the population standard deviation of the group's rewards, as the paper's runs do.
+        norms: computation of the gradient norms, see `Norms`.
+        flavour: definition of W_i, see `Flavour`.
+        divide_by_std: divide by the population standard deviation of the group's rewards, as the paper's runs do.
     """
 
     norms: Norms = Norms.GHOST
@@ -116,11 +115,11 @@ class OptimalBaseline:
     divide_by_std: bool = True
 
     def record(self, policy: CausalPolicy) -> AbstractContextManager[GhostTape | None]:
-        """What the forward pass must run in."""
+        """Context manager that the forward pass must run in."""
         return GhostTape(policy) if self.norms is Norms.GHOST else nullcontext()
 
     def can_keep_books(self, tape: GhostTape | None) -> bool:
-        """Whether the tape's gradients are those of the update, so that the real backward pass can use them again."""
+        """Whether the tape's gradients can be reused for the update, which saves the second backward pass."""
         return tape is not None and self.flavour is not Flavour.PAPER and can_keep_books(tape)
 
     def advantages(
@@ -131,7 +130,7 @@ class OptimalBaseline:
         weights: Float[Tensor, "B T"],
         batch: RolloutBatch,
     ) -> Float[Tensor, "B T"]:
-        """Advantages of each token; `logprobs` with the graph of the forward pass, `weights` the correction's."""
+        """Advantage of each token; `logprobs` carries the forward graph, `weights` are importance weights."""
         mask = batch.loss_mask
         coefficients = mask.float() if self.flavour is Flavour.PAPER else batch.token_weights * weights
         if tape is None:

@@ -1,4 +1,4 @@
-"""Checks of configurations that come before and after jsonargparse: readable files, real classes."""
+"""Checks of configurations before and after jsonargparse: readable files, real classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_BYTES, MOST_NODES, MOST_LEVELS = 10_000_000, 1_000_000, 100
 
 
 def check_config_files(args: Sequence[str]) -> None:
-    """Refuses configurations that are no YAML, or that would grow beyond bounds when they are read.
+    """Refuses files that are not YAML, or that expand beyond limits.
 
     Args:
         args: of the command line; missing files are left to the parser.
@@ -54,7 +54,7 @@ def _check_yaml(file: Path) -> None:
 
 
 def _measure(text: str) -> bool:
-    """Whether a document is a mapping. Counts its nodes with every alias written out, without writing any.
+    """Whether a document is a mapping. Counts its nodes with aliases expanded, without expanding them.
 
     Raises:
         ValueError: too many nodes or levels.
@@ -86,10 +86,10 @@ def _measure(text: str) -> bool:
 
 
 def check_class_paths(config: Any, setting: str = "") -> None:
-    """Refuses a `class_path` that is no class, before anything is called.
+    """Refuses a `class_path` that is not a class, before anything is called.
 
-    jsonargparse checks subclasses; where a type is a callable (`model.scheduler`, `data.reward`) it would take any
-    function for a class and call it with `init_args`.
+    jsonargparse checks subclasses; for types that are callables (`model.scheduler`, `data.reward`) it would accept any
+    function as a class and call it with `init_args`.
 
     Args:
         config: as parsed.

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line that names the setting, instead of a traceback or a page of usage."""
+"""Errors of the command line: one line that names the setting, instead of a traceback or the usage text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOST = 600  # characters
 
 
 def wants_traceback() -> bool:
-    """Whether the user asked for tracebacks, with `LIT_ASYNC_RL_TRACEBACK=1`."""
+    """Whether LIT_ASYNC_RL_TRACEBACK=1 is set."""
     return bool(os.environ.get("LIT_ASYNC_RL_TRACEBACK"))
 
 
@@ -62,7 +62,7 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
 
 
 def shorten(text: str) -> str:
-    """Text in one line of at most `MOST` characters that any terminal can show."""
+    """Text on one line of at most `MOST` characters, printable in any terminal."""
     line = re.sub(r"\s+", " ", text).strip().encode("utf-8", "backslashreplace").decode()
     return line if len(line) <= MOST else f"{line[: MOST - 100]} ... {line[-90:]}"
 
@@ -83,7 +83,7 @@ def _hint(error: Exception, folder: Callable[[], str | None]) -> str:
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, which reports one line, with the setting that was probably meant, and no usage."""
+    """Lightning's parser with one-line errors, a suggested setting, and no usage text."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Ends the process with status 2; parsers of nested values raise instead, as jsonargparse does."""
@@ -94,11 +94,11 @@ class Parser(LightningArgumentParser):
 
 
 def explain(message: str, settings: Iterable[str]) -> str:
-    """A message of jsonargparse without what it says about each type of a union, and with `did you mean`.
+    """Message of jsonargparse without the errors of each type of a union, with a suggestion.
 
     Args:
         message: of the parser.
-        settings: full names of those that there are.
+        settings: full names of all settings.
     """
     known = list(settings)
     if match := re.match(r"(?i)unrecognized arguments: (\S+)", message):
@@ -125,7 +125,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 
 def _meant_in_class(text: str) -> str:
-    """For a misspelt argument of a class, or a misspelt class."""
+    """Suggestion for a misspelt argument of a class, or a misspelt class."""
     argument = re.search(r"given class_path '([\w.]+)': Option '(\w+)' is not accepted", text)
     missing = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text)
     try:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a command: what the first and the second do, and the command that resumes the run."""
+"""Ctrl-C and SIGTERM: first and second signal, and the command that resumes the run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from lit_async_rl.callbacks import SaveOnSigterm
 
 CTRL_C_STATUS = 130  # of shells, 128 + SIGINT
 _NOTICE = b"Ctrl-C: training ends after this step and saves a checkpoint; once more ends it at once\n"
 
 
 class CtrlC:
-    """Context in which the first Ctrl-C does what SIGTERM does, and the second ends the process at once.
+    """Context in which the first Ctrl-C acts like SIGTERM, and the second ends the process at once.
 
-    So there is one way to stop cleanly, on one rank or several. Where SIGTERM has no handler, before training, it is an
-    ordinary `KeyboardInterrupt`. After Ctrl-C the context ends in `SystemExit(130)`.
+    There is thus one way to stop cleanly, on one rank or several. Before training, when SIGTERM has no handler, Ctrl-C
+    is an ordinary `KeyboardInterrupt`. After Ctrl-C the context exits with `SystemExit(130)`.
 
     Attributes:
-        was_pressed: whether it came.
+        was_pressed: whether Ctrl-C was received.
     """
 
     def __init__(self) -> None:
@@ -59,19 +55,6 @@ class CtrlC:
         signal.raise_signal(signal.SIGTERM)
 
 
-def fit_until_stopped(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule, ckpt_path: str | None
-) -> str | None:
-    """Trains; the checkpoint that `SaveOnSigterm` saved if SIGTERM or Ctrl-C ended it, None otherwise."""
-    savers = [c for c in trainer.callbacks if isinstance(c, SaveOnSigterm)]  # type: ignore[attr-defined]
-    try:
-        trainer.fit(module, data, ckpt_path=ckpt_path)
-    except SIGTERMException:
-        if not any(saver.path for saver in savers):
-            raise
-    return next((saver.path for saver in savers if saver.path), None)
-
-
 def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
     """The command line that began this run, with `--ckpt_path`.
 
@@ -87,4 +70,6 @@ def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
             del given[:1]
         elif not word.startswith("--ckpt_path="):
             kept.append(word)
-    return shlex.join(["python", sys.argv[0], *kept, "--ckpt_path", checkpoint])
+    script = sys.argv[0]
+    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
+    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])

@@ -1,4 +1,4 @@
-"""The folders that a run writes to: checked, locked and tidied before anything is computed."""
+"""Folders of a run: checked, locked and cleaned before anything is computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLES = ("metrics.csv", "samples.jsonl")
 
 @contextmanager
 def run_folders(trainer: Trainer, is_resumed: bool) -> Iterator[None]:
-    """Keeps other runs out of this one's folders.
+    """Context that locks the run's folders against other runs.
 
     Args:
         trainer: of the run; only its leading process does anything.
@@ -45,7 +45,7 @@ def run_folders(trainer: Trainer, is_resumed: bool) -> Iterator[None]:
 
 
 def set_aside(path: Path) -> None:
-    """Renames a file that there is, to `name.1.suffix` or the next number that is free."""
+    """Renames an existing file to `name.1.suffix`, or the next free number."""
     if not path.exists():
         return
     number = 1

@@ -1,4 +1,4 @@
-"""What a correction takes and gives, and the three levels at which ratios are taken. B rollouts, T positions."""
+"""Base classes of importance corrections, and the three levels of ratios. B rollouts, T positions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lit_async_rl.importance import geometric_log_ratio, masked, sequence_log_ra
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionOutput:
-    """`weights` >= 0, without gradient, 0 where `rejected` and where a token does not train."""
+    """Importance weights (>= 0, detached) and rejection mask; weights are 0 where rejected or not trained."""
 
     weights: Float[Tensor, "B T"]
     rejected: Bool[Tensor, "B T"]
 
 
 class Correction(ABC):
-    """Log-ratios of tokens to weights of tokens. Subclasses write `weigh` and never meet padding or NaN."""
+    """Maps token log-ratios to token weights. Subclasses implement `weigh`, whose inputs are finite and masked."""
 
     def __call__(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """Weight of each token; `log_ratio` is log anchor - log mu.
+        """Weight of each token; `log_ratio` is log pi_prox - log mu.
 
-        A completion with a log-ratio that is not finite is rejected as a whole: its other ratios cannot be trusted.
+        A completion with a non-finite log-ratio is rejected as a whole: its other ratios cannot be trusted.
         """
         log_ratio = log_ratio.detach()
         usable = loss_mask & (log_ratio.isfinite() | ~loss_mask).all(-1, keepdim=True)
@@ -35,36 +35,36 @@ class Correction(ABC):
 
     @abstractmethod
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """The formula. Log-ratios are finite, and 0 where `loss_mask` is False; the output may be anything there."""
+        """Computes the weights. Log-ratios are finite, and 0 where `loss_mask` is False; outputs there are ignored."""
 
 
 class Leveled(Correction):
-    """A correction that looks at one ratio for each token, whatever the tokens it is made of."""
+    """Correction whose ratios are pooled to a level: token, sequence, or mean over the sequence."""
 
     @abstractmethod
     def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Values of tokens to values of what the tokens belong to."""
+        """Pools token values to the level and broadcasts the result back to the tokens."""
 
 
 class OfToken(Leveled):
-    """Each token by itself."""
+    """Token level: values are not pooled."""
 
     def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """The values."""
+        """Returns `values` unchanged."""
         return values
 
 
 class OfSequence(Leveled):
-    """All tokens of a completion together."""
+    """Sequence level: values are summed over the completion."""
 
     def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """The sum over the completion: of log-ratios, the log of their product."""
+        """Sum over the completion; for log-ratios, the log of their product."""
         return sequence_log_ratio(values, loss_mask)[:, None].expand_as(values)
 
 
 class OfMean(Leveled):
-    """The average token of a completion."""
+    """Geometric level: values are averaged over the tokens of the completion."""
 
     def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """The mean over the completion: of log-ratios, the log of their geometric mean."""
+        """Mean over the completion; for log-ratios, the log of their geometric mean."""
         return geometric_log_ratio(values, loss_mask)[:, None].expand_as(values)

@@ -1,4 +1,4 @@
-"""Corrections that only decide what trains: weight 1 or 0. Combine them with weights through `Product`."""
+"""Rejection: corrections with weight 1 or 0. Combine them with importance weights through `Product`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from lit_async_rl.corrections.base import Correction, CorrectionOutput, Leveled, OfMean, OfSequence, OfToken
 from lit_async_rl.importance import kl_k2, kl_k3, second_moment_excess
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
 class Rejection(Correction):
-    """Keeps what is inside all bounds; weight 1. Rollout correction as in verl, which names them k1, k2 and k3.
+    """Keeps tokens inside all bounds, with weight 1. Rollout correction as in verl, which names them k1, k2 and k3.
 
-    Bounds are on the ratio r = anchor / mu itself (verl's k1 bounds 1 / r, which differs unless low = 1 / high).
+    Bounds are on the ratio r = pi_prox / mu itself (verl's k1 bounds 1 / r, which differs unless low = 1 / high).
 
     Args:
         min_ratio: smallest ratio that is kept.
@@ -37,33 +38,33 @@ class Rejection(Correction):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not 0 <= self.min_ratio < self.max_ratio or not min(self.max_k2, self.max_k3) >= 0:
-            raise ValueError(f"{name} needs 0 <= min_ratio < max_ratio, max_k2 >= 0 and max_k3 >= 0, got {self}")
+        check_range(name, ">= 0", min_ratio=self.min_ratio, max_k2=self.max_k2, max_k3=self.max_k3)
+        check_range(name, f"> {self.min_ratio}", max_ratio=self.max_ratio)
         if self.min_ratio == 0 and min(self.max_ratio, self.max_k2, self.max_k3) == math.inf:
             raise ValueError(f"{name} rejects nothing: set min_ratio, max_ratio, max_k2 or max_k3")
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """1 inside the bounds."""
+        """Weight 1 for every token inside the bounds."""
         return CorrectionOutput(weights=torch.ones_like(log_ratio), rejected=self.rejects(log_ratio, loss_mask))
 
     @abstractmethod
     def rejects(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """Which tokens do not train."""
+        """Mask of rejected tokens."""
 
     def outside(
         self, k1: Float[Tensor, "B T"], k2: Float[Tensor, "B T"], k3: Float[Tensor, "B T"]
     ) -> Bool[Tensor, "B T"]:
-        """Whether a bound is broken; `k1` is the log-ratio, bounded in log space so that nothing overflows."""
+        """Mask of values outside a bound; `k1` is the log-ratio, compared in log space to avoid overflow."""
         low = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
         return (k1 < low) | (k1 > math.log(self.max_ratio)) | (k2 > self.max_k2) | (k3 > self.max_k3)
 
 
 @dataclass(frozen=True)
 class LeveledRejection(Rejection, Leveled):
-    """A rejection by the log-ratio, k2 and k3 of tokens, pooled to a level."""
+    """Rejection by token log-ratio, k2 and k3, pooled to a level."""
 
     def rejects(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """Where a pooled quantity is outside its bounds."""
+        """Mask of tokens with a pooled quantity outside its bounds."""
         k1, k2, k3 = (self.pool(k, loss_mask) for k in (log_ratio, kl_k2(log_ratio), kl_k3(log_ratio)))
         return self.outside(k1, k2, k3)
 
@@ -90,7 +91,7 @@ class Veto(Rejection):
     min_ratio: float = 1e-4
 
     def rejects(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """All tokens of a completion with one outside."""
+        """Masks all tokens of a completion that has one outside the bounds."""
         outside = self.outside(log_ratio, kl_k2(log_ratio), kl_k3(log_ratio)) & loss_mask
         return outside.any(-1, keepdim=True).expand_as(loss_mask)
 
@@ -99,8 +100,8 @@ class Veto(Rejection):
 class SecondMomentMask(Correction):
     """Drops the tokens with the largest (log r)^2 until the mean of the others is at most `budget`; weight 1.
 
-    AReaL's variant of M2PO: on the ratio of anchor to behavior and on all tokens, whatever their advantage, with the
-    usual clipped loss on what is left. Unlike there, one token is not always kept. Over one micro-batch.
+    AReaL's variant of M2PO: on the ratio of proximal to behavior policy and on all tokens, for any advantage,
+    with the usual clipped loss on the rest. Unlike AReaL, it may mask every token. Over one micro-batch.
 
     Args:
         budget: largest mean of (log r)^2.
@@ -112,10 +113,9 @@ class SecondMomentMask(Correction):
     budget: float = 0.04
 
     def __post_init__(self) -> None:
-        if not self.budget >= 0:
-            raise ValueError(f"SecondMomentMask.budget must be >= 0, got {self.budget}")
+        check_range("SecondMomentMask", ">= 0", budget=self.budget)
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """1 for what is left."""
+        """Weight 1 for every token that is kept."""
         rejected = second_moment_excess(log_ratio.square(), loss_mask, self.budget)
         return CorrectionOutput(weights=torch.ones_like(log_ratio), rejected=rejected)

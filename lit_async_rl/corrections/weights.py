@@ -1,4 +1,4 @@
-"""Importance weights, truncated or masked, and what can be done with other corrections."""
+"""Truncated and masked importance weights; products and normalisation of corrections."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lit_async_rl.corrections.base import Correction, CorrectionOutput, Leveled, OfMean, OfSequence, OfToken
 from lit_async_rl.importance import masked, safe_exp, sum_over_ranks
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
 class TruncatedIS(Leveled):
-    """w = min(max(r, floor), cap). Biased, but no weight explodes.
+    """Truncated importance sampling, w = min(max(r, floor), cap): biased, with bounded variance.
 
     Args:
         cap: largest weight; `inf` does not truncate (ratios are limited to e^20 all the same).
@@ -29,11 +30,11 @@ class TruncatedIS(Leveled):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.floor <= self.cap and self.cap > 0):
-            raise ValueError(f"{type(self).__name__} needs 0 <= floor <= cap > 0, got {self.floor} and {self.cap}")
+        check_range(type(self).__name__, "> 0", cap=self.cap)
+        check_range(type(self).__name__, f"in [0, {self.cap}]", floor=self.floor)
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """The ratio, truncated."""
+        """Ratio clamped to [floor, cap]."""
         weights = safe_exp(self.pool(log_ratio, loss_mask)).clamp(self.floor, self.cap)
         return CorrectionOutput(weights=weights, rejected=torch.zeros_like(loss_mask))
 
@@ -60,7 +61,7 @@ class GeometricTruncatedIS(OfMean, TruncatedIS):
 
 @dataclass(frozen=True)
 class MaskedIS(Leveled):
-    """w = r if low <= r <= high, else 0 (MIS): what has moved too far does not train at all.
+    """w = r if low <= r <= high, else 0 (MIS): tokens outside the interval do not train.
 
     Args:
         low: smallest ratio that is kept.
@@ -74,11 +75,11 @@ class MaskedIS(Leveled):
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise ValueError(f"{type(self).__name__} needs 0 <= low < high, got {self.low} and {self.high}")
+        check_range(type(self).__name__, ">= 0", low=self.low)
+        check_range(type(self).__name__, f"> {self.low}", high=self.high)
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """The ratio where it is inside the interval."""
+        """Ratio inside the interval, rejection outside."""
         ratio = safe_exp(self.pool(log_ratio, loss_mask))
         return CorrectionOutput(weights=ratio, rejected=(ratio < self.low) | (ratio > self.high))
 
@@ -109,7 +110,7 @@ class GeometricMaskedIS(OfMean, MaskedIS):
 
 @dataclass(frozen=True)
 class Product(Correction):
-    """Several corrections at once: weights multiply, and a token is rejected if one of them rejects it.
+    """Product of corrections: weights multiply, and a token is rejected if any of them rejects it.
 
     Args:
         corrections: at least one.
@@ -137,18 +138,19 @@ class Product(Correction):
 class BatchNormalized(Correction):
     """Another correction's weights divided by their mean over the tokens it keeps, so that they average to 1.
 
-    Takes out what all ratios share (self-normalised importance sampling). The mean is over the micro-batch of all
+    Removes the common factor of all ratios (self-normalised importance sampling). The mean is over the micro-batch of
+    all
     ranks: a collective that every rank calls. With several micro-batches a step each is normalised by itself. verl's
     `batch_normalize` does it before anything is rejected, and counts a sequence's weight once, not once a token.
 
     Args:
-        correction: whose weights.
+        correction: correction whose weights are normalised.
     """
 
     correction: Correction
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """Weights with a mean of 1."""
+        """Weights scaled to a mean of 1."""
         output = self.correction(log_ratio, loss_mask)
         kept = loss_mask & ~output.rejected
         total = sum_over_ranks(torch.stack([masked(output.weights, kept).double().sum(), kept.double().sum()]))

@@ -1,7 +1,7 @@
-"""From the groups of one optimizer step to padded micro-batches.
+"""Collates the groups of one optimizer step into padded micro-batches.
 
-B rows of a micro-batch, T positions. Rollouts are sorted by length and cut into runs, so that a micro-batch pads little
-and the largest one, which decides peak memory, is as small as runs allow.
+B rows of a micro-batch, T positions. Rollouts are sorted by length and cut into contiguous runs, which minimizes the
+padded size of the largest micro-batch and with it peak memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNBOUNDED = 2**62  # versions
 
 @dataclass(frozen=True)
 class _Row:
-    """One rollout with what the step's other rollouts decide about it."""
+    """One rollout with its advantages and token weight, which depend on the step's other rollouts."""
 
     prompt_ids: tuple[int, ...]
     rollout: Rollout
@@ -49,9 +49,9 @@ def collate_step(
     temperature: float,
     keep_groups_whole: bool = False,
 ) -> list[RolloutBatch]:
-    """All micro-batches of one optimizer step; the token weights of all of them together are what `aggregation` says.
+    """All micro-batches of one optimizer step; token weights are normalized over the whole step.
 
-    Groups are put in order of admission first, so the result does not depend on which finished first. With
+    Groups are sorted by admission first, so the result does not depend on the order in which they finished. With
     `keep_groups_whole` no group is split over micro-batches.
     """
     groups = aggregation.select(sorted(groups, key=lambda group: group.index))
@@ -71,9 +71,9 @@ def collate_step(
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
-    """Cuts units (rows that stay together) into `num_parts` runs whose largest padded size is minimal.
+    """Partitions units (rows that stay together) into `num_parts` runs with minimal largest padded size.
 
-    Units are sorted by length first, so that a run pads little; runs may be empty.
+    Units are sorted by length first; runs may be empty.
     """
     units = sorted((unit for unit in units if unit), key=_longest)
     low = max((len(unit) * _longest(unit) for unit in units), default=0)
@@ -103,7 +103,7 @@ def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row
 
 
 def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> RolloutBatch:
-    """One micro-batch; without rows a single one of padding, because every rank must run every forward."""
+    """One micro-batch; without rows a single row of padding, because every rank must run every forward pass."""
     width = max((row.length for row in rows), default=2)
     columns = torch.arange(width)
     begins = torch.tensor([[len(row.prompt_ids)] for row in rows] or [[0]])
@@ -131,6 +131,6 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> Rollout
 
 
 def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Value) -> Tensor:
-    """One value for each place of `mask`, row after row, and `rest` elsewhere; one tensor for all, not one for each."""
+    """Scatters values row by row into the places of `mask`, with `rest` elsewhere; builds a single tensor."""
     values = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.tensor(rest).dtype)
     return torch.full(mask.shape, rest).masked_scatter_(mask, values)

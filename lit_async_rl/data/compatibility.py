@@ -1,4 +1,4 @@
-"""Refuses combinations of data settings that contradict each other, by name."""
+"""Checks of data settings that depend on each other; messages name both settings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
+from lit_async_rl.utils.checks import check_range
 
 
 def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy) -> None:
-    """Checks that rewards come from one place, and that a fixed lag can be kept.
+    """Checks that exactly one of reward and engine scores, and that an in-order admission can be reproduced.
 
     Raises:
-        ValueError: they come from none, or two; or the engine changes weights within a completion.
+        ValueError: none or both score; or the engine may change weights within a completion.
     """
     if (reward is None) != engine.scores:
         does = "gives rewards itself" if engine.scores else "gives no rewards"
@@ -27,10 +28,11 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
 
 
 def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -> None:
-    """Checks that filters which drop groups meet an admission that can spare them, and streaming one that allows it.
+    """Checks filters, replay and streaming against the admission policy.
 
     Raises:
-        ValueError: they do not.
+        ValueError: filters drop groups although the admission is in order, or replay is combined with a tape or with
+            streaming.
     """
     name = type(admission).__name__
     dropping = [one for one in intake.filters if one.drops]
@@ -47,30 +49,43 @@ def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -
         )
 
 
-def check_average(advantage: AdvantageEstimator, aggregation: Aggregation) -> None:
-    """Checks that an advantage's assumption about the average holds.
+def check_step(
+    advantage: AdvantageEstimator, aggregation: Aggregation, intake: Intake, num_groups: int, num_micro_batches: int
+) -> None:
+    """Checks that advantage, aggregation and streaming of a step go together.
 
     Raises:
-        ValueError: it does not.
+        ValueError: `LengthWeighted` is combined with `SequenceMean`, or a streamed step cannot be split (see
+            `check_streamable`).
     """
     if isinstance(advantage, LengthWeighted) and isinstance(aggregation, SequenceMean):
         raise ValueError(
             "data.advantage=LengthWeighted with data.aggregation=SequenceMean: its baseline is for gradients that grow "
             "with the length of a rollout, which SequenceMean divides out. Use TokenMean, FixedLength or GroupMean."
         )
+    if intake.stream_groups:
+        check_streamable(advantage, aggregation, num_groups, num_micro_batches)
 
 
 def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
-    """Checks the bound, and what is stated in terms of it.
+    """Checks the staleness bound, and the async ratio against it.
 
     Raises:
-        ValueError: it is negative, or sampling is asked to run further ahead.
+        ValueError: the bound is negative, or smaller than the async ratio.
     """
-    if max_staleness < 0:
-        raise ValueError(f"data.max_staleness must be >= 0 versions (0 is synchronous), got {max_staleness}")
+    check_range("data", ">= 0", max_staleness=max_staleness)
     ratio = admission.async_ratio if isinstance(admission, Bounded) else None
     if ratio is not None and ratio > max_staleness:
-        raise ValueError(f"data.admission.async_ratio must be at most data.max_staleness={max_staleness}, got {ratio}")
+        raise ValueError(f"data.admission.async_ratio must be <= data.max_staleness={max_staleness}, got {ratio}")
 
 
-__all__ = ["check_average", "check_bound", "check_engine", "check_intake", "check_streamable"]
+def check_bound_change(admission: AdmissionPolicy, max_staleness: int) -> None:
+    """Checks a staleness bound that is set during training.
+
+    Raises:
+        ValueError: it is negative, or the admission's lag is fixed.
+    """
+    if admission.in_order:
+        kind = type(admission).__name__
+        raise ValueError(f"data.admission={kind} has no bound to change: its lag is data.max_staleness")
+    check_range("data", ">= 0", max_staleness=max_staleness)

@@ -1,6 +1,6 @@
-"""Iterables of Lightning's loops: micro-batches of rollouts, and held-out prompts.
+"""Iterables for Lightning's loops: micro-batches of rollouts, and held-out prompts.
 
-Both have a length. Without one Lightning fetches a batch ahead, which would break the staleness bound, and deadlock a
+Both have a length. Without one Lightning prefetches a batch, which would break the staleness bound and deadlock a
 synchronous run.
 """
 
@@ -18,12 +18,12 @@ ENDLESS = 10**9
 
 
 class StepFeed:
-    """Micro-batches of one optimizer step after the other.
+    """Iterates over the micro-batches of successive optimizer steps.
 
     Args:
         trainer: stopped when there is no next step.
-        micro_batches_per_step: of each step.
-        next_step: this rank's micro-batches of the next step, or some of them; None ends training.
+        micro_batches_per_step: number in each step.
+        next_step: returns micro-batches of the next step for this rank (all, or some of them); None ends training.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StepFeed:
         self._micro_batches: list[RolloutBatch] = []
 
     def __len__(self) -> int:
-        """Of the whole run, also when it is resumed: Lightning goes on counting where the checkpoint was saved."""
+        """Length of the whole run, also after a resume: Lightning keeps counting from the checkpoint."""
         max_steps = self._trainer.max_steps
         return max_steps * self._micro_batches_per_step if max_steps > 0 else ENDLESS
 
@@ -53,14 +53,14 @@ class StepFeed:
 
 
 class PromptFeed:
-    """Held-out prompts in their own order; of several ranks each gets every so-many-th batch.
+    """Batches of held-out prompts in order; rank r of n gets batches r, r + n, r + 2n, ...
 
-    All ranks have as many batches, some of them empty: Lightning leaves out a validation without any on one rank only.
+    All ranks have the same number of batches, some of them empty: Lightning skips validation on a rank without any.
 
     Args:
-        source: of prompts.
+        source: of the prompts.
         batch_size: prompts sampled together.
-        rank: this one.
+        rank: of this process.
         num_ranks: among which the batches are divided.
     """
 

@@ -1,6 +1,6 @@
-"""The leading rank's side of a run: engine, producer (or tape) and replay buffer, from weights to the groups of a step.
+"""Rollout source on the leading rank: engine, producer (or tape) and replay buffer; weights in, groups out.
 
-All of it is called from the trainer's thread.
+All methods are called from the trainer's thread.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ log = logging.getLogger(__name__)
 
 
 class RolloutSource:
-    """Takes the weights that a step made, and gives the groups of the next.
+    """Takes the weights of each publication and returns the groups of each step.
 
     Args:
         engine: set up with the first weights, closed by `stop`.
-        model: what the engine is set up with.
+        model: argument of the engine's `setup`.
         admission: of the producer.
-        make_producer: called with the number of the first step when the engine has weights.
-        groups_per_step: handed out for one step.
+        make_producer: called with the number of the first step when the engine has its weights.
+        groups_per_step: returned for one step.
         fresh_per_step: how many of them come from the producer.
-        replay: gives the others; None where all are fresh.
+        replay: supplies the others; None if all are fresh.
         engine_restarts: see `RolloutDataModule`.
-        timeout_s: longest that a call of the engine may take, see `EngineCalls`.
+        timeout_s: timeout of engine calls, see `EngineCalls`.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        model: str,
+        model: str | None,
         admission: Admission,
         make_producer: Callable[[int], Producer | Replay],
         groups_per_step: int,
@@ -72,18 +72,23 @@ class RolloutSource:
         self.engine_restarts, self._restarts_in_a_row = engine_restarts, 0
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Gives the engine new weights; sets it up first, when they are the first ones."""
+        """Loads new weights into the engine; the first call also sets it up."""
         calls = EngineCalls(self.engine, self._timeout_s)
         if not self._is_set_up:
-            calls.setup(self.model)
+            self._set_up(calls)
             self._is_set_up = True
         if isinstance(self._producer, Producer):
             self._producer.listener.load_weights(version, weights)
         else:
             calls.load_weights(version, weights)
 
+    def _set_up(self, calls: EngineCalls) -> None:
+        if self.model is None:
+            raise SetupError("data.model is not set")
+        calls.setup(self.model)
+
     def start(self, version: int, step: int) -> None:
-        """Starts the background thread, where the resumed run left off; the engine has the weights of `version`."""
+        """Starts the background thread, from the restored state if there is one; the engine has its weights."""
         self._producer = self._make_producer(step)
         if isinstance(self._producer, Producer):
             self._check_prompts(self._producer)
@@ -93,7 +98,7 @@ class RolloutSource:
         self._producer.start(version)
 
     def _check_prompts(self, producer: Producer) -> None:
-        """Bad prompts end the run here, or are left out of it."""
+        """Refuses unusable prompts, or excludes them from the stream."""
         stream, codec, max_tokens = producer.stream, producer.book.codec, producer.book.sampling.max_tokens
         length = self.engine.max_model_len
         why = f"the engine's max_model_len={length} leaves besides sampling.max_tokens={max_tokens}"
@@ -102,15 +107,15 @@ class RolloutSource:
         stream.usable = usable
 
     def advance(self, version: int) -> None:
-        """Gives back the slots of the groups trained on."""
+        """Ends a round of admission: the slots of the groups trained on are returned."""
         self._started().advance(version)
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the bound for groups admitted from now on."""
+        """Changes the bound of groups admitted from now on."""
         self._started().set_max_staleness(max_staleness)
 
     def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
-        """Begins to sample held-out prompts beside the rollouts."""
+        """Starts sampling held-out prompts concurrently with the rollouts."""
         producer = self._started()
         if not isinstance(producer, Producer):
             raise SetupError("Evaluation needs an engine, and data.admission=FromTape has none")
@@ -130,7 +135,7 @@ class RolloutSource:
         return self.replay.mix(groups, self.groups_per_step, self._started().version)
 
     def begin_step(self, step: int) -> None:
-        """All groups taken before have been trained on; those that come next are for `step`."""
+        """Marks all groups taken before as trained on; the next ones are for `step`."""
         self._started().begin_step()
         self._step_began = step
 
@@ -138,8 +143,8 @@ class RolloutSource:
         """The next groups to finish; None when the run is asked to stop.
 
         Raises:
-            EngineDown: call `restart_engine`, and this again: groups that it had taken are not lost.
-            ProducerError, StalledError: there is nothing to restart, or it was restarted too often.
+            EngineDown: call `restart_engine`, then this again; groups already taken are kept.
+            ProducerError, StalledError: the failure is not the engine's, or it was restarted too often.
         """
         producer = self._started()
         while len(self._taken) < num_groups:
@@ -157,7 +162,7 @@ class RolloutSource:
         return groups
 
     def _check_restarts(self, producer: Producer | Replay, error: Exception) -> None:
-        """Raises what cannot be helped by another engine."""
+        """Raises errors that another engine would not fix."""
         if not isinstance(producer, Producer) or producer.listener.engine_error is None:
             raise error
         if self._restarts_in_a_row >= self.engine_restarts:
@@ -168,9 +173,10 @@ class RolloutSource:
             raise error
 
     def restart_engine(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Puts a new engine in the place of the one that hangs or broke; groups that lack completions begin again.
+        """Replaces an engine that hangs or failed; groups that lack completions are sampled again.
 
-        Nothing that has come from the old engine is lost. If the new one does not start either, `take_step` says so.
+        Everything received from the old engine is kept. If the new one fails to start, the next `take` raises its
+        error.
         """
         producer = self._started()
         error = producer.listener.engine_error if isinstance(producer, Producer) else None
@@ -182,7 +188,7 @@ class RolloutSource:
         try:
             self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
             calls = EngineCalls(self.engine, self._timeout_s)
-            calls.setup(self.model)
+            self._set_up(calls)
             calls.load_weights(producer.version, weights)
         except Exception as failure:
             producer.listener.engine_error = failure
@@ -197,7 +203,7 @@ class RolloutSource:
         )
 
     def _end_engine(self, error: Exception) -> None:
-        """Frees what can be freed of an engine; one that hangs may hang here, too, and is left to itself."""
+        """Closes a failed engine and frees its memory; one that hangs on close is abandoned."""
         traceback.clear_frames(error.__traceback__)  # which hold what filled the memory
         with contextlib.suppress(Exception):  # it is broken already
             EngineCalls(self.engine, self._timeout_s).close(CLOSE_S)
@@ -206,15 +212,15 @@ class RolloutSource:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its engine was set up, or its producer started: it serves one fit."""
+        """Whether its engine was set up or its producer started; a source serves a single fit."""
         return self._is_set_up or self._producer is not None
 
     def stats(self) -> ProducerStats | None:
-        """Totals of the background side; None before it started."""
+        """Totals of sampling and scoring since the start; None before it."""
         return self._producer.stats() if self._producer else None
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """All that was admitted and not trained on before `step`, see `lit_async_rl.rollouts.checkpoint`."""
+        """Every group admitted and not trained on before `step`, see `lit_async_rl.rollouts.checkpoint`."""
         if self._producer is None:
             return self._saved
         if isinstance(self._producer, Replay):
@@ -226,13 +232,13 @@ class RolloutSource:
         return state | {"replay": self.replay.state_dict(None if is_done else self._replay_before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Kept until the engine has weights."""
+        """Stores the state; `start` restores it."""
         self._saved = state
         if self.replay is not None and "replay" in state:
             self.replay.load_state_dict(state["replay"])
 
     def stop(self) -> None:
-        """Ends the background thread and frees the engine. Safe to call twice."""
+        """Stops the background thread and closes the engine. Safe to call twice."""
         if self._producer is not None:
             self._producer.stop()
         EngineCalls(self.engine, self._timeout_s).close(STOP_S)

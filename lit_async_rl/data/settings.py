@@ -1,24 +1,27 @@
-"""Settings of `RolloutDataModule` that belong together: `data.scoring`, `data.validation`, `data.limits`."""
+"""Grouped settings of `RolloutDataModule`: `data.scoring`, `data.validation`, `data.limits`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.prompts.in_memory import as_source
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.utils.checks import check_not_negative, check_positive
+from lit_async_rl.rewards.scorer import Reward, Scorer
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How completions are scored.
+    """Scoring of training completions.
 
     Args:
-        workers: completions scored at the same time, each as soon as it has been sampled.
-        timeout_s: seconds that scoring one may take.
-        tries: a prompt whose completions cannot be scored (the reward raises, or does not return in time) so often is
-            left out, with a line in the log, and another takes its place; ten prompts left out in a row, without a
-            reward in between, end the run. None ends it at the first time.
+        workers: number of completions scored concurrently, each as soon as it is sampled.
+        timeout_s: timeout of one reward.
+        tries: a prompt whose scoring fails (the reward raises or times out) that many times is skipped with a warning,
+            and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
+            ends it at the first failure.
 
     Raises:
         ValueError: a setting is out of range.
@@ -29,47 +32,55 @@ class Scoring:
     tries: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive("data.scoring", workers=self.workers, timeout_s=self.timeout_s)
-        if self.tries is not None:
-            check_positive("data.scoring", tries=self.tries)
+        check_range("data.scoring", "positive", workers=self.workers, timeout_s=self.timeout_s, tries=self.tries)
+
+    def make_scorer(self, reward: Reward | None) -> Scorer:
+        """A scorer with these settings; None where the engine scores."""
+        return Scorer(reward, self.workers, self.timeout_s, self.tries)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Held-out prompts, and how they are sampled and judged.
+    """Held-out prompts, and how they are sampled and scored.
 
     Args:
-        prompts: held-out prompts; None validates nothing.
-        num_samples: completions of each prompt; more than one also gives pass@k.
+        prompts: held-out prompts; None disables validation.
+        num_samples: completions per prompt; more than one adds pass@k.
         batch_size: prompts sampled together.
-        sampling: how completions are sampled; None is `data.sampling`.
-        success_reward: a completion with at least this reward counts as correct.
+        sampling: sampling parameters; None is `data.sampling`.
+        success_reward: minimum reward of a correct completion.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
-    prompts: PromptSource | None = None
+    prompts: Records | None = None
     num_samples: int = 1
     batch_size: int = 128
     sampling: SamplingParams | None = None
     success_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive("data.validation", num_samples=self.num_samples, batch_size=self.batch_size)
+        check_range("data.validation", "positive", num_samples=self.num_samples, batch_size=self.batch_size)
+        object.__setattr__(self, "prompts", self.source)
+
+    @property
+    def source(self) -> PromptSource | None:
+        """The held-out prompts."""
+        return None if self.prompts is None else as_source(self.prompts, "data.validation.prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long is waited, and how often an engine is restarted, before a run ends with an error.
+    """Timeouts, and engine restarts before a run ends with an error.
 
     Args:
-        rollout_timeout_s: seconds without a new token or reward, while the trainer waits, before an engine counts as
-            hanging; where several ranks train, also the seconds in which a rank that others wait for may make no
-            progress (see docs/scaling.md).
-        rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
-        engine_restarts: an engine that hangs or breaks is replaced by a new one with the current weights, so often in a
-            row (without a training step in between); then, or with 0 at once, the run ends.
+        rollout_timeout_s: seconds without a new token or reward, while the trainer waits, before the engine counts as
+            hung; in a distributed run also the seconds without progress of a rank that others wait for (see
+            docs/scaling.md).
+        rank_timeout_s: seconds without a heartbeat before a training process counts as dead.
+        engine_restarts: consecutive restarts (without a training step in between) of an engine that hangs or fails,
+            each with the current weights; after them the run ends, with 0 at once.
 
     Raises:
         ValueError: a setting is out of range.
@@ -81,5 +92,5 @@ class Limits:
 
     def __post_init__(self) -> None:
         seconds = dict(rollout_timeout_s=self.rollout_timeout_s, rank_timeout_s=self.rank_timeout_s)
-        check_positive("data.limits", **seconds)
-        check_not_negative("data.limits", engine_restarts=self.engine_restarts)
+        check_range("data.limits", "positive", **seconds)
+        check_range("data.limits", ">= 0", engine_restarts=self.engine_restarts)

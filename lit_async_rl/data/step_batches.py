@@ -1,4 +1,4 @@
-"""From finished groups to the micro-batches of optimizer steps: a step at once, or part by part as groups finish."""
+"""Micro-batches of optimizer steps from finished groups: a whole step at once, or streamed as groups finish."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lit_async_rl.types import RolloutBatch, RolloutGroup
 
 
 class StepBatches:
-    """What the leading rank hands out.
+    """Makes the micro-batches of all ranks, on the leading rank.
 
     Args:
         source: of groups.
-        collate: `lit_async_rl.data.collate.collate_step` with all that stays the same from step to step.
-        aggregation: what a token counts in the average over the step.
-        num_groups: of a step.
-        num_micro_batches: of a step, on each rank.
-        streams: whether to hand out each micro-batch as soon as its groups have finished.
+        collate: `collate_step` with the arguments that are the same in every step.
+        aggregation: weight of each token in the average over the step.
+        num_groups: groups of a step.
+        num_micro_batches: micro-batches of a step on each rank.
+        streams: whether to return each micro-batch as soon as its groups are finished.
 
     Attributes:
-        groups: those of the step so far.
+        groups: of the current step so far.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class StepBatches:
         self._streamed: StreamedStep | None = None
 
     def next(self, step: int, num_places: int, should_stop: Callable[[], bool]) -> list[RolloutBatch] | None:
-        """All micro-batches of the step, or the next one of each rank; None when the run is asked to stop.
+        """All micro-batches of a step, or the next one of each rank; None when the run is asked to stop.
 
         Args:
-            step: that they are for.
-            num_places: ranks with different data; micro-batches that run at the same time are side by side.
-            should_stop: looked at while waiting.
+            step: number of the optimizer step.
+            num_places: ranks with different data; micro-batches that run concurrently are adjacent.
+            should_stop: polled while waiting.
         """
         if self.streams:
             return self._next_part(step, num_places, should_stop)

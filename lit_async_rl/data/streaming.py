@@ -23,7 +23,7 @@ from lit_async_rl.types import RolloutGroup
 def check_streamable(
     advantage: AdvantageEstimator, aggregation: Aggregation, groups_per_step: int, micro_batches_per_step: int
 ) -> None:
-    """Checks that what a group adds to the gradient does not depend on the groups after it, up to one factor.
+    """Checks that a group's gradient does not depend on later groups, up to one common factor.
 
     Raises:
         ValueError: it does, or there are fewer groups than micro-batches.
@@ -45,7 +45,7 @@ def check_streamable(
 
 @dataclass(frozen=True)
 class PartWeights(Aggregation):
-    """Weights of some groups of a step as if the step's divisor were `divisor_of_step`.
+    """Token weights of some groups of a step, as if the step's divisor were `divisor_of_step`.
 
     Args:
         aggregation: of the step.
@@ -56,23 +56,23 @@ class PartWeights(Aggregation):
     divisor_of_step: float
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """Those of the part by itself, times its divisor, by that of the step."""
+        """Weights within the part, rescaled from its own divisor to the step's."""
         divisor = self.aggregation.divisor(lengths, group_sizes)
         factor = 1.0 if divisor is None else divisor / self.divisor_of_step
         return [factor * weight for weight in self.aggregation(lengths, group_sizes)]
 
 
 class StreamedStep:
-    """The parts of one optimizer step, in the order in which they come.
+    """The parts of one optimizer step, in the order in which their groups finish.
 
     Args:
-        aggregation: what a token counts in the average over the step.
+        aggregation: weight of each token in the average over the step.
         num_groups: of the step.
-        num_parts: into which they are divided as evenly as can be.
+        num_parts: number of nearly equal parts.
 
     Attributes:
-        groups: that have come.
-        num_begun: parts that have come.
+        groups: received so far.
+        num_begun: parts received so far.
     """
 
     def __init__(self, aggregation: Aggregation, num_groups: int, num_parts: int) -> None:
@@ -84,16 +84,16 @@ class StreamedStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether all groups have come."""
+        """Whether all groups were received."""
         return len(self.groups) == self.num_groups
 
     @property
     def next_size(self) -> int:
-        """Groups of the next part."""
+        """Number of groups in the next part."""
         return (self.num_begun + 1) * self.num_groups // self.num_parts - len(self.groups)
 
     def add(self, groups: Sequence[RolloutGroup]) -> PartWeights:
-        """The next part has come; returns how its tokens are weighted."""
+        """Adds the next part; returns its token weights."""
         if len(groups) != self.next_size:
             raise InvariantError(f"a streamed micro-batch is of {self.next_size} groups, got {len(groups)}")
         lengths = [rollout.num_trained_tokens for group in groups for rollout in group.rollouts]
@@ -108,5 +108,5 @@ class StreamedStep:
 
     @property
     def gradient_scale(self) -> float:
-        """What the gradient is to be multiplied by after the last part; 1 after the others."""
+        """Factor of the step's gradient after the last part; 1 after the others."""
         return self._guess / self._divisor if self.is_done and self._divisor else 1.0

@@ -1,1 +1,1 @@
-"""Several training processes: which leads, how a step's data reaches all, how a dead or hanging one is noticed."""
+"""Distributed training: leading rank, exchange of a step's data, and detection of dead or hanging ranks."""

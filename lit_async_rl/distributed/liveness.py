@@ -1,13 +1,13 @@
-"""A run on several ranks ends on all of them: whoever fails, is asked to stop, falls silent, hangs or is killed.
+"""Failure detection among ranks: an error, a stop request, a silent, hanging or killed rank ends the run on all ranks.
 
-Each rank has a thread that talks to the others through the key-value store that brought them together. It makes no
-collective, so it works while the main thread waits in one.
+Each rank has a thread that exchanges heartbeats through the key-value store of the process group. It takes part in no
+collective, so it keeps running while the main thread waits in one.
 
 | who | waits for | woken by |
 |---|---|---|
-| watch thread | nothing: one beat a second | - |
-| main thread, in `StepScatter` | other ranks | `check`, which raises what the watch thread has learnt |
-| main thread, in anybody else's collective | other ranks | nothing can: the process is ended after `GRACE_S` |
+| watch thread | nothing: one heartbeat a second | - |
+| main thread, in `StepScatter` | other ranks | `check`, which raises errors received by the watch thread |
+| main thread, in any other collective | other ranks | nothing: the process is ended after `GRACE_S` |
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ _links = itertools.count()  # links are made by all ranks together, so all count
 
 
 class RankWatch:
-    """Knows within seconds when another rank has failed, and tells the others when this one has.
+    """Detects within seconds that another rank failed, and reports failures of this one.
 
-    Made by all ranks together; needs an initialised process group.
+    Constructed by all ranks together; needs an initialized process group.
 
     Args:
-        timeout_s: a rank that is not heard from for so long counts as dead (killed, or its machine lost).
-        stall_s: a rank whose training thread makes no progress for so long, while others wait for it, hangs.
-        on_abandon: run before the process is ended because its main thread hangs.
+        timeout_s: seconds without a heartbeat before a rank counts as dead (killed, or its machine lost).
+        stall_s: seconds without progress of a rank's training thread, while others wait for it, before it counts as
+            hung.
+        on_abandon: called before the process is ended because its main thread hangs.
 
     Attributes:
-        progress: of this rank's training thread, which says there how far it has come.
+        progress: of this rank's training thread.
     """
 
     def __init__(self, timeout_s: float, stall_s: float, on_abandon: Callable[[], None]) -> None:
@@ -76,15 +77,15 @@ class RankWatch:
         self._beat()
 
     def start(self) -> None:
-        """Starts to watch; all ranks have made theirs."""
+        """Starts the watch thread, after all ranks have been constructed."""
         atexit.register(self._exits)
         self._thread.start()
 
     def take_over_sigterm(self) -> None:
-        """From here on, SIGTERM on any rank asks all of them to stop.
+        """From now on SIGTERM on any rank requests all ranks to stop.
 
-        Lightning's own handler broadcasts from within the signal, between whatever collectives are under way, and can
-        wait for ever. It is installed after `setup`, and taken away by Lightning when the run ends.
+        Lightning's own handler broadcasts inside the signal handler, between other collectives, which can deadlock.
+        This one is installed after `setup`, and removed by Lightning at the end of the run.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.request_stop())
@@ -92,10 +93,10 @@ class RankWatch:
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises what the watch thread has learnt.
+        """Raises errors received by the watch thread.
 
         Raises:
-            RankError: another rank has failed.
+            RankError: another rank failed.
             StalledError: a rank hangs.
         """
         if self.failure:
@@ -108,7 +109,7 @@ class RankWatch:
         return RankError(self.failure)
 
     def explain(self, error: RuntimeError) -> NoReturn:
-        """A connection to another rank broke: says why, if that rank told.
+        """Replaces a connection error by the reason reported by the other rank.
 
         Raises:
             RankError, StalledError: always.
@@ -117,17 +118,17 @@ class RankWatch:
         raise self._error() from error
 
     def _await_reason(self) -> None:
-        """Gives the watch thread a moment to learn what happened to another rank."""
+        """Waits briefly for the watch thread to receive another rank's error."""
         noticed = time.monotonic()
         while not self.failure and time.monotonic() < noticed + GRACE_S:
             time.sleep(0.1)
 
     def request_stop(self) -> None:
-        """Asks all ranks to stop; safe in a signal handler."""
+        """Requests all ranks to stop; safe in a signal handler."""
         self.is_stop_requested = True
 
     def fail(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed; or says here which failure came first and is the reason."""
+        """Reports a failure of this rank to all ranks, or raises the earlier failure that caused it."""
         if self._closed.is_set():
             return
         own = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
@@ -137,7 +138,7 @@ class RankWatch:
             print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """This rank has done its part; it may fall silent. Safe to call twice."""
+        """Marks this rank as finished, so that its silence is no failure. Safe to call twice."""
         if self._closed.is_set():
             return
         if self.failure and self.rank == 0:
@@ -150,7 +151,7 @@ class RankWatch:
             atexit.unregister(self._exits)
 
     def _linger(self) -> None:
-        """Rank 0 may be the store's host: stays until the others know why it leaves, or do not ask any more."""
+        """Keeps rank 0, which may host the store, alive until the others have read why it ends."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             try:
@@ -162,7 +163,7 @@ class RankWatch:
             time.sleep(0.1)
 
     def _exits(self) -> None:
-        """At exit: an unfinished run has failed; and what hangs on the way out is ended."""
+        """Exit handler: reports an unfinished run as failed, and ends a process that hangs on exit."""
         self.fail(SystemExit("the process exited in the middle of the run"))
         if self.failure:
             _end_process_after(EXIT_S)
@@ -211,7 +212,7 @@ class RankWatch:
             self.failure, self._ends_at = failure, time.monotonic() + GRACE_S
 
     def _tell(self, failure: str) -> str:
-        """Returns the first failure that any rank told of."""
+        """Publishes a failure; returns the first one published by any rank."""
         try:
             told: bytes | str = self._store.compare_set(_FAILED, "", failure)
         except RuntimeError as error:  # nobody is left to be told
@@ -227,7 +228,7 @@ class RankWatch:
             return
 
     def _abandon(self) -> None:
-        """The main thread hangs where no exception reaches it."""
+        """Ends the process: its main thread hangs where no exception can be raised."""
         where = "does not exit" if self._is_noticed else "hangs or waits for other ranks, and cannot be woken"
         print(f"rank {self.rank} {where}; ending it, because {self.failure}", file=sys.stderr, flush=True)
         _end_process_after(ABANDON_S)

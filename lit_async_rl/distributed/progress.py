@@ -1,7 +1,7 @@
-"""Progress of each rank's training thread, and which rank keeps the others waiting.
+"""Progress of each rank's training thread, and detection of the rank that the others wait for.
 
-All ranks pass the same milestones in the same order (the hooks of Lightning, each exchange, each weight gathered), so
-the rank that has passed the fewest is the one that the others wait for. The watch thread of every rank sends its report
+All ranks pass the same milestones in the same order (Lightning's hooks, each exchange, each gathered weight), so the
+rank that has passed the fewest is the one that the others wait for. The watch thread of every rank sends its report
 with each heartbeat; that of rank 0 compares them (`find_stalled`).
 """
 
@@ -38,11 +38,11 @@ class Report:
 
     Attributes:
         place: milestones passed.
-        idle_s: seconds without a sign of progress, without those in which the process was stopped.
-        limit_s: of `idle_s`, in this phase; infinite where the wait has a timeout of its own.
+        idle_s: seconds without progress, excluding time in which the process was stopped.
+        limit_s: limit of `idle_s` in this phase; infinite if the wait has its own timeout.
         phase: of the run.
-        where: the function that is executed.
-        is_in_torch: whether it belongs to torch, which may be waiting for other ranks.
+        where: function being executed.
+        is_in_torch: whether that function belongs to torch, which may be waiting for other ranks.
         host: name of the machine.
     """
 
@@ -55,7 +55,7 @@ class Report:
     host: str
 
     def to_json(self) -> str:
-        """For the heartbeat."""
+        """Serializes the report for the heartbeat."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
@@ -65,10 +65,10 @@ class Report:
 
 
 class Progress:
-    """Signs of life of the training thread, which made this; read by the watch thread.
+    """Progress of the training thread, which constructs it; read by the watch thread.
 
     Args:
-        limit_s: longest time without a sign of progress.
+        limit_s: maximum time without progress.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -84,24 +84,24 @@ class Progress:
         """Passes a milestone. All ranks must pass the same ones in the same order.
 
         Args:
-            phase: what comes now.
-            limit_s: longest time without progress in it; None is the run's limit.
+            phase: that begins.
+            limit_s: maximum time without progress in it; None is the run's limit.
         """
         self._phase = (phase, self.limit_s if limit_s is None else limit_s)
         self._place += 1
 
     def meet(self, phase: str, limit_s: float | None = None) -> None:
-        """A milestone that is an exchange of all ranks: from here on they count alike, whatever came before."""
+        """Passes a milestone at which all ranks exchange data; aligns their counts."""
         self._place += _FAR - 1 - self._place % _FAR
         self.reach(phase, limit_s)
 
     def sign(self) -> None:
-        """Shows progress within a phase, on this rank alone."""
+        """Reports progress within a phase, on this rank alone."""
         self._num_signs += 1
 
     @contextmanager
     def own_limit(self, phase: str) -> Iterator[None]:
-        """A phase of this rank alone whose waits have timeouts of their own."""
+        """Context of a phase of this rank whose waits have their own timeouts."""
         before, self._phase = self._phase, (phase, math.inf)
         try:
             yield
@@ -110,7 +110,7 @@ class Progress:
             self.sign()
 
     def over(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
-        """Items whose making takes all ranks; each is a milestone. The phase between two is the caller's."""
+        """Iterates over items produced by a collective; each is a milestone. The caller's phase resumes in between."""
         iterator, outside = iter(items), self._phase
         while True:
             outside = self._phase
@@ -126,7 +126,7 @@ class Progress:
     # -- watch thread -------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """The state now; call it at intervals of less than `STILL_S`, a longer one counts as a stopped process."""
+        """The current state; call it at intervals below `STILL_S`, longer ones count as a stopped process."""
         now, seen, (phase, limit_s) = time.monotonic(), (self._place, self._num_signs), self._phase
         gap, self._looked_at = now - self._looked_at, now
         self._idle_s = self._idle_s + min(gap, STILL_S) if seen == self._seen else 0.0
@@ -152,15 +152,16 @@ def _describe(frame: Any) -> str:
 
 
 def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) -> str:
-    """Names the rank that keeps the others waiting for too long; empty if there is none.
+    """Describes the rank that the others have waited for too long; empty if there is none.
 
-    The limit is that of the ranks that have come least far, and counts from the last progress of any rank: until then
-    they may have waited for the others. One that was stopped for a while (SIGSTOP), or waits with a timeout of its own,
-    is waited for. Where several are equally far behind, those inside of torch are taken to wait for the others.
+    The limit is that of the ranks with the fewest milestones, and counts from the last progress of any rank, because
+    they may have waited for the others until then. Ranks that were stopped for a while (SIGSTOP), or wait with a
+    timeout of their own, do not count as stalled. If several are equally far behind, those inside torch are assumed to
+    wait for the others.
 
     Args:
         reports: of all ranks that have not finished.
-        setting: that bounds the time without progress, with its prefix.
+        setting: that limits the time without progress, with its prefix.
         limit_s: its value.
     """
     behind = min((report.place for report in reports.values()), default=0)
@@ -179,7 +180,7 @@ def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) ->
 
 
 def watch_hooks(trainer: AnyTrainer, progress: Progress) -> None:
-    """Lets `progress` pass a milestone at each of Lightning's hooks, before all other callbacks of the trainer."""
+    """Passes a milestone at each of Lightning's hooks, before all other callbacks of the trainer."""
     others = [c for c in trainer.callbacks if not isinstance(c, _Milestones)]  # of an earlier run of this trainer
     trainer.callbacks[:] = [_Milestones(progress), *others]
 

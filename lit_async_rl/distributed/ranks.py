@@ -1,4 +1,4 @@
-"""Who is who among the processes of a run."""
+"""Ranks of a run: data-parallel places and a process group for CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _cpu_groups: dict[Any, dist.ProcessGroup] = {}
 
 
 def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
-    """(number of ranks that see different data, this one's place among them); tensor-parallel ranks share a place."""
+    """(number of ranks with different data, place of this one among them); tensor-parallel ranks share a place."""
     strategy: Any = trainer.strategy
     if not isinstance(strategy, ParallelStrategy):
         return 1, 0
@@ -23,9 +23,9 @@ def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """All ranks, for CPU tensors, whatever the default backend; None in a single process.
+    """Process group of all ranks for CPU tensors, for any default backend; None in a single process.
 
-    The first call is a collective: all ranks make it. Its waits are bounded by those who use it (`StepScatter`).
+    The first call is a collective. Callers bound their own waits (`StepScatter`).
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None

@@ -1,7 +1,8 @@
-"""The micro-batches of a step, from rank 0 to all ranks: flat tensors with a JSON header (safetensors), no pickle.
+"""Scatters the micro-batches of a step from rank 0: flat tensors with a JSON header (safetensors), no pickle.
 
-Everything here runs in the main thread, over a gloo group, in the same order on all ranks. Rank 0 first announces what
-comes (a step, or the end of the run) and how long each rank's share is, then scatters the shares.
+Everything here runs in the main thread, over a gloo group, in the same order on all ranks. Rank 0 first broadcasts the
+kind of message (a step, a reload of weights, or the end of the run) and the size of each rank's share, then scatters
+the shares.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _OTHERS = "others"  # fields that are no tensors
 
 
 def pack(batches: Sequence[RolloutBatch]) -> bytes:
-    """Batches as bytes."""
+    """Serializes batches."""
     fields = {f"{n}.{name}": value for n, batch in enumerate(batches) for name, value in vars(batch).items()}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
     others = json.dumps({name: value for name, value in fields.items() if name not in tensors})
@@ -40,7 +41,7 @@ def pack(batches: Sequence[RolloutBatch]) -> bytes:
 
 
 def unpack(data: bytes) -> list[RolloutBatch]:
-    """What `pack` was given."""
+    """Inverse of `pack`."""
     fields: dict[str, Any] = load(data)
     fields |= json.loads(bytes(fields.pop(_OTHERS).tolist()))
     batches: dict[int, dict[str, Any]] = {}
@@ -51,7 +52,7 @@ def unpack(data: bytes) -> list[RolloutBatch]:
 
 
 class OneProcess:
-    """Stands for `StepScatter` where one process trains: there is nobody to share with."""
+    """Replaces `StepScatter` in a run of a single process."""
 
     num_places = 1
     leads = True
@@ -60,34 +61,32 @@ class OneProcess:
         self.progress = Progress(math.inf)  # which nobody reads
 
     def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
-        """All micro-batches."""
         return make()
 
     def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
-        """Whether the run should end: Lightning has noticed SIGTERM."""
+        """Whether Lightning has received SIGTERM."""
         return bool(trainer.received_sigterm)
 
     def take_over_sigterm(self) -> None:
-        """Lightning's handler does."""
+        """Does nothing: Lightning's handler suffices."""
 
     def any(self, value: bool) -> bool:
-        """The value."""
         return value
 
     def fail(self, error: BaseException) -> None:
-        """Nobody needs to know."""
+        """Does nothing: there are no other ranks."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class StepScatter:
-    """Gives each rank its micro-batches. Made by all ranks together.
+    """Hands each rank its micro-batches. Constructed by all ranks together.
 
     Args:
-        place: this rank's place among those with different data; tensor-parallel ranks share one.
-        num_places: how many there are.
-        watch: notices when a rank fails or hangs while the others wait; bounds all waits here.
+        place: of this rank among those with different data; tensor-parallel ranks share one.
+        num_places: number of places.
+        watch: detects that a rank failed or hangs while others wait; bounds all waits here.
     """
 
     def __init__(self, place: int, num_places: int, watch: RankWatch) -> None:
@@ -102,18 +101,19 @@ class StepScatter:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank has the engine and the producer; the others get what it hands out."""
+        """Whether this rank owns engine and producer; the others receive their data from it."""
         return self._rank == 0
 
     def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
-        """This rank's micro-batches of the step, or that weights are needed; None ends the run on all ranks.
+        """This rank's micro-batches, or `RELOAD` if weights are needed; None ends the run on all ranks.
 
         Args:
-            make: called on rank 0 only: the step's micro-batches, those that run at the same time side by side.
+            make: called on rank 0 only; returns the step's micro-batches, those that run concurrently next to each
+                other.
 
         Raises:
             RankError: another rank failed.
-            StalledError: another rank did not come.
+            StalledError: another rank did not arrive.
         """
         self.progress.meet("waiting for rollouts", math.inf)  # has its own timeout
         if not self.leads:
@@ -129,7 +129,7 @@ class StepScatter:
         return batches if batches is None or batches == RELOAD else batches[self._places[0] :: self.num_places]
 
     def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
-        """For rank 0, whenever it looks while it waits for rollouts: whether any rank wants to end the run.
+        """Whether any rank requested the end of the run; polled by rank 0 while it waits for rollouts.
 
         Raises:
             RankError: another rank failed.
@@ -142,16 +142,16 @@ class StepScatter:
         self.watch.take_over_sigterm()
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other ranks of an error on this one; an end that all of them were asked for is none."""
+        """Reports an error of this rank to the others, except a stop requested on all of them."""
         if not isinstance(error, SIGTERMException):
             self.watch.fail(error)
 
     def close(self) -> None:
-        """This rank's part is done. Safe to call twice."""
+        """Marks this rank as finished. Safe to call twice."""
         self.watch.close()
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Whether `value` is true on any rank. A collective."""
         flag = torch.tensor([value], dtype=torch.uint8)
         self._wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True))
         return bool(flag)
@@ -186,7 +186,7 @@ class StepScatter:
         return mine
 
     def _wait(self, work: Any) -> None:
-        """Waits by polling, because a wait inside of torch cannot be ended; `watch` bounds it."""
+        """Polls, because a wait inside torch cannot be interrupted; bounded by `watch`."""
         began = time.monotonic()
         while not work.is_completed():
             self.watch.check()
@@ -200,12 +200,12 @@ class StepScatter:
 def connect(
     trainer: AnyTrainer, stall_s: float, silence_s: float, on_abandon: Callable[[], None]
 ) -> StepScatter | OneProcess:
-    """Joins the ranks of a run: from here on, what ends one of them ends all. A collective.
+    """Connects the ranks of a run; from then on the failure of one ends all. A collective.
 
     Args:
         trainer: may have a single process.
-        stall_s: a rank that makes no progress for so long, while others wait for it, hangs.
-        silence_s: a rank that is not heard from for so long counts as dead.
+        stall_s: seconds without progress of a rank that others wait for before it counts as hung.
+        silence_s: seconds without a heartbeat before a rank counts as dead.
         on_abandon: see `RankWatch`.
     """
     if trainer.world_size == 1:

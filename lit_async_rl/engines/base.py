@@ -1,7 +1,7 @@
-"""What every rollout engine does: requests in, completions out, each token tagged with the version that sampled it.
+"""Interface of rollout engines: requests in, completions out, each token tagged with the weights' version.
 
-Who calls what: the producer's thread calls `submit` and `poll`; the trainer's thread calls `setup`, `load_weights` and
-`close`. An engine with its own thread (vLLM) generates all the time; the embedded one generates inside `poll`.
+The producer's thread calls `submit` and `poll`; the trainer's thread calls `setup`, `load_weights` and `close`. An
+engine with a thread of its own (vLLM) generates continuously; the embedded one generates inside `poll`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt, Turn
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How completions are sampled.
+    """Sampling parameters of completions.
 
     Args:
         temperature: divides the logits; 0 means greedy (log-probabilities are then those of temperature 1).
@@ -28,8 +29,8 @@ class SamplingParams:
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
         max_tokens: at most this many completion tokens.
         stop_token_ids: end the completion (the stop token is its last token); added to the tokenizer's EOS.
-        stop: texts that end the completion, with the token that completes the first of them. All tokens train, that
-            one too; what the reward gets is the text before the stop string.
+        stop: strings that end the completion, at the token that completes the first of them. All tokens train,
+            including that one; the reward gets the text before the stop string.
 
     Raises:
         ValueError: a setting is out of range.
@@ -45,28 +46,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"sampling.stop must be a list of texts that are not empty, got {self.stop!r}")
+            raise ValueError(f"sampling.stop must be a list of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
-        checks = {
-            "temperature": (self.temperature >= 0, ">= 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "max_tokens": (self.max_tokens >= 1, ">= 1"),
-        }
-        for name, (ok, rule) in checks.items():
-            if not ok:
-                raise ValueError(f"sampling.{name} must be {rule}, got {getattr(self, name)}")
+        check_range("sampling", ">= 0", temperature=self.temperature, top_k=self.top_k)
+        check_range("sampling", "in (0, 1]", top_p=self.top_p)
+        check_range("sampling", "in [0, 1]", min_p=self.min_p)
+        check_range("sampling", ">= 1", max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """`num_samples` completions of one prompt. `id` is unique among the requests an engine holds.
+    """Request for `num_samples` completions of one prompt; `id` is unique among the requests an engine holds.
 
-    `prompt` is what `prompt_ids` were made from; only engines with an environment look at it. Where an engine has a
-    queue of its own, waiting requests of a higher `priority` begin first; others take them in order. The last
-    `num_resumed` of the `prompt_ids` belong to the completion: they were sampled before, by a run that was interrupted,
-    and stop strings may begin in them.
+    `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
+    serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
+    `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
     """
 
     id: int
@@ -79,15 +73,15 @@ class GenerationRequest:
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Tokens of the completion that are in the prompt already."""
+        """Tokens of the completion that are already in the prompt."""
         return self.prompt_ids[len(self.prompt_ids) - self.num_resumed :]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample of a request; `logprobs` and `versions` have one entry for each token.
+    """One finished sample of a request; `logprobs` and `versions` have one entry per token.
 
-    An engine with an environment also says which tokens the policy wrote (`loss_mask`), its `turns` and the `reward`.
+    An engine with an environment also sets `loss_mask` (tokens written by the policy), `turns` and `reward`.
     """
 
     request_id: int
@@ -102,15 +96,15 @@ class Completion:
 
 
 class RolloutEngine(ABC):
-    """Generates with the newest weights it was given.
+    """Samples completions from the newest weights it was given.
 
     Guarantee: a token of a request that was submitted after `load_weights(v, ...)` returned has a version >= v.
 
     Attributes:
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
-        startup_timeout_s: longest that `setup` may take (a download counts); then the engine is taken for hung.
-        update_timeout_s: longest that any other call may take, where that is more than `data.limits.rollout_timeout_s`.
+        startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
+        update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
     """
 
     in_flight_weight_updates: bool
@@ -120,13 +114,13 @@ class RolloutEngine(ABC):
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Remembers the arguments, for `fresh`."""
+        """Stores the constructor arguments for `fresh`."""
         engine = super().__new__(cls)
         engine._made_with = (args, kwargs)
         return engine
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
-        """A new engine with the same arguments, not set up, to take the place of one that hangs or broke.
+        """A new engine with the same arguments, not set up; replaces one that hangs or failed.
 
         Args:
             out_of_memory: this one broke because of that; the new one should need less, if it can.
@@ -137,32 +131,32 @@ class RolloutEngine(ABC):
         return type(self)(*renewed, **named)
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
-        """What this engine adds to generation, added to another engine; validation uses it."""
+        """Wraps another engine the way this one extends plain generation; used by validation."""
         return engine
 
     @abstractmethod
     def setup(self, model: str) -> None:
-        """Loads the architecture of `model`, a Hugging Face name or folder. Called once, before all else."""
+        """Loads the architecture of `model`, a Hugging Face name or folder. Called once, before any other method."""
 
     @property
     @abstractmethod
     def max_model_len(self) -> int:
-        """Tokens of prompt and completion together that a request may have."""
+        """Maximum number of prompt and completion tokens of a request."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests, all at once: either all are seen by the next decode step or none. Does not block."""
+        """Queues requests atomically: the next decode step sees all of them or none. Does not block."""
 
     @abstractmethod
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Samples that have finished since the last call; waits at most `timeout_s` for the first.
+        """Samples finished since the last call; waits at most `timeout_s` for the first.
 
-        Raises whatever broke the engine.
+        Raises the engine's error after a failure.
         """
 
     @abstractmethod
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Makes `weights` (Hugging Face names, full tensors) the ones to sample from, tagged `version`.
+        """Loads `weights` (Hugging Face names, full tensors) to sample from, tagged `version`.
 
         Consumes the iterable before it returns. With in-flight updates running requests go on under the new weights;
         otherwise they finish under the old ones first, and requests submitted later wait for that.
@@ -170,26 +164,26 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends these requests; finished and partial samples of them are dropped."""
+        """Aborts these requests; their finished and partial samples are dropped."""
 
     def partial_completions(self) -> list[Completion]:
-        """What running requests have so far, as far as it can be gone on from by reading it as a prompt.
+        """Partial completions that can be resumed by prefilling them.
 
-        Their `finish_reason` is `abort`. Engines that cannot say return nothing: their requests begin again.
+        Their `finish_reason` is `abort`. Engines without support return an empty list: their requests start over.
         """
         return []
 
     def random_state(self) -> Tensor | None:
-        """State of the random numbers, for a checkpoint; None where there is none to save."""
+        """State of the random number generator, for a checkpoint; None if there is none to save."""
         return None
 
     def set_random_state(self, state: Tensor) -> None:
-        """Goes on with random numbers where `random_state` was taken."""
+        """Restores a state returned by `random_state`."""
         raise NotImplementedError(f"{type(self).__name__} saves no random state")
 
     @abstractmethod
     def close(self) -> None:
-        """Frees everything. Safe to call twice and from any thread."""
+        """Releases all resources. Safe to call twice and from any thread."""
 
     @property
     @abstractmethod
@@ -200,14 +194,3 @@ class RolloutEngine(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """Tokens generated so far."""
-
-
-def check_positive(**settings: int | float | None) -> None:
-    """Refuses numbers that make no sense.
-
-    Raises:
-        ValueError: one is not positive.
-    """
-    for name, value in settings.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"data.engine.{name} must be positive, got {value}")

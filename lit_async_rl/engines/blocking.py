@@ -1,4 +1,4 @@
-"""Requests whose completions are waited for, without a producer: validation, benchmarks, tests."""
+"""Blocking generation without a producer: validation, benchmarks, tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_requests(
     timeout_s: float = 600.0,
     on_progress: Callable[[], None] = lambda: None,
 ) -> list[list[Completion]]:
-    """All completions of each request, by sample index; blocks until done.
+    """All completions of each request, by sample index; blocks until they are finished.
 
     Args:
         engine: has weights; nobody else polls it.

@@ -1,4 +1,4 @@
-"""The calls of an engine, none of which can hold up its caller for ever."""
+"""Engine calls with timeouts, so that an engine that hangs cannot block its caller."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class EngineCalls:
-    """An engine as its owner calls it: from any thread, and for a bounded time.
+    """Calls an engine from any thread, with a time limit.
 
-    A call that does not return in time raises `StalledError` and is left to itself; so must be the engine. `poll` is
-    not here: it has a thread of its own.
+    A call that exceeds its limit raises `StalledError` and is abandoned in its thread; the engine must then be
+    discarded. `poll` is not here: it has a thread of its own.
 
     Args:
         engine: any.
-        timeout_s: `data.limits.rollout_timeout_s`; an engine whose `update_timeout_s` is longer has that long.
+        timeout_s: `data.limits.rollout_timeout_s`; a longer `update_timeout_s` of the engine takes precedence.
     """
 
     def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
@@ -34,7 +34,7 @@ class EngineCalls:
         self._counters = LastKnown(lambda: (float(engine.busy_s), int(engine.num_tokens)), (0.0, 0))
 
     def counters(self) -> tuple[float, int]:
-        """Seconds and tokens generated; the last ones known where the engine does not answer."""
+        """Seconds and tokens generated; the last known values if the engine does not answer."""
         return self._counters.get()
 
     def _limit(self, what: str) -> Limit:
@@ -49,31 +49,29 @@ class EngineCalls:
         return Limit(seconds + min(GRACE_S, 0.1 * seconds), message, self.counters)
 
     def ask(self, what: str, function: Callable[[], T]) -> T:
-        """The result of any call; `what` names it in an error."""
+        """The result of any call; `what` names the call in errors."""
         return call(function, self._limit(what))
 
     def setup(self, model: str) -> None:
-        """Bounded by `startup_timeout_s`."""
+        """Sets the engine up within `startup_timeout_s`."""
         self.ask("setup", lambda: self.engine.setup(model))
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """`weights` are read in the caller's thread; the time that this takes does not count."""
+        """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
         feed(lambda fed: self.engine.load_weights(version, fed), weights, self._limit("load_weights"))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests."""
         self.ask("submit", lambda: self.engine.submit(requests))
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends requests."""
         self.ask("abort", lambda: self.engine.abort(request_ids))
 
     def partial_completions(self) -> Any:
-        """Not checked yet."""
+        """Partial completions, not validated yet."""
         return self.ask("partial_completions", self.engine.partial_completions)
 
     def close(self, limit_s: float) -> None:
-        """Frees what can be freed of it in time; it may go on in the background."""
+        """Closes the engine; if it takes longer, it continues in the background."""
         try:
             call(self.engine.close, Limit(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
         except StalledError as error:

@@ -1,4 +1,4 @@
-"""Whether the fields of a completion can be right; each function says in one line what is wrong, or nothing."""
+"""Validation of completions: each function returns a one-line description of the fault, or an empty string."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def find_fault(
     scores: bool,
     is_partial: bool,
 ) -> str:
-    """What is wrong with a completion; empty if nothing is.
+    """Describes the first fault of a completion; empty if it is valid.
 
     Args:
         completion: of `request`, which its `request_id` and `sample_index` fit.
@@ -46,7 +46,7 @@ def find_fault(
 
 
 def show(value: Any) -> str:
-    """A value on one line that is not too long."""
+    """Short representation of a value on one line."""
     text = f"{type(value).__name__}" if hasattr(value, "shape") else repr(value)
     return " ".join(text.split())[:80]
 
@@ -90,7 +90,7 @@ def _bad_tokens(completion: Completion, vocab_size: int | None) -> str:
 
 
 def _bad_length(completion: Completion, request: GenerationRequest, max_model_len: int, is_partial: bool) -> str:
-    """`max_tokens` bounds what the policy wrote in one turn; the model's context bounds all turns together."""
+    """`max_tokens` bounds one turn of the policy; the model's context bounds all turns together."""
     num_tokens, limit = len(completion.token_ids), request.sampling.max_tokens
     mask = completion.loss_mask
     if not is_partial and not (num_tokens if mask is None else sum(mask)):
@@ -122,7 +122,7 @@ def _bad_turns(turns: Any, num_tokens: int) -> str:
 
 
 def _written_in_turns(mask: tuple[bool, ...], turns: tuple[Turn, ...] | None) -> list[int]:
-    """Tokens that the policy wrote in each turn; without turns, in each stretch without an answer."""
+    """Number of tokens the policy wrote in each turn; without turns, in each contiguous stretch of the mask."""
     if turns is not None:
         ends = [turn.end for turn in turns] + [len(mask)]
         return [sum(mask[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -140,7 +140,7 @@ def _bad_logprobs(completion: Completion) -> str:
 
 
 def _bad_versions(completion: Completion, oldest: int | None, newest: int | None) -> str:
-    """Tokens are sampled one after the other by weights that only get newer."""
+    """Versions must not decrease along a completion."""
     values = completion.versions
     if not values:
         return ""

@@ -1,7 +1,7 @@
-"""Completions are checked once, where they enter: by the producer, by an evaluation, by validation, by episodes.
+"""Validation of completions where they enter: in the producer, in evaluation, in validation and in episodes.
 
-An engine that returns something impossible is broken. Nothing else that comes from it could be trusted, so the error
-counts as an engine failure; what was checked before is kept.
+An engine that returns an impossible completion is considered broken: the error counts as an engine failure, and
+completions validated earlier are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Asked:
 
 
 class RequestLedger:
-    """What an engine was asked for, and what of it has come. Not thread-safe.
+    """Requests submitted to an engine and the samples received for them. Not thread-safe.
 
     Args:
         engine: named in errors; says whether completions bring rewards, and how long an episode may be.
@@ -46,13 +46,13 @@ class RequestLedger:
         self._ended: OrderedDict[int, _Asked] = OrderedDict()
 
     def open(self, requests: Iterable[GenerationRequest]) -> None:
-        """These are asked for now."""
+        """Registers submitted requests."""
         for request in requests:
             self._ended.pop(request.id, None)
             self._running[request.id] = _Asked(request, self.loaded, set(range(request.num_samples)))
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """These are not wanted any more; what is under way of them may still come, and is dropped."""
+        """Unregisters requests; samples of them that still arrive are dropped."""
         for request_id in request_ids:
             self._end(request_id)
 
@@ -63,7 +63,7 @@ class RequestLedger:
                 self._ended.popitem(last=False)
 
     def receive(self, completion: Any) -> bool:
-        """Whether a finished completion is wanted; False for a late one of a request that was aborted.
+        """Validates a finished completion; False for a late one of an aborted request.
 
         Raises:
             CompletionError: it cannot be right: unknown, there already, or a field is wrong.
@@ -80,7 +80,7 @@ class RequestLedger:
         return True
 
     def receive_partials(self, completions: Any) -> list[Completion]:
-        """The wanted ones among what running requests have so far.
+        """Validates partial completions and returns those of registered requests.
 
         Raises:
             CompletionError: one of them cannot be right.
@@ -94,7 +94,7 @@ class RequestLedger:
         return wanted
 
     def listed(self, completions: Any, call: str) -> Sequence[Any]:
-        """What a call of the engine returned.
+        """Checks that a call of the engine returned a list.
 
         Raises:
             CompletionError: it is no list.

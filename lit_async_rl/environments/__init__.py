@@ -1,4 +1,4 @@
-"""Environments with several turns, and the engine that plays episodes in them."""
+"""Multi-turn environments, and the engine that runs episodes in them."""
 
 import lazy_loader
 

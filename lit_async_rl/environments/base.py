@@ -1,32 +1,27 @@
-"""What a policy talks to when one completion is not enough: environments with turns.
+"""Interface of multi-turn environments.
 
-An environment starts an *episode* for each rollout; the policy writes, the episode answers, until it is done. Both are
-coroutines, and all episodes of a run share one event loop: a thousand of them may wait for a slow tool at once.
+An environment starts an *episode* for each rollout; policy and episode take turns until it is done. Both methods are
+coroutines, and all episodes of a run share one event loop: a thousand of them can await a slow tool concurrently.
 """
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """An episode's answer to what the policy wrote.
+    """An episode's response to a turn of the policy.
 
     Attributes:
-        text: what the policy reads next, as it is: with the markers of its chat template, if it needs any. Never
-            trained on.
+        text: read by the policy as it is, including the markers of its chat template if needed. Never trained on.
         reward: of this turn; a rollout's reward is the sum over its turns.
-        state: what the environment's state is now, where `text` does not say it; `GiGPO` compares turns that begin in
-            equal states. None is `text`.
-        done: whether the episode ends here; `text` is then not used.
+        state: of the environment, if `text` does not determine it; `GiGPO` compares turns that start in equal states.
+            None is `text`.
+        done: whether the episode ends; `text` is then not used.
     """
 
     text: str = ""
@@ -36,80 +31,16 @@ class Observation:
 
 
 class Episode(ABC):
-    """One conversation."""
+    """One episode of an environment."""
 
     @abstractmethod
     async def step(self, completion: str) -> Observation:
-        """Answers one turn of the policy, without special tokens. Must not block: wait with `await`."""
+        """Responds to one turn of the policy, without special tokens. Must not block: use `await`."""
 
 
 class Environment(ABC):
-    """Starts episodes; `environment` of an `EpisodeEngine`, whose rewards take the place of `data.reward`."""
+    """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`."""
 
     @abstractmethod
     async def start(self, prompt: Prompt) -> Episode:
-        """A new episode; the policy sees the prompt (`prompt.text` or `prompt.messages`) first."""
-
-
-class GymnasiumEpisode(Episode):
-    """A text environment of Gymnasium's interface: `step(text)` gives (text, reward, terminated, truncated, info).
-
-    Its calls run in threads, because they block.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self.env = env
-
-    async def step(self, completion: str) -> Observation:
-        """One action, which is text."""
-        text, reward, terminated, truncated, _ = await asyncio.to_thread(self.env.step, completion)
-        return Observation(text=str(text), reward=float(reward), done=bool(terminated or truncated))
-
-
-class GymnasiumEnvironment(Environment):
-    """Text environments made by a function, one for each rollout.
-
-    The prompt's text must be the environment's first observation, so that all rollouts of a group begin alike, as
-    `GymnasiumPrompts` sees to. `make(prompt)` gets the whole prompt; the environment is reset here, with the seed in
-    the prompt's metadata.
-
-    Args:
-        make: `make(prompt)` returns an environment, named by its dotted path in a YAML.
-    """
-
-    def __init__(self, make: Callable[[Prompt], Any]) -> None:
-        self.make = make
-
-    async def start(self, prompt: Prompt) -> GymnasiumEpisode:
-        """Makes and resets one."""
-        env = await asyncio.to_thread(self.make, prompt)
-        await asyncio.to_thread(env.reset, seed=prompt.metadata.get("seed"))
-        return GymnasiumEpisode(env)
-
-
-class GymnasiumPrompts(PromptSource):
-    """First observations of the environments that `GymnasiumEnvironment` talks to: prompt n is that of seed n.
-
-    Args:
-        make: `make(prompt)` returns an environment, given a prompt that has only its seed.
-        size: number of seeds.
-        first_seed: of prompt 0; held-out prompts take seeds that training does not.
-
-    Raises:
-        ValueError: the size is not positive.
-    """
-
-    def __init__(self, make: Callable[[Prompt], Any], size: int = 1000, first_seed: int = 0) -> None:
-        if size < 1:
-            raise ValueError(f"GymnasiumPrompts.size must be >= 1, got {size}")
-        self.make, self.size, self.first_seed = make, size, first_seed
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Prompt:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        seed = {"seed": self.first_seed + index}
-        text, _ = self.make(Prompt(text="", metadata=seed)).reset(**seed)
-        return Prompt(text=str(text), metadata=seed)
+        """A new episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""

@@ -1,4 +1,4 @@
-"""A rollout of several turns while it is made."""
+"""State of a multi-turn rollout while it is sampled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lit_async_rl.types import FinishReason, Turn
 
 @dataclass(eq=False)
 class Conversation:
-    """One rollout so far; lists have an entry for each token after the prompt."""
+    """A multi-turn rollout so far; lists have one entry per token after the prompt."""
 
     request: GenerationRequest
     sample_index: int
@@ -26,7 +26,7 @@ class Conversation:
     episode: Episode | None = None
 
     def add_turn(self, turn: Completion) -> None:
-        """Adds what the policy wrote; it has no reward yet."""
+        """Appends a turn of the policy, without reward so far."""
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         self.versions += turn.versions
@@ -34,20 +34,20 @@ class Conversation:
         self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=self.state))
 
     def add_answer(self, observation: Observation) -> None:
-        """Adds the reward of the turn before, and the state of the next."""
+        """Sets the reward of the last turn and the state of the next."""
         self.reward += observation.reward
         self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
         self.state = _number(observation.text if observation.state is None else observation.state)
 
     def add_observation(self, token_ids: tuple[int, ...]) -> None:
-        """Adds what the environment wrote."""
+        """Appends tokens of the environment."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.versions += [self.versions[-1]] * len(token_ids)
         self.loss_mask += [False] * len(token_ids)
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        """What is handed out."""
+        """The rollout as a completion."""
         return Completion(
             request_id=self.request.id,
             sample_index=self.sample_index,
@@ -62,5 +62,5 @@ class Conversation:
 
 
 def _number(state: str) -> int:
-    """A number for a text: 63 bits, the same in every process."""
+    """Hash of a text: 63 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1

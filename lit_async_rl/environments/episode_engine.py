@@ -1,7 +1,7 @@
-"""Rollouts of several turns: an engine around an engine that lets an environment answer.
+"""Multi-turn rollouts: wraps an engine and lets an environment respond after each turn.
 
-Each turn is a request to the inner engine, whose prompt is all that was said so far; a rollout is handed out when its
-episode is over, as one completion in which what the environment wrote does not train.
+Each turn is a request to the inner engine whose prompt is the conversation so far; a finished episode is returned as
+one completion in which the environment's tokens are masked.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -28,29 +28,30 @@ from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt
+from lit_async_rl.utils.checks import check_range
 
 WAKE_S = 0.01
 
 
 class EpisodeEngine(RolloutEngine):
-    """Lets `environment` answer every turn of `engine`'s; its rewards take the place of `data.reward`.
+    """Alternates turns of `engine` and `environment`, whose rewards replace `data.reward`.
 
     A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
-    environment gets the text before the stop string. `sampling.max_tokens` bounds one turn. An episode that its
-    environment does not end is ended, with finish reason `length`, by a turn that ran into `max_tokens`, by
-    `max_turns`, or when another turn might not fit into the model's context.
+    environment gets the text before the stop string. `sampling.max_tokens` bounds one turn. Otherwise an episode ends,
+    with finish reason `length`, after a turn that reached `max_tokens`, after `max_turns`, or when another turn might
+    not fit into the context.
 
-    Running episodes always go on under new weights, so every token has the version that sampled it, and later turns
-    may be newer than earlier ones; the bound holds for all of them. `schedule: fixed_lag` is refused.
+    Running episodes always continue under new weights, so later turns may be of newer versions than earlier ones; every
+    token is tagged with its own, and the bound holds for all of them. Incompatible with `FixedLag`.
 
     Args:
         engine: generates the turns.
-        environment: answers them.
-        max_turns: of the policy, in one episode.
-        step_timeout_s: longest that an environment may take to start or to answer.
+        environment: responds to them.
+        max_turns: maximum turns of the policy in one episode.
+        step_timeout_s: timeout of an environment's start or response.
 
     Raises:
-        ValueError: a setting is out of range, or the engine lets running requests finish under old weights.
+        ValueError: a setting is out of range, or the engine does not update weights in flight.
     """
 
     scores = True
@@ -59,10 +60,8 @@ class EpisodeEngine(RolloutEngine):
     def __init__(
         self, engine: RolloutEngine, environment: Environment, max_turns: int = 8, step_timeout_s: float = 60.0
     ) -> None:
-        if max_turns < 1:
-            raise ValueError(f"EpisodeEngine.max_turns must be >= 1, got {max_turns}")
-        if step_timeout_s <= 0:
-            raise ValueError(f"EpisodeEngine.step_timeout_s must be positive, got {step_timeout_s}")
+        check_range("EpisodeEngine", ">= 1", max_turns=max_turns)
+        check_range("EpisodeEngine", "positive", step_timeout_s=step_timeout_s)
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         self.engine, self.environment = engine, environment
@@ -81,35 +80,34 @@ class EpisodeEngine(RolloutEngine):
         self._thread: threading.Thread | None = None
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
-        """The same environment for another engine."""
+        """The same environment with another engine."""
         other = EpisodeEngine(engine, self.environment, self.max_turns, self.step_timeout_s)
         other._codec = codec
         other._ledger = RequestLedger(engine, codec.vocab_size)
         return other
 
     def setup(self, model: str) -> None:
-        """Loads the tokenizer, too."""
+        """Sets up the inner engine and loads the tokenizer."""
         self._codec = TextCodec(model)
         self.engine.setup(model)
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     @property
     def max_model_len(self) -> int:
-        """Of a whole episode."""
+        """Maximum tokens of a whole episode."""
         return self.engine.max_model_len
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the inner engine generated."""
         return self.engine.busy_s
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated; what environments write is not."""
+        """Tokens generated, without those of environments."""
         return self.engine.num_tokens
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Running episodes go on under them."""
+        """Loads weights; running episodes continue under them."""
         with self._lock:
             self._asked.newest = version
         self.engine.load_weights(version, weights)
@@ -123,7 +121,7 @@ class EpisodeEngine(RolloutEngine):
         return self._ledger
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begins episodes; the first turns of a group share their prompt."""
+        """Starts episodes; the first turns of a group share their prompt."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_loop, name="environments", daemon=True)
             self._thread.start()
@@ -139,7 +137,7 @@ class EpisodeEngine(RolloutEngine):
         self.engine.submit(inner)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Episodes that have ended."""
+        """Finished episodes."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -155,7 +153,7 @@ class EpisodeEngine(RolloutEngine):
                 self._end_turn(completion)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends episodes; an environment that is at work is left alone, its answer is dropped."""
+        """Aborts episodes; the pending response of an environment is ignored."""
         with self._lock:
             gone = {id(talk) for number in request_ids for talk in self._live.pop(number, [])}
             inner = [number for number, talks in self._talking.items() if any(id(talk) in gone for talk in talks)]
@@ -166,7 +164,7 @@ class EpisodeEngine(RolloutEngine):
         self.engine.abort(inner)
 
     def close(self) -> None:
-        """Ends the event loop and the inner engine."""
+        """Closes the inner engine and stops the event loop."""
         self.engine.close()
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -182,7 +180,7 @@ class EpisodeEngine(RolloutEngine):
         self._loop.close()
 
     def _end_turn(self, completion: Completion) -> None:
-        """A turn is complete: the environment's turn, if there can be another one."""
+        """Files a finished turn; unless the episode is over, passes it to the environment."""
         with self._lock:
             talks = self._talking.get(completion.request_id) if self._asked.receive(completion) else None
             if talks is None:
@@ -223,7 +221,7 @@ class EpisodeEngine(RolloutEngine):
         return await talk.episode.step(text)
 
     def _continue(self, talk: Conversation, observation: Observation) -> None:
-        """Hands the conversation out, or gives the policy its next turn."""
+        """Ends the episode, or submits the policy's next turn."""
         if talk not in self._live.get(talk.request.id, ()):
             return  # aborted
         talk.add_answer(observation)

@@ -1,7 +1,7 @@
-"""Per-token policy losses: each a small class whose call is a pure function. They never reduce.
+"""Policy losses: callables from `LossInputs` to one unreduced value per token.
 
-Some named methods are combinations: GRPO, Dr. GRPO, DAPO, decoupled PPO and A-3PO are `PPOClip` (see there), IcePop and
-TIS are corrections, AsymRE and OPO are advantages for `Reinforce`, VCPO's base objective is `Reinforce` with a
+Some published methods are combinations: GRPO, Dr. GRPO, DAPO, decoupled PPO and A-3PO are `PPOClip` (see there), IcePop
+and TIS are corrections, AsymRE and OPO are advantages for `Reinforce`, VCPO's base objective is `Reinforce` with a
 correction.
 """
 

@@ -1,8 +1,8 @@
-"""How tokens are averaged over one optimizer step: the weight of each token of each rollout.
+"""Aggregation: the weight of each token in the average over one optimizer step.
 
-B rollouts, L_i trained tokens of rollout i. The loss of the step is the sum over tokens of weight times loss, whatever
-the split into micro-batches and ranks. `TokenMean`, `SequenceMean` and `PromptMean` are averages: their weights sum to
-1 over the step (0 if it has no token). A rollout without tokens is left out of an average.
+B rollouts, L_i trained tokens of rollout i. The loss of the step is the sum over tokens of weight times loss, for any
+split into micro-batches and ranks. `TokenMean`, `SequenceMean` and `PromptMean` are averages: their weights sum to
+1 over the step (0 if it has no token). Rollouts without tokens are excluded from averages.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from itertools import accumulate, islice
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.types import Rollout, RolloutGroup
+from lit_async_rl.utils.checks import check_range
 
 
 class Aggregation(ABC):
-    """Lengths of all rollouts of a step to the weight of one token of each."""
+    """Maps the lengths of all rollouts of a step to token weights."""
 
     def select(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        """The groups of a step, with what is not to train masked: nothing, unless a subclass says otherwise."""
+        """Masks tokens that do not train; by default returns the groups unchanged."""
         return groups
 
     def of_step(self, groups: Sequence[RolloutGroup]) -> list[float]:
-        """Weight of a token of each rollout of these groups, one after the other."""
+        """Token weight of each rollout of the groups, concatenated."""
         lengths = [rollout.num_trained_tokens for group in groups for rollout in group.rollouts]
         return self(lengths, [len(group.rollouts) for group in groups])
 
     @abstractmethod
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """Weight of a token of each rollout; `group_sizes` add up to the number of rollouts."""
+        """Token weight of each rollout; `group_sizes` sum to the number of rollouts."""
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float | None:
-        """What the weights are divided by: a number that adds up over groups. None where it does not depend on them.
+        """Normaliser of the weights, additive over groups; None where it is a constant.
 
-        Where groups are streamed, the divisor of their step is not known when the first are trained on.
+        Used by `data.intake.stream_groups`, where the total is only known at the end of the step.
 
         Raises:
-            ValueError: the weights of a step are not those of its parts up to a factor, or that was not said.
+            ValueError: the aggregation has no additive normaliser.
         """
         raise ValueError(
             f"data.intake.stream_groups with data.aggregation={type(self).__name__}: it has no `divisor` that adds up "
@@ -51,12 +52,12 @@ class TokenMean(Aggregation):
     """1 / sum L: every token counts the same, long rollouts count more. DAPO, arXiv:2503.14476."""
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """Weights that sum to 1 over all tokens."""
+        """Weights that sum to 1 over all tokens of the step."""
         total = max(1, sum(lengths))
         return [1 / total for _ in lengths]
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
-        """Tokens."""
+        """Number of trained tokens."""
         return float(sum(lengths))
 
 
@@ -70,7 +71,7 @@ class SequenceMean(Aggregation):
         return [1 / (num_rollouts * length) if length else 0.0 for length in lengths]
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
-        """Rollouts with tokens."""
+        """Number of rollouts with tokens."""
         return float(sum(length > 0 for length in lengths))
 
 
@@ -92,20 +93,20 @@ class PromptMean(Aggregation):
         ]
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
-        """Groups with tokens."""
+        """Number of groups with tokens."""
         return float(sum(total > 0 for total in _group_totals(lengths, group_sizes)))
 
 
 def _group_totals(lengths: Sequence[int], group_sizes: Sequence[int]) -> list[int]:
     if sum(group_sizes) != len(lengths):
-        raise InvariantError(f"groups of {sum(group_sizes)} rollouts in all, and {len(lengths)} rollouts")
+        raise InvariantError(f"group sizes sum to {sum(group_sizes)}, but there are {len(lengths)} rollouts")
     rest = iter(lengths)
     return [sum(islice(rest, size)) for size in group_sizes]
 
 
 @dataclass(frozen=True)
 class FixedLength(Aggregation):
-    """1 / (B M) with a constant M: no length bias at all. Dr. GRPO, arXiv:2503.20783.
+    """1 / (B M) with a constant M: no length bias. Dr. GRPO, arXiv:2503.20783.
 
     Sums to mean L / M, not to 1. M = 1 is the mean over rollouts of sums over tokens, REINFORCE's own.
 
@@ -119,15 +120,14 @@ class FixedLength(Aggregation):
     max_tokens: int
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"FixedLength.max_tokens must be >= 1, got {self.max_tokens}")
+        check_range("FixedLength", ">= 1", max_tokens=self.max_tokens)
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """The same weight for every token of every step with as many rollouts."""
+        """Equal weights, which depend on the number of rollouts only."""
         return [1 / (len(lengths) * self.max_tokens) for _ in lengths]
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
-        """Rollouts."""
+        """Number of rollouts."""
         return float(len(lengths))
 
 
@@ -135,11 +135,11 @@ class FixedLength(Aggregation):
 class TokenBudget(Aggregation):
     """1 / Phi with a constant Phi: every token of every step counts the same. C3PO (Ring-lite), arXiv:2506.14731.
 
-    With `fill` a step trains on exactly Phi tokens, if it has as many: in the order of admission, which does not depend
-    on the length, rollouts are taken until they have Phi tokens; the last one is cut, those behind it do not train. All
-    of them stay in the baselines of their groups. So `data.groups_per_step` is the pool, which should hold a little
-    more than Phi tokens. How the paper samples from its pool could not be checked; it adds terms for entropy
-    (`model.entropy_coefficient`) and the balance of experts. Without `fill` the gradient's size follows the tokens.
+    With `fill` a step trains on at most Phi tokens: rollouts are taken in admission order, which does not depend on
+    length, until they have Phi tokens; the last one is truncated, and later ones do not train. All of them stay in the
+    baselines of their groups. `data.groups_per_step` is then the pool, and should hold slightly more than Phi tokens.
+    How the paper samples from its pool could not be checked; it adds terms for entropy (`model.entropy_coefficient`)
+    and expert balance. Without `fill` the size of the gradient is proportional to the number of tokens.
 
     Args:
         num_tokens: Phi.
@@ -153,11 +153,10 @@ class TokenBudget(Aggregation):
     fill: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1:
-            raise ValueError(f"TokenBudget.num_tokens must be >= 1, got {self.num_tokens}")
+        check_range("TokenBudget", ">= 1", num_tokens=self.num_tokens)
 
     def select(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        """Masks what is behind the budget."""
+        """Masks the tokens beyond the budget."""
         if not self.fill:
             return groups
         left, selected = self.num_tokens, []
@@ -170,29 +169,29 @@ class TokenBudget(Aggregation):
         return selected
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """The same weight for every token of every step."""
+        """Equal weights, the same in every step."""
         return [1 / self.num_tokens for _ in lengths]
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> None:
-        """A constant.
+        """None: the normaliser is a constant.
 
         Raises:
-            ValueError: which tokens are within the budget is known only when all groups are there.
+            ValueError: `fill` needs all groups of the step before it selects tokens.
         """
         if self.fill:
-            raise ValueError("data.intake.stream_groups with TokenBudget.fill=true: the budget is that of a whole step")
+            raise ValueError("data.intake.stream_groups with TokenBudget.fill=true: the budget applies to whole steps")
 
 
 @dataclass(frozen=True)
 class SourceMean(Aggregation):
-    """(1 / n) times the average over each of n sources: each counts the same, however many of its groups have finished.
+    """(1 / n) times the average over each of n sources: every source counts the same.
 
-    The average of Malenia NIGT (arXiv:2509.24305), g = (1 / n) sum_i mean of source i's gradients, where the sources'
-    distributions differ and a fast one must not count for more than a slow one. Its stopping rule (a harmonic mean of
-    the sources' numbers) is not here: a step has `data.groups_per_step` groups, and n counts the sources among them.
+    The average of Malenia NIGT (arXiv:2509.24305), g = (1 / n) sum_i mean of source i's gradients, for sources with
+    different distributions and speeds. Its stopping rule (a harmonic mean of the numbers per source) is not
+    implemented: a step has `data.groups_per_step` groups, and n counts the sources among them.
 
     Args:
-        key: of the prompts' metadata, which names the source.
+        key: key of `Prompt.metadata` that names the source.
         aggregation: average within a source.
     """
 
@@ -200,20 +199,22 @@ class SourceMean(Aggregation):
     aggregation: Aggregation = field(default_factory=SequenceMean)
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """One source."""
+        """Weights of a single source."""
         return self.aggregation(lengths, group_sizes)
 
     def of_step(self, groups: Sequence[RolloutGroup]) -> list[float]:
-        """Weights within the sources, divided by their number.
+        """Weights within each source, divided by the number of sources.
 
         Raises:
-            ValueError: a prompt does not say its source.
+            ValueError: a prompt has no such key.
         """
         sources: dict[object, list[int]] = {}
         for n, group in enumerate(groups):
             if self.key not in group.prompt.metadata:
                 known = sorted(group.prompt.metadata)
-                raise ValueError(f"SourceMean.key={self.key!r}: a prompt's metadata has only {known}")
+                raise ValueError(
+                    f"SourceMean.key={self.key!r} is missing in the metadata of a prompt, which has {known}"
+                )
             sources.setdefault(group.prompt.metadata[self.key], []).append(n)
         weights: dict[int, list[float]] = {}
         for members in sources.values():
@@ -224,7 +225,7 @@ class SourceMean(Aggregation):
 
 
 def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:
-    """The same rollout, of which only the first `num_tokens` of those that train do."""
+    """Copy of the rollout in which only the first `num_tokens` trained tokens train."""
     if rollout.num_trained_tokens <= num_tokens:
         return rollout
     mask = rollout.loss_mask or (True,) * len(rollout.completion_ids)

@@ -1,4 +1,4 @@
-"""BAPO: clip bounds that widen until positive advantages carry enough of the surrogate."""
+"""BAPO: PPO-clip with adaptive bounds that balance positive and negative contributions to the surrogate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_async_rl.importance import masked, sum_over_ranks
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
 from lit_async_rl.losses.clipped import clipped_surrogate
+from lit_async_rl.utils.checks import check_range
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
@@ -19,9 +20,12 @@ def _grid(start: float, stop: float, step: float) -> list[float]:
     return [start + n * step for n in range(int((stop - start) / step + 1e-9) + 1)]
 
 
-def _check_grid(name: str, start: float, stop: float, step: float) -> None:
-    if not (0 <= start <= stop and step > 0):
-        raise ValueError(f"{name} needs 0 <= start <= stop and step > 0, got {start}, {stop} and {step}")
+def _check_grids(loss: BAPO | BAPOReleased) -> None:
+    owner = type(loss).__name__
+    check_range(owner, ">= 0", low_start=loss.low_start, high_start=loss.high_start)
+    check_range(owner, f">= {loss.low_start}", low_stop=loss.low_stop)
+    check_range(owner, f">= {loss.high_start}", high_stop=loss.high_stop)
+    check_range(owner, "> 0", low_step=loss.low_step, high_step=loss.high_step)
 
 
 def _contributions(
@@ -29,8 +33,8 @@ def _contributions(
 ) -> tuple[list[float], list[float]]:
     """Sums of |min(r A, clip(r, low, high) A)| over A > 0 for each `high`, and over A < 0 for each `low`.
 
-    The clip only bounds r from above where A > 0, and from below where A < 0, so one bound decides each sum. All of
-    them go over the ranks in one collective; with a collective for each candidate ranks could part ways.
+    The clip only bounds r from above where A > 0, and from below where A < 0, so each sum depends on one bound. All
+    sums are reduced over ranks in one collective, so that every rank picks the same candidate.
     """
     ratio = inputs.ratio.detach().double()
     size = masked(scale.double() * inputs.advantages.double().abs(), inputs.loss_mask)
@@ -52,13 +56,13 @@ class BAPO(PolicyLoss):
     differs in all three: `BAPOReleased`.
 
     Args:
-        target_share: rho_0.
-        low_start: first c_low.
-        low_stop: last c_low.
-        low_step: its step.
-        high_start: first c_high.
-        high_stop: last c_high.
-        high_step: its step.
+        target_share: rho_0, the target share of positive tokens.
+        low_start: initial c_low.
+        low_stop: largest c_low.
+        low_step: increment of c_low.
+        high_start: initial c_high.
+        high_stop: largest c_high.
+        high_step: increment of c_high.
 
     Raises:
         ValueError: bounds are in the wrong order, or a step is not positive.
@@ -73,8 +77,7 @@ class BAPO(PolicyLoss):
     high_step: float = 0.05
 
     def __post_init__(self) -> None:
-        _check_grid("BAPO.low", self.low_start, self.low_stop, self.low_step)
-        _check_grid("BAPO.high", self.high_start, self.high_stop, self.high_step)
+        _check_grids(self)
 
     def bounds(self, inputs: LossInputs) -> tuple[float, float]:
         """(c_low, c_high) for this micro-batch, the same on every rank. A collective: all ranks call."""
@@ -98,18 +101,18 @@ class BAPOReleased(PolicyLoss):
     """BAPO as its repository computes it: positive / negative sums, c_low raised first, and a dual clip.
 
     ratio(c_low, c_high) = sum over A > 0 of min(r, c_high) A / |sum over A < 0 of max(r, c_low) A|, without mu; c_low
-    rises to its maximum, then c_high, until the ratio is at least the target. (Raising c_low lowers the ratio, so that
-    half of the path leads away.) Constants of the repository's example script, where its configuration's own defaults
-    are another set: target 1, c_low 0.6 to 0.8, both steps 0.05. Formulas re-written, no code taken.
+    rises to its maximum, then c_high, until the ratio is at least the target. (Raising c_low lowers the ratio, so
+    half of the path moves away from the target.) Constants are those of the repository's example script; its
+    configuration defaults differ: target 1, c_low 0.6 to 0.8, both steps 0.05. Reimplemented, no code taken.
 
     Args:
-        target_ratio: of positive to negative sums.
-        low_start: first c_low.
-        low_stop: last c_low.
-        low_step: its step.
-        high_start: first c_high.
-        high_stop: last c_high.
-        high_step: its step.
+        target_ratio: target ratio of positive to negative sums.
+        low_start: initial c_low.
+        low_stop: largest c_low.
+        low_step: increment of c_low.
+        high_start: initial c_high.
+        high_stop: largest c_high.
+        high_step: increment of c_high.
         dual_clip: bounds the loss of tokens with A < 0 at -dual_clip * A.
 
     Raises:
@@ -126,10 +129,8 @@ class BAPOReleased(PolicyLoss):
     dual_clip: float = 3.0
 
     def __post_init__(self) -> None:
-        _check_grid("BAPOReleased.low", self.low_start, self.low_stop, self.low_step)
-        _check_grid("BAPOReleased.high", self.high_start, self.high_stop, self.high_step)
-        if not self.dual_clip > 1:
-            raise ValueError(f"BAPOReleased.dual_clip must be > 1, got {self.dual_clip}")
+        _check_grids(self)
+        check_range("BAPOReleased", "> 1", dual_clip=self.dual_clip)
 
     def bounds(self, inputs: LossInputs) -> tuple[float, float]:
         """(c_low, c_high) for this micro-batch, the same on every rank. A collective: all ranks call."""

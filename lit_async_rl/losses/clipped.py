@@ -1,4 +1,4 @@
-"""Losses that cut the gradient of a token whose ratio to the anchor has left an interval."""
+"""PPO-style losses: the gradient of a token is cut once its ratio to the proximal policy leaves an interval."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor
 
 from lit_async_rl.importance import geometric_log_ratio
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
+from lit_async_rl.utils.checks import check_range
 
 
 def check_clip(name: str, clip_low: float, clip_high: float) -> None:
-    """Refuses bounds on the wrong side of 1.
+    """Checks the clip range of the loss `name`.
 
     Raises:
         ValueError: a bound is negative.
     """
-    if not (clip_low >= 0 and clip_high >= 0):
-        raise ValueError(f"{name} needs clip_low and clip_high >= 0, got {clip_low} and {clip_high}")
+    check_range(name, ">= 0", clip_low=clip_low, clip_high=clip_high)
 
 
 def moved_away(
     ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: float, high: float
 ) -> Bool[Tensor, "B T"]:
-    """Where the ratio has left [low, high] in the direction that the advantage pushes it: PPO's clip decides."""
+    """Mask of tokens whose ratio left [low, high] in the direction of their advantage, where PPO clips."""
     return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
 
 
 def clipped_surrogate(
     ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: float, high: float
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """-min(r A, clip(r, low, high) A), and where the clip decides, which leaves nothing of the gradient."""
+    """Returns -min(r A, clip(r, low, high) A), and the mask of clipped tokens, whose gradient is 0."""
     cut = moved_away(ratio, advantages, low, high)
     return -torch.where(cut, ratio.detach().clamp(low, high), ratio) * advantages, cut
 
 
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
-    """Clipped surrogate: L = -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / anchor.
+    """Clipped surrogate: L = -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_prox.
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 7. Other methods are this loss with other choices elsewhere:
     GRPO (arXiv:2402.03300) with `SequenceMean` and `GroupMeanStd`; Dr. GRPO (arXiv:2503.20783) with `FixedLength` and
@@ -51,7 +51,7 @@ class PPOClip(PolicyLoss):
     Args:
         clip_low: how far r may fall below 1; `inf` does not clip.
         clip_high: how far r may rise above 1; `inf` does not clip.
-        dual_clip: c > 1, or None for none.
+        dual_clip: c > 1; None disables the dual clip.
 
     Raises:
         ValueError: a bound is out of range.
@@ -63,8 +63,7 @@ class PPOClip(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_clip("PPOClip", self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"PPOClip.dual_clip must be > 1, got {self.dual_clip}")
+        check_range("PPOClip", "> 1", dual_clip=self.dual_clip)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-min(r A, clip(r) A), for A < 0 at most -c A."""
@@ -78,13 +77,13 @@ class PPOClip(PolicyLoss):
 
 @dataclass(frozen=True)
 class MiniRL(PolicyLoss):
-    """L = -M sg(r) A log pi, r = pi / anchor; M = 0 where PPO would clip. Qwen, arXiv:2512.01374.
+    """L = -M sg(r) A log pi, r = pi / pi_prox; M = 0 where PPO would clip. Qwen, arXiv:2512.01374.
 
-    The paper splits pi / mu = (anchor / mu) (pi / anchor) into the mismatch of engine and trainer and the staleness
-    since the anchor. The first factor is the correction (`TokenTruncatedIS(cap=5.0)` in the paper), the second this
-    loss; without a policy between mu and pi (`BehaviorProximal`) r is both. The gradient is PPO-clip's, the value is
-    not. Advantages: `GroupMean`; averaging without lengths: `TokenMean` or `FixedLength`. From a summary of the paper;
-    its text could not be checked.
+    The paper splits pi / mu = (pi_prox / mu) (pi / pi_prox) into the mismatch of engine and trainer and the staleness
+    since the proximal policy. The first factor is the correction (`TokenTruncatedIS(cap=5.0)` in the paper), the second
+    this loss; without a policy between mu and pi (`BehaviorProximal`) r is both. The gradient is PPO-clip's, the value
+    is not. Advantages: `GroupMean`; averaging without lengths: `TokenMean` or `FixedLength`. From a summary of the
+    paper; its text could not be checked.
 
     Args:
         clip_low: how far r may fall below 1.
@@ -109,7 +108,7 @@ class MiniRL(PolicyLoss):
 
 @dataclass(frozen=True)
 class ASPO(PolicyLoss):
-    """PPO-clip whose weight is flipped where A > 0: 1 / r in place of r, so that rare good tokens count more.
+    """PPO-clip with the weight inverted where A > 0 (1 / r in place of r), so that unlikely good tokens count more.
 
     A < 0: -r A, cut where r < 1 - low. A > 0: -sg(min(1 / r, cap)) (pi / sg(pi)) A, cut where r > 1 + high; the
     capped weight keeps its gradient. arXiv:2510.06062 v2; its code could not be checked, and the cap of 3 is read from
@@ -130,8 +129,7 @@ class ASPO(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_clip("ASPO", self.clip_low, self.clip_high)
-        if not self.cap >= 1:
-            raise ValueError(f"ASPO.cap must be >= 1, got {self.cap}")
+        check_range("ASPO", ">= 1", cap=self.cap)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-r A where A <= 0, -sg(min(1 / r, cap)) pi / sg(pi) A where A > 0, with PPO's cut."""
@@ -146,13 +144,13 @@ class ASPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class OPSM(PolicyLoss):
-    """PPO-clip without the stale part of bad completions (off-policy sequence masking, DeepSeek-V3.2).
+    """PPO-clip with off-policy sequence masking (DeepSeek-V3.2): stale completions with A < 0 are masked.
 
     A completion's tokens with A < 0 are dropped if (1 / L) sum (log mu - log pi) > delta. DeepSeek's delta could not be
     checked; 0.5 is TRL's example, slime uses 1e-4.
 
     Args:
-        delta: how far, in nats a token, the policy may have moved away from a bad completion.
+        delta: largest mean drift log mu - log pi, in nats per token, of a completion with A < 0.
         clip_low: how far r may fall below 1.
         clip_high: how far r may rise above 1.
 
@@ -166,11 +164,10 @@ class OPSM(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_clip("OPSM", self.clip_low, self.clip_high)
-        if not self.delta >= 0:
-            raise ValueError(f"OPSM.delta must be >= 0, got {self.delta}")
+        check_range("OPSM", ">= 0", delta=self.delta)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """PPO-clip, 0 on the negative tokens of completions that moved too far."""
+        """PPO-clip, with 0 at the A < 0 tokens of completions that drifted by more than `delta`."""
         loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
         drift = -geometric_log_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.loss_mask)
         dropped = (inputs.advantages < 0) & (drift > self.delta)[:, None]

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class OPMD(PolicyLoss):
     baseline, tau log mean exp(R / tau), is `LogMeanExp`.
 
     Args:
-        tau: temperature of the KL penalty that the division stands for.
+        tau: temperature of the KL penalty, which appears as the divisor 1 + tau.
 
     Raises:
         ValueError: tau is negative.
@@ -26,11 +27,10 @@ class OPMD(PolicyLoss):
 
     tau: float = 1.0
 
-    anchored: ClassVar[bool] = False
+    uses_proximal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not self.tau >= 0:
-            raise ValueError(f"OPMD.tau must be >= 0, got {self.tau}")
+        check_range("OPMD", ">= 0", tau=self.tau)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-A log pi / (1 + tau)."""
@@ -40,13 +40,13 @@ class OPMD(PolicyLoss):
 
 @dataclass(frozen=True)
 class KimiRegression(PolicyLoss):
-    """L = -A log pi + (tau / 2) (log pi - log anchor)^2: a pull back to the anchor in place of a clip.
+    """L = -A log pi + (tau / 2) (log pi - log pi_prox)^2: a quadratic pull to the proximal policy in place of a clip.
 
     After Kimi k1.5 (arXiv:2501.12599), per token as in ROLL; verl calls the same loss DRO. The paper's own form is of
     whole completions and could not be checked.
 
     Args:
-        tau: strength of the pull.
+        tau: coefficient of the quadratic penalty.
 
     Raises:
         ValueError: tau is negative.
@@ -55,11 +55,10 @@ class KimiRegression(PolicyLoss):
     tau: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.tau >= 0:
-            raise ValueError(f"KimiRegression.tau must be >= 0, got {self.tau}")
+        check_range("KimiRegression", ">= 0", tau=self.tau)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """-A log pi + (tau / 2) (log r)^2, the log-ratio not limited: the pull must not end where it is needed."""
-        pull = self.tau / 2 * (inputs.logprobs - inputs.anchor_logprobs).square()
+        """-A log pi + (tau / 2) (log r)^2, with the log-ratio unclamped: the penalty must not vanish far away."""
+        pull = self.tau / 2 * (inputs.logprobs - inputs.proximal_logprobs).square()
         loss = surrogate(torch.ones_like(inputs.logprobs), inputs) + pull
         return LossOutput(per_token=loss, clipped=torch.zeros_like(inputs.loss_mask))

@@ -1,4 +1,4 @@
-"""Losses whose gradient is a detached weight times A grad log pi: nothing is ever cut, only weighed."""
+"""REINFORCE-style losses: the gradient is a detached weight times A grad log pi, and no token is masked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Reinforce(PolicyLoss):
     (arXiv:2602.17616; from its released code, the paper's text could not be checked).
     """
 
-    anchored: ClassVar[bool] = False
+    uses_proximal: ClassVar[bool] = False
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-A log pi."""
@@ -31,11 +32,11 @@ class Reinforce(PolicyLoss):
 
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
-    """Truncated weight that keeps every gradient: L = -sg(clip(r, 1 - low, 1 + high)) A log pi, r = pi / anchor.
+    """Truncated, detached weight: L = -sg(clip(r, 1 - low, 1 + high)) A log pi, r = pi / pi_prox; no token is masked.
 
     MiniMax-M1, arXiv:2506.13585 (formula as several frameworks implement it; the paper's text could not be checked).
-    Only the upper bound is active in the original, so `clip_low` is off by default. The paper's bound is unknown to
-    us: implementations range from 1.02 (PipelineRL, whose REINFORCE is the same loss) to 5; ours caps at 5.
+    Only the upper bound is active in the original, so `clip_low` is off by default. The paper's bound could not be
+    checked: implementations range from 1.02 (PipelineRL, whose REINFORCE is the same loss) to 5; the default here is 5.
 
     Args:
         clip_low: how far below 1 the weight may fall; `inf` does not bound it.
@@ -49,8 +50,7 @@ class CISPO(PolicyLoss):
     clip_high: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"CISPO needs clip_low and clip_high >= 0, got {self.clip_low} and {self.clip_high}")
+        check_range("CISPO", ">= 0", clip_low=self.clip_low, clip_high=self.clip_high)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(clip(r)) A log pi."""
@@ -61,7 +61,7 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
-    """Soft gate instead of a clip: L = -(4 / tau) sigmoid(tau (r - 1)) A, r = pi / anchor.
+    """Soft gate instead of a clip: L = -(4 / tau) sigmoid(tau (r - 1)) A, r = pi / pi_prox.
 
     The gradient weight r / cosh(tau (r - 1) / 2)^2 is 1 on-policy and fades smoothly on both sides. Qwen,
     arXiv:2511.20347 (formula and defaults as in three frameworks; the paper's text could not be checked).
@@ -78,8 +78,7 @@ class SAPO(PolicyLoss):
     tau_negative: float = 1.05
 
     def __post_init__(self) -> None:
-        if self.tau_positive <= 0 or self.tau_negative <= 0:
-            raise ValueError(f"SAPO needs positive tau, got {self.tau_positive} and {self.tau_negative}")
+        check_range("SAPO", "positive", tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-(4 / tau) sigmoid(tau (r - 1)) A."""

@@ -1,4 +1,4 @@
-"""Losses that weigh or clip a completion as a whole."""
+"""Sequence-level losses: one importance weight or clip decision per completion."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from lit_async_rl.importance import MAX_LOG_RATIO, safe_exp
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
 from lit_async_rl.losses.clipped import check_clip, clipped_surrogate
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
     """PPO-clip of the geometric-mean ratio s_i = (prod_t r_t)^(1 / L_i): L = -min(s A, clip(s, 1 - low, 1 + high) A).
 
-    Every token of a completion has the completion's value; use `SequenceMean`, as the paper does. arXiv:2507.18071
-    (formula and defaults as in the paper, read through three frameworks).
+    Every token of a completion takes the value of the completion; use `SequenceMean`, as the paper does.
+    arXiv:2507.18071 (formula and defaults as in the paper, read through three frameworks).
 
     Args:
         clip_low: how far s may fall below 1.
@@ -72,9 +73,10 @@ class TOPR(PolicyLoss):
     """Tapered off-policy REINFORCE: L = -sg(clip(w_i, low, high)) A log pi, w_i = prod_t r_t, bounds by the sign of A.
 
     With the paper's bounds good completions count fully however unlikely they have become, and bad ones with
-    min(w, 1), so that what the policy has already unlearned is left alone. arXiv:2503.14286, no official code; the
-    paper splits by the sign of the *reward* (±1, no baseline), which is that of A with `Raw` advantages. ROLL's
-    implementation takes token ratios, other frameworks length-normalised ones; this is the paper's sequence ratio.
+    min(w, 1), so that completions that have already become unlikely are not pushed down further. arXiv:2503.14286, no
+    official code; the paper splits by the sign of the *reward* (±1, no baseline), which is that of A with `Raw`
+    advantages. ROLL's implementation takes token ratios, other frameworks length-normalised ones; this is the paper's
+    sequence ratio.
 
     Args:
         positive_low: smallest weight where A > 0.
@@ -91,12 +93,12 @@ class TOPR(PolicyLoss):
     negative_low: float = 0.0
     negative_high: float = 1.0
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for low, high in ((self.positive_low, self.positive_high), (self.negative_low, self.negative_high)):
-            if not 0 <= low <= high:
-                raise ValueError(f"TOPR needs 0 <= low <= high, got {low} and {high}")
+        check_range("TOPR", ">= 0", positive_low=self.positive_low, negative_low=self.negative_low)
+        check_range("TOPR", f">= {self.positive_low}", positive_high=self.positive_high)
+        check_range("TOPR", f">= {self.negative_low}", negative_high=self.negative_high)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(clip(w)) A log pi."""
@@ -115,8 +117,8 @@ class TOPR(PolicyLoss):
 class VESPO(PolicyLoss):
     """Smooth sequence weight: L = -sg(phi(W_i)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W_i = prod_t r_t.
 
-    phi(1) = 1, the maximum is near it, and phi vanishes on both sides: for long stale completions W is tiny and they
-    silently stop counting, so watch the mean weight. arXiv:2602.10693 v3, with its constants; log W is limited to ±20
+    phi(1) = 1 is close to the maximum, and phi vanishes on both sides: the weight of long stale completions underflows
+    to 0, so monitor the mean weight. arXiv:2602.10693 v3, with its constants; log W is limited to ±20
     as in its code.
 
     Args:
@@ -134,11 +136,10 @@ class VESPO(PolicyLoss):
     c1_negative: float = 3.0
     c2_negative: float = 2.0
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not min(self.c1_positive, self.c2_positive, self.c1_negative, self.c2_negative) >= 0:
-            raise ValueError(f"VESPO's constants must be >= 0, got {self}")
+        check_range("VESPO", ">= 0", **vars(self))
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-sg(phi(W)) A log pi."""

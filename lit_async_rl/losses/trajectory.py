@@ -1,7 +1,7 @@
-"""Losses that regress the log-ratio of a whole completion on its reward: squares, no importance weights, no clipping.
+"""Squared losses that regress the log-ratio of a completion on its reward, without importance weights or clipping.
 
-Their minimum is the policy that maximises reward less a KL penalty, wherever the completions come from, so data may be
-of any age. B rollouts, T positions.
+The minimiser is the KL-regularised optimal policy for any sampling distribution, so data may be of any age. B rollouts,
+T positions.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from lit_async_rl.importance import masked
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
+from lit_async_rl.utils.checks import check_range
 
 
 def group_mean(
     values: Float[Tensor, " B"], group_index: Int[Tensor, " B"], counts: Bool[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """For each row the mean of its group's rows that count; 0 where none does."""
+    """Mean of each row's group over the rows where `counts`; 0 for a group without any."""
     same = ((group_index[:, None] == group_index) & counts).to(values.dtype)
     return (same @ masked(values, counts)) / same.sum(-1).clamp(min=1)
 
@@ -28,10 +29,10 @@ def group_mean(
 def spread_square(
     residual: Float[Tensor, " B"], logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """residual^2 in equal shares on the tokens of a completion, with the gradient 2 residual d log pi at each token.
+    """Spreads residual^2 evenly over the tokens of a completion, with the gradient 2 residual d log pi at each token.
 
-    Whatever weight w all tokens have, the weighted sum is w residual^2 and its gradient that of w residual^2, if
-    d residual = d log pi of the completion. A sum of unequal shares would need unequal weights.
+    If all tokens have the same weight w, the weighted sum and its gradient are those of w residual^2, provided that
+    d residual = d log pi of the completion.
     """
     residual = residual.detach()[:, None]
     share = residual.square() / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -48,10 +49,10 @@ class TrajectoryBalance(PolicyLoss):
 
     TBA, arXiv:2503.18929 (VarGrad's estimate of log Z). With k_i = log pi(y_i) - log ref(y_i), log Z of the group
     without gradient, and A_i = r_i - mean r (`GroupMean`) that is ((k_i - mean k) - A_i / beta)^2, and its gradient
-    -(2 / beta) (A_i - beta (k_i - mean k)) grad log pi(y_i): REINFORCE with the KL penalty in the reward, at today's
-    log-probabilities.
+    -(2 / beta) (A_i - beta (k_i - mean k)) grad log pi(y_i): REINFORCE with the KL penalty in the reward, at the
+    current log-probabilities.
 
-    Groups must be whole in a micro-batch (`data.keep_groups_whole`, which the command line sets); every token must have
+    Groups must be whole in a micro-batch (`data.keep_groups_whole`, which `WeightSync` sets); every token must have
     the same weight (`FixedLength(1)` is the paper's mean of squares).
 
     Args:
@@ -67,17 +68,16 @@ class TrajectoryBalance(PolicyLoss):
     needs_whole_groups: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"{type(self).__name__}.beta must be > 0, got {self.beta}")
+        check_range(type(self).__name__, "> 0", beta=self.beta)
 
     def residual(self, inputs: LossInputs) -> Float[Tensor, " B"]:
-        """(k - mean k) - A / beta; `anchor_logprobs` are those of the reference."""
+        """Residual (k - mean k) - A / beta; `proximal_logprobs` are those of the reference policy."""
         log_ratio = inputs.sequence_log_ratio[:, 0].detach()
         mean = group_mean(log_ratio, inputs.group_index, inputs.loss_mask.any(-1))
         return log_ratio - mean - _row_advantage(inputs) / self.beta
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """The square, in equal shares."""
+        """Squared residual, spread evenly over the tokens."""
         loss = spread_square(self.residual(inputs), inputs.logprobs, inputs.loss_mask)
         return LossOutput(per_token=loss, clipped=torch.zeros_like(inputs.loss_mask))
 
@@ -93,7 +93,7 @@ class TrajectoryBalancePrime(TrajectoryBalance):
     beta: float = 0.005
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """Beta / 2 times the square."""
+        """Squared residual times beta / 2."""
         output = super().token_loss(inputs)
         return LossOutput(per_token=self.beta / 2 * output.per_token, clipped=output.clipped)
 
@@ -116,14 +116,13 @@ class OAPL(PolicyLoss):
 
     beta: float = 0.1
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"OAPL.beta must be > 0, got {self.beta}")
+        check_range("OAPL", "> 0", beta=self.beta)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """The square, in equal shares; d residual = beta d log pi."""
+        """Squared residual, spread evenly over the tokens; d residual = beta d log pi."""
         residual = self.beta * inputs.sequence_log_ratio[:, 0].detach() - _row_advantage(inputs)
         loss = spread_square(residual, self.beta * inputs.logprobs, inputs.loss_mask)
         return LossOutput(per_token=loss, clipped=torch.zeros_like(inputs.loss_mask))

@@ -1,4 +1,4 @@
-"""Losses with a trust region that is not an interval of ratios: probability differences, binary KL, second moments."""
+"""Trust-region losses bounded by probability differences, binary KL or second moments instead of ratios."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from lit_async_rl.importance import second_moment_excess
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
 from lit_async_rl.losses.clipped import clipped_surrogate
+from lit_async_rl.utils.checks import check_range
 
 
 def _probability_change(inputs: LossInputs) -> Float[Tensor, "B T"]:
-    return inputs.logprobs.detach().exp() - inputs.anchor_logprobs.exp()
+    return inputs.logprobs.detach().exp() - inputs.proximal_logprobs.exp()
 
 
 def _masked_surrogate(inputs: LossInputs, dropped: Bool[Tensor, "B T"], kl_coefficient: float) -> LossOutput:
@@ -28,7 +29,7 @@ def _masked_surrogate(inputs: LossInputs, dropped: Bool[Tensor, "B T"], kl_coeff
 
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """L = -keep r A + kl (log r)^2; a token is dropped once its *probability* has moved too far with its advantage.
+    """L = -keep r A + kl (log r)^2; a token is masked once its *probability* moved too far along its advantage.
 
     keep = not (A > 0 and pi - mu > max_increase, or A <= 0 and pi - mu < -max_decrease). A ratio is a poor measure for
     rare tokens: 1e-6 to 1e-5 is a ratio of 10 and no change at all. arXiv:2602.04879, formula and constants from
@@ -48,11 +49,10 @@ class DPPO(PolicyLoss):
     max_decrease: float = 0.2
     kl_coefficient: float = 1e-3
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not min(self.max_increase, self.max_decrease, self.kl_coefficient) >= 0:
-            raise ValueError(f"DPPO's settings must be >= 0, got {self}")
+        check_range("DPPO", ">= 0", **vars(self))
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-keep r A + kl (log r)^2."""
@@ -64,7 +64,7 @@ class DPPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class IPO(PolicyLoss):
-    """`DPPO` with a two-sided mask: keep = |pi - mu| <= threshold, whatever the advantage. From prime-rl.
+    """`DPPO` with a two-sided mask: keep = |pi - mu| <= threshold, independent of the advantage. From prime-rl.
 
     Args:
         threshold: largest change of the probability.
@@ -77,11 +77,10 @@ class IPO(PolicyLoss):
     threshold: float = 0.1
     kl_coefficient: float = 1e-3
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not min(self.threshold, self.kl_coefficient) >= 0:
-            raise ValueError(f"IPO's settings must be >= 0, got {self}")
+        check_range("IPO", ">= 0", **vars(self))
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-keep r A + kl (log r)^2."""
@@ -94,7 +93,7 @@ class DPPOBinaryKL(PolicyLoss):
 
     KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), p = mu's and q = pi's probability; a token is dropped only where
     the advantage pushes it further (A > 0 and r > 1, or A < 0 and r < 1). arXiv:2602.04879, as in verl; the threshold
-    is ours, the paper's could not be checked.
+    is not from the paper, whose value could not be checked.
 
     Args:
         threshold: largest KL, in nats.
@@ -107,16 +106,16 @@ class DPPOBinaryKL(PolicyLoss):
     threshold: float = 0.05
     cap: float = 20.0
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (self.threshold >= 0 and self.cap >= 1):
-            raise ValueError(f"DPPOBinaryKL needs threshold >= 0 and cap >= 1, got {self}")
+        check_range("DPPOBinaryKL", ">= 0", threshold=self.threshold)
+        check_range("DPPOBinaryKL", ">= 1", cap=self.cap)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-keep sg(min(r, cap)) A log pi."""
         ratio = inputs.ratio
-        divergence = binary_kl(inputs.anchor_logprobs, inputs.logprobs.detach())
+        divergence = binary_kl(inputs.proximal_logprobs, inputs.logprobs.detach())
         away = ((inputs.advantages > 0) & (ratio > 1)) | ((inputs.advantages < 0) & (ratio < 1))
         dropped = away & (divergence > self.threshold)
         weights = torch.where(dropped, 0.0, ratio.clamp(max=self.cap))
@@ -124,7 +123,7 @@ class DPPOBinaryKL(PolicyLoss):
 
 
 def binary_kl(logprobs_p: Float[Tensor, "*shape"], logprobs_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """KL between two coins that show the sampled token with probabilities p and q."""
+    """KL divergence of two Bernoulli distributions with the probabilities p and q of the sampled token."""
     logprobs_p, logprobs_q = (x.double().clamp(max=-1e-12) for x in (logprobs_p, logprobs_q))  # p = 1 has no log(1 - p)
     others_p, others_q = (-torch.expm1(x) for x in (logprobs_p, logprobs_q))
     divergence = logprobs_p.exp() * (logprobs_p - logprobs_q) + others_p * (others_p.log() - others_q.log())
@@ -132,7 +131,7 @@ def binary_kl(logprobs_p: Float[Tensor, "*shape"], logprobs_q: Float[Tensor, "*s
 
 
 def _harmful(inputs: LossInputs) -> Bool[Tensor, "B T"]:
-    """Tokens whose advantage pushes them further from the anchor; only they can leave the trust region."""
+    """Tokens whose advantage pushes them further from the proximal policy; only they can leave the trust region."""
     log_ratio = inputs.log_ratio
     pushed = ((inputs.advantages > 0) & (log_ratio > 0)) | ((inputs.advantages < 0) & (log_ratio < 0))
     return pushed & inputs.loss_mask
@@ -145,10 +144,10 @@ class M2PO(PolicyLoss):
     Counted are the tokens that move further away (A > 0 and r > 1, or A < 0 and r < 1); the one with the largest
     (log r)^2 is dropped while their mean is above the budget. arXiv:2510.01161 v2, algorithm 1: the paper's mask, over
     all tokens of the micro-batch (the paper: of the training batch, so one micro-batch a step is exact). The released
-    code does something else: `M2POAdaptiveClip`; AReaL a third thing: `lit_async_rl.corrections.SecondMomentMask`.
+    code differs (`M2POAdaptiveClip`), and so does AReaL (`lit_async_rl.corrections.SecondMomentMask`).
 
     Args:
-        budget: largest mean of (log r)^2; the paper found nothing between its default and 0.1 to matter much.
+        budget: largest mean of (log r)^2; the paper reports little sensitivity up to 0.1.
 
     Raises:
         ValueError: the budget is negative.
@@ -156,11 +155,10 @@ class M2PO(PolicyLoss):
 
     budget: float = 0.04
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.budget >= 0:
-            raise ValueError(f"M2PO.budget must be >= 0, got {self.budget}")
+        check_range("M2PO", ">= 0", budget=self.budget)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-M r A."""
@@ -172,7 +170,7 @@ class M2PO(PolicyLoss):
 class M2POAdaptiveClip(PolicyLoss):
     """PPO-clip with bounds [e^-c, e^c], c such that mean min((log r)^2, c^2) = budget over the harmful tokens.
 
-    What M2PO's released code computes (per micro-batch, as here) in place of the paper's mask (`M2PO`). Nothing is
+    The rule of M2PO's released code (per micro-batch, as here) in place of the paper's mask (`M2PO`). Nothing is
     clipped while the mean is within the budget. It differs from that code in two ways: c is solved for exactly, where
     the code only comes close to the budget; and the floors under the clip range (0.3 and 0.5), which are inactive in
     the code's runs, are left out.
@@ -186,11 +184,10 @@ class M2POAdaptiveClip(PolicyLoss):
 
     budget: float = 0.04
 
-    needs_behavior_anchor: ClassVar[bool] = True
+    needs_behavior_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.budget > 0:
-            raise ValueError(f"M2POAdaptiveClip.budget must be > 0, got {self.budget}")
+        check_range("M2POAdaptiveClip", "> 0", budget=self.budget)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-min(r A, clip(r, e^-c, e^c) A)."""
@@ -202,7 +199,7 @@ class M2POAdaptiveClip(PolicyLoss):
 
 
 def water_level(values: Float[Tensor, " N"], budget: float) -> float:
-    """The level c with mean min(values, c) = budget; infinite if the mean of the values is within the budget."""
+    """Level c with mean min(values, c) = budget; infinite if the mean of the values is within the budget."""
     num = values.numel()
     if num == 0 or values.double().mean().item() <= budget:
         return math.inf

@@ -1,4 +1,4 @@
-"""The policy network: loading, tokenizer, packing, LoRA, sharding, and the names of its weights."""
+"""Policy network: loading, tokenizer, packing, LoRA, sharding and weight streaming."""
 
 import lazy_loader
 

@@ -29,25 +29,27 @@ def load_policy(
     random_init: bool = False,
     device: str = "cpu",
 ) -> PreTrainedModel:
-    """A causal LM in evaluation mode and without dropout: a log-probability must not depend on chance.
+    """Loads a causal LM in evaluation mode and without dropout, so that log-probabilities are deterministic.
 
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
         dtype: name of a torch dtype.
-        attn_implementation: as in transformers; None is its default.
-        random_init: only the architecture is taken from `model`.
+        attn_implementation: attention implementation of transformers; None is its default.
+        random_init: initialise randomly, with the architecture of `model`.
         device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
-        ValueError: `dtype` is no torch dtype, or the model is no causal LM.
+        ValueError: `dtype` is not a torch dtype, or the model is not a causal LM.
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"model.dtype must be the name of a torch dtype such as float32 or bfloat16, got {dtype!r}")
     config = load_config(model)
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"model.model={model!r} is a {config.model_type!r} model, which is no causal language model")
+        raise ValueError(
+            f"model.model={model!r} is a {config.model_type!r} model, which is not a causal language model"
+        )
     kwargs: dict[str, Any] = {"dtype": torch_dtype}
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
@@ -67,25 +69,25 @@ def load_policy(
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """The architecture of a model.
+    """Loads the configuration of a model.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such model.
     """
     return _load(AutoConfig, model)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model.
+    """Loads the tokenizer of a model.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such model, or it has no tokenizer.
     """
     return _load(AutoTokenizer, model)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
-    """Refuses a tokenizer with ids that the model does not know.
+    """Checks that every token id is within the model's vocabulary.
 
     Raises:
         ValueError: the tokenizer is larger than the model's vocabulary.
@@ -98,7 +100,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
 
 
 def context_length(lm: PreTrainedModel) -> int:
-    """Most tokens that the model can read: positions it knows, or its smallest attention window."""
+    """Context length in tokens: number of positions, or the attention window if that is shorter."""
     config = lm.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or 2**20
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -106,12 +108,12 @@ def context_length(lm: PreTrainedModel) -> int:
 
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """All ids that end a completion."""
+    """Token ids that end a completion."""
     return _as_tuple(lm.generation_config.eos_token_id if lm.generation_config is not None else lm.config.eos_token_id)
 
 
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
-    """The same, of a model that is not loaded."""
+    """Token ids that end a completion, read from the files of a model that is not loaded."""
     config: Any = load_config(model)
     stored = _generation_config(model)
     return _as_tuple(config.get_text_config().eos_token_id if stored is None else stored.eos_token_id)
@@ -131,13 +133,13 @@ def _as_tuple(ids: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of `weights`, on the devices and in the dtypes of the parameters of `lm`, which stay as they are.
+    """Copies `weights` to the devices and dtypes of the parameters of `lm`, without changing `lm`.
 
-    Each tensor is copied before the next is asked for, because gathered shards live no longer; the iterable is always
-    read to its end, because other ranks take part in it.
+    Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
+    exhausted, because other ranks take part in it.
 
     Raises:
-        ValueError: names or shapes are not those of `lm`. Only a tied parameter's second name may be missing.
+        ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
     """
     own, known = dict(lm.named_parameters()), lm.state_dict().keys()
     received: dict[str, Tensor] = {}
@@ -161,7 +163,7 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode; afterwards each is in the mode it had."""
+    """Context with every submodule in evaluation mode; restores the previous modes."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""Low-rank adapters."""
+"""LoRA: low-rank adapters through PEFT."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Low-rank adapters (needs `pip install "lit-async-rl[peft]"`); the engine is given the merged weights.
+    """Low-rank adapters (needs `pip install "lit-async-rl[peft]"`); the engine receives the merged weights.
 
     Args:
-        rank: of the update.
+        rank: rank of the update.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the layers that get one; None lets PEFT choose.
+        target_modules: names of the adapted layers; None is the default of PEFT.
     """
 
     rank: int = 16
@@ -27,7 +27,7 @@ class LoRA:
 
 
 def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
-    """The model with adapters in it.
+    """Adds LoRA adapters to a model.
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
@@ -49,9 +49,9 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
 
 
 def without_adapters(policy: CausalPolicy, *inputs: Any) -> TokenStats:
-    """What the policy said before it was trained: its adapters are switched off, so that no copy of it is needed.
+    """Token statistics with adapters disabled: the reference policy, without a copy of the model.
 
-    Not between a forward pass and its backward pass: PEFT also freezes adapters while they are off.
+    Not to be called between a forward pass and its backward pass: PEFT also freezes disabled adapters.
     """
     lm: Any = policy.lm
     with lm.disable_adapter():

@@ -1,7 +1,7 @@
-"""A policy whose weights are read after it was divided: no process ever holds all of them.
+"""Meta-device loading: weights are read after sharding, so no process holds all of them.
 
-The model is made without memory for its parameters (meta device); then each process reads, from the safetensors files
-of the Hugging Face model, the slices that it keeps (FSDP2, tensor parallelism), or one block after the other (FSDP1).
+The model is built on the meta device; then each process reads its own slices (FSDP2, tensor parallelism), or one block
+after the other (FSDP1), from the safetensors files of the Hugging Face model.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules made inside take no memory; buffers, which no file holds, get their values.
+    """Context in which parameters are created on the meta device; buffers, which files do not hold, get their values.
 
-    Changes `nn.Module` as long as it lasts: not for several threads.
+    Patches `nn.Module` while active: not thread-safe.
     """
     register = nn.Module.register_parameter
 
@@ -40,12 +40,12 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether weights are still to be read."""
+    """Whether some parameters are still on the meta device."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 class WeightFiles:
-    """The safetensors files of a model.
+    """Reader of the safetensors files of a model.
 
     Args:
         model: Hugging Face name or folder.
@@ -64,15 +64,15 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
-        """Gives those parameters of `part` their values that have none; shards read only what is theirs.
+        """Reads the parameters of `part` that are on the meta device; sharded ones read their own slices.
 
         Args:
-            lm: the model whose names the files use; `part` belongs to it.
-            part: a block, or `lm` itself.
-            device: where they are to live.
+            lm: model whose parameter names the files use; contains `part`.
+            part: block of `lm`, or `lm` itself.
+            device: device of the parameters.
 
         Raises:
-            ValueError: the files have other names or shapes.
+            ValueError: names or shapes in the files differ.
         """
         inside = {id(p) for p in part.parameters() if p.is_meta}
         names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied ones once
@@ -87,13 +87,13 @@ class WeightFiles:
                 "transformers renames them while it loads. Leave meta_device out for this model."
             )
         state: dict[str, Any] = dict(parameters)
-        with warnings.catch_warnings():  # of reading alone, which is meant
+        with warnings.catch_warnings():  # every process reads by itself, on purpose
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
             dcp.load(state, storage_reader=self._reader, no_dist=True)
 
 
 def _allocate(part: nn.Module, device: torch.device) -> None:
-    """Memory for all parameters without; tied ones stay tied, because tensors are swapped in place."""
+    """Allocates parameters on the meta device; tied ones stay tied, because tensors are swapped in place."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,7 +1,7 @@
-"""Shared-prompt attention: what completions of one prompt have in common is computed once.
+"""Shared-prompt attention: the common prefix of a group is computed once.
 
-A group is packed as prompt, completion 1, ..., completion G. A token sees the prompt and its own completion; positions
-restart at the prompt's end, so every token gets what it would get in a row of its own (Periodic Asynchrony,
+A group is packed as prompt, completion 1, ..., completion G. A token attends to the prompt and its own completion;
+positions restart at the prompt's end, so every token has the same output as in a row of its own (Periodic Asynchrony,
 arXiv:2511.18871; the same layout as Prefix Grouper, arXiv:2506.05433). The first token of each completion is predicted
 at the prompt's last position, whose gradient therefore sums over the completions.
 
@@ -10,9 +10,9 @@ For a prompt of P and completions of L_1 ... L_G tokens
     tokens            G P + sum L_i                    ->  P + sum L_i
     attention pairs   sum (P + L_i)(P + L_i + 1) / 2   ->  P (P + 1) / 2 + sum (P L_i + L_i (L_i + 1) / 2)
 
-Here "prompt" is the longest prefix that the rows of a group share; and tokens after which nothing is predicted are left
-out, so at least one less for each completion. B rows (completions) of T positions go in; R packed rows of L positions
-are computed. H is the hidden size.
+Here "prompt" is the longest common prefix of the rows of a group; tokens after which nothing is predicted are omitted,
+at least one per completion. The input has B rows (completions) of T positions, the packed form R rows of L positions. H
+is the hidden size.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.loading import context_length
+from lit_async_rl.utils.checks import check_range
 
 _PADDING = -1  # branch of positions that hold no token
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Groups in rows.
+    """Layout of groups in packed rows.
 
     Attributes:
-        source: where in the flattened [B, T] input each packed token comes from (0 for padding).
-        position: of the token in its own row of the input.
-        group: which group of the packed row; two groups never see each other.
+        source: index of each packed token in the flattened [B, T] input (0 for padding).
+        position: position of the token in its input row.
+        group: group within the packed row; groups do not attend to each other.
         branch: 0 is the shared prefix, then completions from 1 on; -1 is padding.
-        target: for each input position that is needed, its place in the flattened [R, L] rows; 0 elsewhere.
+        target: index in the flattened [R, L] rows of each needed input position; 0 elsewhere.
     """
 
     source: Int[Tensor, "R L"]
@@ -54,7 +55,7 @@ class PackedRows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return int((self.branch != _PADDING).sum())
 
     def to(self, device: torch.device) -> PackedRows:
@@ -64,10 +65,10 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class SharedPromptPacking:
-    """Computes the shared prefix of a group once; to be named as `model.packing`.
+    """Computes the shared prefix of each group once (setting `model.packing`).
 
-    Log-probabilities and gradients stay what they are. It saves most where prompts are long and groups are whole
-    (`data.keep_groups_whole`, which the command line sets); rows of other groups are not compared.
+    Log-probabilities and gradients are unchanged. It saves most with long prompts and whole groups
+    (`data.keep_groups_whole`, which `WeightSync` sets); prefixes are shared within a group only.
 
     With `attn_implementation: flex_attention` (for GPUs: forbidden blocks are skipped) the mask is a FlexAttention
     block mask, with `sdpa` or `eager` a dense one of R L^2 entries, for which one group in a row is best.
@@ -83,8 +84,7 @@ class SharedPromptPacking:
     row_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.row_tokens < 0:
-            raise ValueError(f"model.packing.row_tokens must be >= 0 (0 is one group a row), got {self.row_tokens}")
+        check_range("model.packing", ">= 0", row_tokens=self.row_tokens)
 
     def features(
         self,
@@ -93,7 +93,7 @@ class SharedPromptPacking:
         needed: Bool[Tensor, "B T"],
         group_index: Int[Tensor, " B"],
     ) -> Float[Tensor, "N H"]:
-        """Last hidden states where `needed`, in the order of `hidden[needed]`, which they equal.
+        """Last hidden states at the `needed` positions, equal to `hidden[needed]` of an unpacked forward pass.
 
         Raises:
             ValueError: the input is longer than the model's attention window.
@@ -110,7 +110,7 @@ class SharedPromptPacking:
 
 
 def group_cost(prompt: int, completions: Sequence[int], shared: bool) -> tuple[int, int]:
-    """Tokens and attention pairs of one group by the formula above, each completion alone or with a shared prompt."""
+    """Tokens and attention pairs of one group by the formula above, unpacked or with a shared prompt."""
     if shared:
         pairs = prompt * (prompt + 1) // 2 + sum(prompt * n + n * (n + 1) // 2 for n in completions)
         return prompt + sum(completions), pairs
@@ -130,7 +130,7 @@ class _Segment:
 def pack(
     input_ids: Int[Tensor, "B T"], needed: Bool[Tensor, "B T"], group_index: Sequence[int], row_tokens: int = 0
 ) -> PackedRows:
-    """Lays out what `needed` positions depend on, on the CPU; rows of input with nothing needed are left out."""
+    """Packs the tokens that `needed` positions depend on, on the CPU; rows without needed positions are omitted."""
     width = input_ids.shape[1]
     lengths = (needed * torch.arange(1, width + 1)).amax(-1).tolist()  # up to the last position that predicts
     members: dict[int, list[int]] = {}
@@ -138,7 +138,7 @@ def pack(
         if lengths[row]:
             members.setdefault(index, []).append(row)
     if not members:
-        raise InvariantError("a pack without rows")
+        raise InvariantError("no position is needed, so there is nothing to pack")
     # lists: there are many short segments, and each tensor operation costs as much as a long one
     ids = input_ids.tolist()
     groups = [_segments(ids, rows, lengths) for rows in members.values()]
@@ -167,7 +167,7 @@ def pack(
 
 
 def _segments(ids: Sequence[list[int]], rows: list[int], lengths: Sequence[int]) -> list[_Segment]:
-    """The prefix that all rows share, then what is left of each."""
+    """Common prefix of the rows, then the remainder of each row."""
     columns = zip(*(ids[row][: lengths[row]] for row in rows), strict=False)  # as many as the shortest has
     shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
     tails = [_Segment((row,), shared, lengths[row], branch) for branch, row in enumerate(rows, start=1)]
@@ -175,7 +175,7 @@ def _segments(ids: Sequence[list[int]], rows: list[int], lengths: Sequence[int])
 
 
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of the sizes in bins of at most `capacity`, largest first; what is larger has a bin of its own."""
+    """First-fit decreasing bin packing of indices; a size above `capacity` gets a bin of its own."""
     bins: list[list[int]] = []
     room: list[int] = []
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
@@ -190,12 +190,12 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
-    """Which key a query sees: the prefix and the own completion, up to the own position.
+    """Attention mask of packed rows: causal, over the prefix and the own completion.
 
-    Padding sees itself, because a softmax over nothing is not a number.
+    Padding attends to itself, because a softmax over an empty set is NaN.
 
     Raises:
-        ValueError: the attention implementation takes no mask.
+        ValueError: the attention implementation does not take a mask.
     """
     group, branch, position = rows.group, rows.branch, rows.position
 
@@ -224,23 +224,23 @@ def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
 
 
 def check_packable(lm: PreTrainedModel) -> None:
-    """Checks that a token's state depends on others by attention alone, and that positions can be given.
+    """Checks that the model mixes tokens by attention only, and takes position ids.
 
     Raises:
-        ValueError: it does not (recurrent and convolutional layers), or they cannot.
+        ValueError: it has recurrent or convolutional layers, or takes no position ids.
     """
     kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
     if lm._is_stateful or kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"model.packing: {type(lm).__name__} has layers that are no plain attention; leave it out")
+        raise ValueError(f"model.packing: {type(lm).__name__} has layers other than full attention; leave it out")
     if "position_ids" not in inspect.signature(lm.base_model.forward).parameters:
         raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave it out")
 
 
 def check_length(lm: PreTrainedModel, length: int) -> None:
-    """Checks that no attention window is shorter than the longest completion with its prompt.
+    """Checks that the longest prompt with completion fits into the attention window.
 
     Raises:
-        ValueError: one is; one mask serves all layers.
+        ValueError: it does not; sliding windows are not supported, because all layers share one mask.
     """
     window = context_length(lm)
     if length > window:

@@ -1,4 +1,4 @@
-"""The policy network: a Hugging Face causal LM that returns log-probabilities of given tokens, not all logits at once.
+"""Policy network: a Hugging Face causal LM that returns log-probabilities of given tokens, with chunked logits.
 
 B rows, T positions, N = tokens that train, H hidden size, V vocabulary.
 """
@@ -16,24 +16,25 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.packing import SharedPromptPacking, check_packable
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Log-probability of each token and entropy of the distribution it was drawn from; 0 where the mask was False."""
+    """Log-probability of each token and entropy of its distribution; 0 where the mask is False."""
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
 
 
 class CausalPolicy(nn.Module):
-    """Wraps the whole causal LM in one forward, so that sharding strategies see body and head as one unit.
+    """Wraps the whole causal LM in one forward, so that body and head are one sharding unit.
 
     Args:
         lm: any Hugging Face causal LM, LoRA-wrapped or not.
-        chunk_tokens: logits of at most this many tokens exist at a time; where there is more than one chunk they are
-            computed a second time in the backward pass instead of being kept.
-        packing: computes what completions of one prompt share only once, where `group_index` is given.
+        chunk_tokens: logits of at most this many tokens are in memory at a time; with more than one chunk they are
+            recomputed in the backward pass.
+        packing: shared-prompt attention, used where `group_index` is given.
 
     Raises:
         ValueError: the model cannot be packed.
@@ -41,8 +42,7 @@ class CausalPolicy(nn.Module):
 
     def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: SharedPromptPacking | None = None) -> None:
         super().__init__()
-        if chunk_tokens < 1:
-            raise ValueError(f"logprob_chunk_tokens must be >= 1, got {chunk_tokens}")
+        check_range("model", ">= 1", logprob_chunk_tokens=chunk_tokens)
         self.lm = lm
         self.chunk_tokens = chunk_tokens
         self.packing = packing
@@ -56,12 +56,12 @@ class CausalPolicy(nn.Module):
         if hasattr(lm, "get_base_model"):
             lm = lm.get_base_model()
         if not isinstance(lm, PreTrainedModel):
-            raise InvariantError(f"{type(lm).__name__} is no transformers model")
+            raise InvariantError(f"{type(lm).__name__} is not a transformers model")
         return lm
 
     @property
     def has_adapters(self) -> bool:
-        """Whether it is wrapped by PEFT."""
+        """Whether the model has PEFT adapters."""
         return self.lm is not self.causal_lm
 
     def forward(
@@ -74,11 +74,11 @@ class CausalPolicy(nn.Module):
     ) -> TokenStats:
         """Statistics of the tokens where `mask` is True, given all tokens before them, at `temperature`.
 
-        No attention mask is needed: rows are padded on the right, and tokens of a causal model never see what follows.
-        Without `entropy_grad` the entropy carries no gradient and costs no memory.
+        No attention mask is needed: rows are right-padded, and the model is causal. Without `entropy_grad` the entropy
+        is detached and costs no memory.
         """
         predicts = mask[:, 1:]  # the token at t is predicted at t - 1
-        if not predicts.any():  # all padding: still reach every parameter, because sharded ranks wait for each other
+        if not predicts.any():  # all padding: still use every parameter, because sharded ranks wait for each other
             predicts = torch.zeros_like(predicts)
             predicts[0, 0] = True
         if self.packing is not None and group_index is not None:
@@ -118,7 +118,7 @@ class CausalPolicy(nn.Module):
         return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
     def logits(self, features: Float[Tensor, "N H"]) -> Float[Tensor, "N V"]:
-        """The head with the scalings that some families add in their own `forward` (Cohere, Granite, Gemma)."""
+        """Applies the output head, with the logit scalings of some model families (Cohere, Granite, Gemma)."""
         config = self.causal_lm.config.get_text_config()
         logits = self.causal_lm.get_output_embeddings()(features)
         if (scale := getattr(config, "logit_scale", None)) is not None:

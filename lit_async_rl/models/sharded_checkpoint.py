@@ -1,8 +1,8 @@
-"""Sharded checkpoints: folders that are whole or not there, with a manifest of digests that is checked before loading.
+"""Atomic sharded checkpoints with a manifest of digests that is verified before loading.
 
-torch's distributed checkpoints write each rank's shards into a folder and know neither digests nor crashes. Here the
-folder is written beside its name, gets a manifest (size and XXH3 digest of each file), and takes the place of the old
-one by renaming.
+Distributed checkpoints of torch write each rank's shards into a folder, without digests and not crash-safe. Here the
+folder is written under a temporary name, gets a manifest (size and XXH3 digest of each file), and replaces the old one
+by renaming.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class WholeFolders:
-    """Mixin for Lightning's FSDP strategies: their sharded checkpoints are whole, checked, and execute nothing."""
+    """Mixin for Lightning's FSDP strategies: atomic, verified sharded checkpoints, loaded without unpickling code."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a folder beside its name and renames it; single files are left to the `CheckpointIO`."""
+        """Writes a temporary folder and renames it; single files are left to the `CheckpointIO`."""
         strategy: Any = self
         if not strategy.writes_folders or "://" in str(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
@@ -55,10 +55,10 @@ class WholeFolders:
         strategy.barrier("sharded checkpoint: renamed")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Checks a folder on one rank, and loads it without executing anything.
+        """Verifies a folder on rank 0, and loads it without executing code.
 
         Raises:
-            ValueError: it is damaged; on all ranks.
+            ValueError: the checkpoint is damaged; raised on all ranks.
         """
         strategy: Any = self
         path = Path(strategy.broadcast(checkpoint_path))
@@ -76,7 +76,7 @@ class WholeFolders:
 
 @contextmanager
 def nothing_executed() -> Iterator[None]:
-    """Has torch refuse pickles wherever it would execute them (its distributed checkpoints ask for that)."""
+    """Context in which `torch.load` refuses pickled code, as distributed checkpoints would otherwise allow it."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -90,7 +90,7 @@ def nothing_executed() -> Iterator[None]:
 
 
 def _take_place(part: Path, path: Path) -> None:
-    """Renames; a crash in between leaves the old folder under its name, or both beside it."""
+    """Replaces `path` by `part`; a crash in between leaves the old folder, under its name or the temporary one."""
     old = part.with_suffix(".old.part")
     if path.is_dir():
         path.rename(old)
@@ -105,7 +105,7 @@ def _take_place(part: Path, path: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Adds the manifest to a folder that all ranks have written; each rank reads back what it wrote. A collective."""
+    """Writes the manifest of a folder that all ranks have written; each rank digests its own files. A collective."""
     rank, ranks = get_rank(), get_world_size()
     own = [file for file in sorted(folder.iterdir()) if _writer(file, ranks) == rank]
     digests: list[Any] = [None] * ranks
@@ -119,19 +119,19 @@ def write_manifest(folder: Path) -> None:
 
 
 def _writer(file: Path, ranks: int) -> int:
-    """The rank that wrote a file, `__<rank>_<number>.distcp`; 0 for all others."""
+    """Rank that wrote the file `__<rank>_<number>.distcp`; 0 for other files."""
     number = file.name.split("_")[2] if file.name.startswith("__") else ""
     return int(number) % ranks if number.isdigit() else 0
 
 
 def check_folder(folder: Path, where: str) -> None:
-    """Refuses a sharded checkpoint that is damaged, or that would execute something.
+    """Checks that a sharded checkpoint is undamaged and contains no code.
 
     Raises:
-        ValueError: names the folder and what is wrong with it.
+        ValueError: it is damaged or contains code; the message names folder and file.
     """
     if not (folder / "meta.pt").is_file() or not (folder / ".metadata").is_file():
-        raise ValueError(f"{where} is no sharded checkpoint: a folder of one has the files .metadata and meta.pt")
+        raise ValueError(f"{where} is not a sharded checkpoint, whose folder has the files .metadata and meta.pt")
     if (folder / MANIFEST).is_file():
         _check_manifest(folder, where)
     else:
@@ -156,7 +156,7 @@ def _check_manifest(folder: Path, where: str) -> None:
         if file.stat().st_size != size or _digest(file) != digest:
             raise ValueError(f"{where} is damaged: its file {name} does not have the digest of {MANIFEST}")
     if more := {file.name for file in folder.iterdir()} - expected.keys() - {MANIFEST}:
-        raise ValueError(f"{where} is damaged: {MANIFEST} does not know its file {min(more)}")
+        raise ValueError(f"{where} is damaged: {MANIFEST} does not list its file {min(more)}")
 
 
 def _digest(file: Path) -> str:

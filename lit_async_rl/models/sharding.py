@@ -1,7 +1,7 @@
-"""How strategies divide the policy: FSDP2 and tensor parallelism by a mesh, FSDP1 by wrapping.
+"""Sharding of the policy: FSDP2 and tensor parallelism by a device mesh, FSDP1 by wrapping.
 
-`PolicyModule.configure_model` calls `divide`. `lightning.pytorch.strategies.ModelParallelStrategy` gives it a mesh;
-Lightning's `fsdp` a wrapper, which `torch.distributed.fsdp.wrap.wrap` finds; others leave the policy whole.
+`PolicyModule.configure_model` calls `divide`. `lightning.pytorch.strategies.ModelParallelStrategy` provides a mesh;
+Lightning's `fsdp` a wrapper, which `torch.distributed.fsdp.wrap.wrap` uses; other strategies do not shard.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How `ModelParallelStrategy` divides the policy: one FSDP2 unit for each transformer block, one for the rest.
+    """Sharding under `ModelParallelStrategy`: one FSDP2 unit per transformer block, one for the rest.
 
-    With a tensor-parallel mesh the linear layers of the blocks are divided as the model's own plan says
+    With a tensor-parallel mesh, the linear layers of the blocks are parallelised by the plan of the model
     (`base_model_tp_plan` of transformers); embeddings and head are only sharded.
 
     Args:
-        compute_dtype: dtype of forward and backward (`bfloat16`), while weights, their gradients' sums and the
-            optimizer keep `model.dtype`; None computes in that, too. Log-probabilities are always float32.
+        compute_dtype: dtype of forward and backward (`bfloat16`); weights, gradient reduction and optimizer keep
+            `model.dtype`. None computes in `model.dtype`. Log-probabilities are always float32.
         reshard_after_forward: frees a block's full weights after its forward pass and gathers them again for the
             backward pass: less memory, more communication.
-        meta_device: read weights only after the policy was divided, each process its own, from safetensors files; no
-            process ever holds all of them. False: each process reads all of them first. Not for `random_init`, `lora`.
+        meta_device: shard first, then let each process read its own weights from safetensors files. False: each
+            process reads all weights first. Not with `random_init` or `lora`.
     """
 
     compute_dtype: str | None = None
@@ -50,12 +50,12 @@ class Sharding:
     meta_device: bool = False
 
     def divide(self, policy: CausalPolicy, mesh: DeviceMesh | None, model: str) -> CausalPolicy:
-        """The policy as the strategy wants it, with its weights; a second call changes nothing.
+        """Shards the policy and reads missing weights; idempotent.
 
         Args:
-            policy: whole; its parameters may be on the meta device.
-            mesh: of FSDP2; None for other strategies, which may wrap (FSDP1) or leave it whole.
-            model: where weights are read that the policy lacks.
+            policy: unsharded policy; its parameters may be on the meta device.
+            mesh: device mesh of FSDP2; None for other strategies, which wrap (FSDP1) or do not shard.
+            model: source of the weights of a policy on the meta device.
         """
         if mesh is not None:
             self.apply(policy, mesh)
@@ -77,14 +77,14 @@ class Sharding:
         return wrapped
 
     def apply(self, policy: CausalPolicy, mesh: DeviceMesh) -> None:
-        """Divides `policy` in place; a second call changes nothing.
+        """Shards `policy` in place; idempotent.
 
         Args:
-            policy: on any device.
-            mesh: with dimensions `data_parallel` and `tensor_parallel`.
+            policy: policy on any device.
+            mesh: device mesh with dimensions `data_parallel` and `tensor_parallel`.
 
         Raises:
-            ValueError: the model has no plan for tensor parallelism, or one with an unknown style, or has adapters.
+            ValueError: the model has no tensor-parallel plan, one with an unsupported style, or adapters.
         """
         if any(isinstance(p, DTensor) for p in policy.parameters()):
             return
@@ -100,12 +100,12 @@ class Sharding:
 
 
 def is_transformer_block(module: nn.Module) -> bool:
-    """Whether it is one of the repeated blocks of a transformers model."""
+    """Whether the module is a transformer block of a transformers model."""
     return isinstance(module, GradientCheckpointingLayer)
 
 
 class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
-    """Lightning's (FSDP2 and tensor parallelism), whose checkpoint folders are whole and checked."""
+    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism) with atomic, verified checkpoints."""
 
     @property
     def writes_folders(self) -> bool:
@@ -114,10 +114,7 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
 
 
 class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
-    """Lightning's `fsdp` (FSDP1), whose checkpoint folders are whole and checked.
-
-    It also runs without an accelerator, to try it: torch wants the CPU by name.
-    """
+    """Lightning's `fsdp` (FSDP1) with atomic, verified checkpoints; also runs on the CPU."""
 
     @property
     def writes_folders(self) -> bool:
@@ -126,10 +123,10 @@ class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """What `torch.distributed.fsdp.wrap.wrap` does inside.
+        """Context in which `torch.distributed.fsdp.wrap.wrap` wraps with FSDP.
 
         Raises:
-            ValueError: checkpoints in one file on the CPU, where torch crashes.
+            ValueError: unsharded checkpoints on the CPU, for which torch crashes.
         """
         if self.root_device.type != "cpu":
             with super().model_sharded_context():

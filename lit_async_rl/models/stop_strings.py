@@ -1,9 +1,8 @@
-"""Stop strings: after which token a completion's text contains one.
+"""Stop strings: detection of the first token after which the decoded completion contains one.
 
-A completion ends with the first token after which its decoded text contains a stop string. Decoding the text after
-every token would cost more than sampling it, so two cheaper questions come first. Once per tokenizer: which tokens of
-the vocabulary can be the last of a stop string at all? That is one look-up in a table per token. Only after one of
-these the text of the last few tokens is put together, and only if it contains a stop string all tokens are decoded.
+Decoding the text after every token would cost more than sampling it, so two cheaper filters come first: a table, built
+once per tokenizer, of the tokens that can complete a stop string, then the text of the last few tokens. All tokens are
+decoded only if that text contains a stop string.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ MARGIN = 8  # more tokens than needed, because decoders may treat the first one 
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """`text` up to where the first stop string begins; the whole text if it contains none."""
+    """Cuts `text` before the first stop string; returns it unchanged if it contains none."""
     begins = [text.find(stop) for stop in stops]
     return text[: min((begin for begin in begins if begin >= 0), default=None)]
 
 
 class StopStrings:
-    """Finds stop strings in token ids, whatever the boundaries of tokens and characters.
+    """Detects stop strings in token ids, across token and character boundaries.
 
     Args:
-        tokenizer: of the model; special tokens do not show in its text.
-        vocab_size: token ids are smaller than this; None is the tokenizer's own vocabulary.
+        tokenizer: tokenizer of the model; special tokens are not part of the text.
+        vocab_size: size of the model's vocabulary; None is that of the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
@@ -44,10 +43,10 @@ class StopStrings:
 
     @classmethod
     def of_model(cls, model: str | None, vocab_size: int | None = None) -> StopStrings:
-        """With the tokenizer of a model.
+        """Loads the tokenizer of a model.
 
         Raises:
-            ValueError: the model has no name, as one that was made in memory.
+            ValueError: `model` is empty, as for a model built in memory.
             FileNotFoundError: there is no tokenizer.
         """
         if not model:
@@ -55,7 +54,7 @@ class StopStrings:
         return cls(load_tokenizer(model), vocab_size)
 
     def may_end(self, stops: tuple[str, ...]) -> Bool[Tensor, " V"]:
-        """Which tokens can be the last one of a stop string. May be true too often, never too rarely."""
+        """Mask of the tokens that can complete a stop string; false positives are possible, false negatives are not."""
         if stops not in self._tables:
             table = torch.zeros(self._vocab_size, dtype=torch.bool)
             pieces = self._pieces[: self._vocab_size]
@@ -64,7 +63,7 @@ class StopStrings:
         return self._tables[stops]
 
     def is_at_end(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
-        """Whether the text of `token_ids` contains a stop string; that of fewer of them is known to contain none."""
+        """Whether the last token completes a stop string; the text of the tokens before it must contain none."""
         tail = self._tail_text(token_ids, MARGIN + BYTES_OF_CHARACTER * max(map(len, stops)))
         if not any(stop in tail for stop in stops):
             return False
@@ -72,13 +71,13 @@ class StopStrings:
         return any(stop in text for stop in stops)
 
     def first_end(self, token_ids: Sequence[int], stops: tuple[str, ...], after: int = 0) -> int | None:
-        """The least number of tokens, more than `after`, whose text contains a stop string; None if none does."""
+        """Smallest number of tokens above `after` whose text contains a stop string; None if there is none."""
         candidates = self.may_end(stops)[torch.tensor(token_ids[after:], dtype=torch.long)].nonzero()[:, 0]
         ends = (after + n + 1 for n in candidates.tolist())
         return next((end for end in ends if self.is_at_end(token_ids[:end], stops)), None)
 
     def _tail_text(self, token_ids: Sequence[int], length: int) -> str:
-        """Text of the shortest end of `token_ids` with `length` tokens that show in the text."""
+        """Text of the shortest suffix of `token_ids` with `length` visible tokens."""
         known, begin = self._pieces, len(token_ids)
         pieces: list[str | None] = []
         while begin and length:
@@ -102,16 +101,16 @@ class StopStrings:
 
 @lru_cache(maxsize=4)
 def _pieces(tokenizer: Any) -> list[str | None]:
-    """Text that each token adds to that of another one before it; None where that is not so simple."""
+    """Text that each token appends to a preceding token; None where it depends on the context."""
     alone = tokenizer.batch_decode([[n] for n in range(len(tokenizer))], skip_special_tokens=True)
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return [None] * len(alone)
     usual = (n for n, text in enumerate(alone) if text and text == text.strip() and UNKNOWN not in text)
-    anchor = next(usual, None)
-    if anchor is None:
+    first = next(usual, None)
+    if first is None:
         return [None] * len(alone)
-    pairs = tokenizer.batch_decode([[anchor, n] for n in range(len(alone))], skip_special_tokens=True)
-    before = alone[anchor]
+    pairs = tokenizer.batch_decode([[first, n] for n in range(len(alone))], skip_special_tokens=True)
+    before = alone[first]
     return [text[len(before) :] if text.startswith(before) else None for text in pairs]
 
 

@@ -1,4 +1,4 @@
-"""Between text and token ids."""
+"""Encoding of prompts, and decoding of completions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lit_async_rl.types import Prompt
 
 
 class TextCodec:
-    """A model's tokenizer, as prompts and completions use it.
+    """Encodes prompts and decodes completions with a model's tokenizer.
 
-    Prompts that are messages are always put into the tokenizer's chat template. Where the last message is the
-    assistant's, the completion continues it; else it is the assistant's next turn.
+    The chat template is applied to prompts that are messages. If the last message is from the assistant, the completion
+    continues it; otherwise it is the assistant's next turn.
 
     Args:
         model: Hugging Face name or folder.
@@ -33,14 +33,14 @@ class TextCodec:
 
     @property
     def pad_token_id(self) -> int:
-        """Any id will do where there is none: padding is never looked at."""
+        """Padding token id; 0 if the tokenizer has none, because padding is masked."""
         return self.tokenizer.pad_token_id or 0
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt.
 
         Raises:
-            ValueError: it is empty, or the chat template is missing or refuses its messages.
+            ValueError: the prompt has no tokens, or the chat template is missing or refuses the messages.
         """
         if prompt.messages is not None:
             ids = self._encode_messages(prompt.messages)
@@ -69,23 +69,23 @@ class TextCodec:
         return tuple(ids)
 
     def encode_continuation(self, text: str) -> tuple[int, ...]:
-        """Token ids of text in the middle of a conversation: nothing is put before or behind it."""
+        """Token ids of text within a conversation, without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Text of a completion, without special tokens, up to the first of the stop strings."""
+        """Text of a completion, without special tokens, up to the first stop string."""
         return cut_at_stop(str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)), stop)
 
     def check_stop(self, stop: Sequence[str]) -> None:
-        """Refuses stop strings that could never be found.
+        """Checks stop strings.
 
         Raises:
-            ValueError: one is a special token, which texts do not show.
+            ValueError: one is a special token, which decoded text does not contain.
         """
         for text in stop:
             if text in self.tokenizer.all_special_tokens:
                 token = self.tokenizer.convert_tokens_to_ids(text)
                 raise ValueError(
-                    f"sampling.stop: {text!r} is a special token of {self.model!r}, which texts do not show: "
+                    f"sampling.stop: {text!r} is a special token of {self.model!r}, which texts do not contain: "
                     f"use sampling.stop_token_ids: [{token}]"
                 )

@@ -1,6 +1,6 @@
-"""Full weights out of a policy, one tensor at a time, whatever strategy shards it.
+"""Streams the full weights of a policy, one tensor at a time, under any sharding strategy.
 
-Every rank must iterate to the end, in the same order: gathering a shard is a collective.
+Gathering is a collective: every rank must iterate to the end.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether FSDP1 divides it or a part of it."""
+    """Whether the module or a submodule is wrapped by FSDP1."""
     return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def is_sharded(root: nn.Module) -> bool:
-    """Whether ranks hold pieces of its parameters (FSDP1, FSDP2, tensor parallelism)."""
+    """Whether parameters are sharded over ranks (FSDP1, FSDP2, tensor parallelism)."""
     return is_wrapped(root) or any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
 def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `PolicyModule.state_dict()` holds but for the frozen reference, which is never saved."""
+    """State dict of `PolicyModule` without the frozen reference, which is not saved."""
     return {name: tensor for name, tensor in state.items() if not name.startswith("reference.")}
 
 
 @torch.no_grad()
 def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, tied ones once, LoRA merged into its base.
+    """Yields (Hugging Face name, full tensor) of every parameter; tied ones once, LoRA merged.
 
     Args:
-        policy: the `CausalPolicy`.
-        root: the wrapped module when FSDP1 shards it (`trainer.strategy.model`).
+        policy: policy whose weights are streamed.
+        root: outermost module, where FSDP1 wraps it (`trainer.strategy.model`).
 
     Raises:
-        ValueError: a policy with adapters under FSDP1.
+        ValueError: the policy has adapters and is wrapped by FSDP1.
     """
     if root is not None and is_wrapped(root):
         if policy.has_adapters:
-            raise ValueError("model.lora does not go with FSDP1; use FSDP2 (configs/strategies/fsdp2.yaml) or DDP")
+            raise ValueError("model.lora is not supported with FSDP1; use FSDP2 (configs/strategies/fsdp2.yaml) or DDP")
         yield from _stream_fsdp1(root)
         return
     causal_lm = policy.causal_lm
@@ -71,7 +71,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 
 def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """One FSDP unit at a time: only that unit's parameters are gathered."""
+    """Gathers the parameters of one FSDP unit at a time."""
     for unit_name, unit in root.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue

@@ -1,7 +1,7 @@
-"""Which prompts are worth sampling: a curriculum by measured difficulty.
+"""Curriculum by measured difficulty.
 
-Prompts keep their seeded order; a prompt that taught little when it was last sampled is skipped with some probability.
-So the position in the stream still says which prompt it is, and a resumed run goes on with the pass rates it measured.
+Prompts keep their seeded order; a prompt is skipped with a probability that depends on its measured pass rate. So the
+position in the stream still identifies the prompt, and a resumed run continues with the measured pass rates.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.utils.checks import check_range
 
 
 class PassRates:
-    """Measured difficulty: for each prompt the share of its rollouts that succeeded, p <- p + smoothing (new - p).
+    """Measured pass rate of each prompt, p <- p + smoothing (new - p).
 
     Args:
-        smoothing: weight of the newest group of a prompt; the first one counts fully.
+        smoothing: weight of the newest group of a prompt; the first measurement has weight 1.
     """
 
     def __init__(self, smoothing: float = 0.5) -> None:
@@ -32,7 +33,7 @@ class PassRates:
         return len(self._rates)
 
     def measure(self, number: int, pass_rate: float) -> None:
-        """Adds the outcome of one group of prompt `number`."""
+        """Updates the pass rate of prompt `number` with that of one group."""
         before = self._rates.get(number, pass_rate)
         self._rates[number] = before + self.smoothing * (pass_rate - before)
 
@@ -41,26 +42,26 @@ class PassRates:
         return self._rates.get(number)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`numbers` [N] and `rates` [N] of the prompts measured."""
+        """State: `numbers` [N] and `rates` [N] of the measured prompts."""
         numbers, rates = list(self._rates), list(self._rates.values())
         return {"numbers": torch.tensor(numbers, dtype=torch.long), "rates": torch.tensor(rates, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on where `state_dict` was taken."""
+        """Restores the state of `state_dict`."""
         self._rates = dict(zip(state["numbers"].tolist(), state["rates"].tolist(), strict=True))
 
 
 class Curriculum(ABC):
-    """Says how likely a prompt is to be sampled when its turn comes; one never measured always is."""
+    """Rule for the probability of sampling the next prompt of the stream; unmeasured prompts are always sampled."""
 
     @abstractmethod
     def chance(self, pass_rate: float) -> float:
-        """Probability for a prompt with this pass rate, more than 0: it must be possible to measure it again."""
+        """Probability of sampling a prompt with this pass rate; > 0, so that it can be measured again."""
 
     def advance(self, stream: PromptStream, rates: PassRates) -> int:
-        """The position of the next prompt to sample; those that it skips count as handed out.
+        """Advances the stream to the next prompt to sample and returns its position.
 
-        What it does depends on the stream's seed, the position and the pass rates, and on nothing else.
+        A deterministic function of the stream's seed, the position and the pass rates.
         """
         while True:
             position = stream.advance()
@@ -74,25 +75,25 @@ class _Floored(Curriculum):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_floor(self.floor)
+        check_range(type(self).__name__, "in (0, 1]", floor=self.floor)
 
 
 @dataclass(frozen=True)
 class Learnability(_Floored):
-    """max(floor, 4 p (1 - p)): the variance of a success, which is what a group's advantages are made of.
+    """max(floor, 4 p (1 - p)): proportional to the reward variance p (1 - p) of a group.
 
-    The score of "sampling for learnability", arXiv:2408.15099; there the best ones are chosen from a large buffer, here
-    each prompt is kept with that probability.
+    The score of "sampling for learnability", arXiv:2408.15099; there the best prompts of a large buffer are chosen,
+    here each prompt is kept with that probability.
 
     Args:
-        floor: least chance.
+        floor: smallest probability.
 
     Raises:
         ValueError: the floor is not in (0, 1].
     """
 
     def chance(self, pass_rate: float) -> float:
-        """1 at a pass rate of one half."""
+        """max(floor, 4 p (1 - p)), which is 1 at a pass rate of 1/2."""
         return max(self.floor, 4 * pass_rate * (1 - pass_rate))
 
 
@@ -101,25 +102,25 @@ class HardestFirst(_Floored):
     """max(floor, 1 - p): prompts in proportion to how often they fail. Kimi k1.5, arXiv:2501.12599.
 
     Args:
-        floor: least chance.
+        floor: smallest probability.
 
     Raises:
         ValueError: the floor is not in (0, 1].
     """
 
     def chance(self, pass_rate: float) -> float:
-        """Falls from 1 to the floor."""
+        """max(floor, 1 - p), falling from 1 to the floor."""
         return max(self.floor, 1 - pass_rate)
 
 
 @dataclass(frozen=True)
 class DifficultyWindow(Curriculum):
-    """1 for prompts of medium difficulty, `floor` for those outside.
+    """Probability 1 for pass rates in [low, high], `floor` outside.
 
     Args:
         low: pass rate below which a prompt is too hard.
         high: pass rate above which it is too easy.
-        floor: chance of those.
+        floor: probability outside of the window.
 
     Raises:
         ValueError: bounds are out of order, or the floor is not in (0, 1].
@@ -130,17 +131,10 @@ class DifficultyWindow(Curriculum):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high <= 1:
-            raise ValueError(f"DifficultyWindow needs 0 <= low < high <= 1, got {self.low} and {self.high}")
-        _check_floor(self.floor)
+        check_range("DifficultyWindow", "in [0, 1)", low=self.low)
+        check_range("DifficultyWindow", f"in ({self.low}, 1]", high=self.high)
+        check_range("DifficultyWindow", "in (0, 1]", floor=self.floor)
 
     def chance(self, pass_rate: float) -> float:
-        """All or little."""
+        """Returns 1 inside of the window, `floor` outside."""
         return 1.0 if self.low <= pass_rate <= self.high else self.floor
-
-
-def _check_floor(floor: float) -> None:
-    if not 0 < floor <= 1:
-        raise ValueError(
-            f"data.intake.curriculum.floor must be in (0, 1], or prompts are never measured again, got {floor}"
-        )

@@ -1,4 +1,4 @@
-"""Records behind prompts: JSON lines, Parquet, Hugging Face datasets. Each wrong file ends in one clear message."""
+"""Records of prompt sources: JSON lines, Parquet files, Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Records(Protocol):
-    """What can be counted and looked up by number (a Hugging Face dataset is no `Sequence`)."""
+    """Protocol of indexable records, such as a list or a Hugging Face dataset (which is not a `Sequence`)."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of records."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Record number `index`, a mapping."""
+        """Record `index`, a mapping."""
 
 
 def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
-    """Objects by line number, which counts from 1; empty lines are left out.
+    """Reads JSON objects by line number, from 1; empty lines are skipped.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no JSON object.
+        ValueError: a line is not a JSON object.
     """
     file = _existing_file(path)
     records: dict[int, Mapping[str, Any]] = {}
@@ -43,19 +43,19 @@ def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
         except RecursionError:
             raise ValueError(f"{file}, line {number} is nested too deeply") from None
         except ValueError as error:  # no JSON, or no UTF-8
-            raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+            raise ValueError(f"{file}, line {number} is not valid JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{file}, line {number} is no JSON object: {line[:80]!r}")
+            raise ValueError(f"{file}, line {number} is not a JSON object: {line[:80]!r}")
         records[number] = record
     return records
 
 
 def parquet_records(path: str) -> Records:
-    """Rows of a Parquet file, which is mapped into memory.
+    """Opens a Parquet file as memory-mapped rows.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no Parquet.
+        ValueError: it is not a Parquet file.
     """
     import pyarrow
     import pyarrow.parquet
@@ -64,14 +64,14 @@ def parquet_records(path: str) -> Records:
     try:
         return _Rows(pyarrow.parquet.read_table(file, memory_map=True))
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"path={path!r} is no Parquet file: {error}") from error
+        raise ValueError(f"path={path!r} is not a Parquet file: {error}") from error
 
 
 def load_dataset(path: str, name: str | None, split: str) -> Records:
-    """A split of a dataset, from the hub or a folder; indexable, and not in memory.
+    """Loads a split of a Hugging Face dataset, from the hub or a folder; it stays on disk.
 
     Raises:
-        FileNotFoundError: it can't be found or reached.
+        FileNotFoundError: the dataset cannot be found or reached.
         ModuleNotFoundError: `datasets` is not installed.
         ValueError: there is no such configuration or split.
     """

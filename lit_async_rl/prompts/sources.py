@@ -1,4 +1,4 @@
-"""Finite sources of prompts: JSON lines, Parquet files, Hugging Face datasets, and classes of your own."""
+"""Finite prompt sources: JSON lines, Parquet files, Hugging Face datasets, and the base class of custom ones."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 from lit_async_rl.prompts.records import Records, jsonl_records, load_dataset, parquet_records
 from lit_async_rl.types import Prompt, checked_messages
+from lit_async_rl.utils.checks import check_range
 
 OnBadPrompt = Literal["error", "skip"]
 
 
-class PromptSource(ABC):
+class PromptSource(Records, ABC):
     """A finite set of prompts, by number.
 
     Attributes:
-        max_prompt_tokens: a prompt with more tokens is bad; None leaves the limit to the engine.
-        on_bad_prompt: `error` ends the run at a bad prompt (too long, incomplete, refused by the chat template), before
-            it begins or where the prompt is used first; `skip` leaves such prompts out and counts them in the log.
+        max_prompt_tokens: largest prompt length in tokens; None is the limit of the engine.
+        on_bad_prompt: `error` raises at a bad prompt (too long, incomplete, refused by the chat template), before
+            training or when the prompt is first used; `skip` skips such prompts and logs their number.
     """
 
     max_prompt_tokens: int | None = None
@@ -26,31 +27,32 @@ class PromptSource(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many."""
+        """Number of prompts."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Prompt:
-        """Prompt number `index`; always the same one."""
+        """Prompt `index`; deterministic."""
 
     def where(self, index: int) -> str:
-        """Names prompt `index` in messages, where it can with file and line."""
+        """Name of prompt `index` in messages, if possible with file and line."""
         return f"{type(self).__name__}, prompt {index}"
 
 
 class RecordPrompts(PromptSource):
-    """Prompts from records (mappings), made when they are asked for: a data set on disk stays there.
+    """Prompts from records (mappings), converted on access, so that datasets stay on disk.
 
     Args:
-        records: one mapping each.
+        records: one mapping per prompt.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
         answer_field: field that holds the reference answer; None if there is none.
-        template: text around a prompt that is text, with `{prompt}` where it goes.
-        origin: what messages call the source.
-        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
-        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
+        template: text around text prompts, with the placeholder `{prompt}`.
+        origin: name of the source in messages.
+        max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
+        on_bad_prompt: `error` or `skip`, see `PromptSource`.
+        as_chat: turn text prompts into one user message, to which the chat template is applied.
 
     Raises:
-        ValueError: there are no records, or the first one is bad and not to be skipped.
+        ValueError: there are no records, or the first one is bad and `on_bad_prompt` is `error`.
     """
 
     def __init__(
@@ -65,10 +67,9 @@ class RecordPrompts(PromptSource):
         as_chat: bool = False,
     ) -> None:
         check_template(template)
-        if max_prompt_tokens is not None and max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens must be >= 1, got {max_prompt_tokens}")
+        check_range(type(self).__name__, ">= 1", max_prompt_tokens=max_prompt_tokens)
         if on_bad_prompt not in ("error", "skip"):
-            raise ValueError(f"on_bad_prompt must be error or skip, got {on_bad_prompt!r}")
+            raise ValueError(f"{type(self).__name__}.on_bad_prompt must be error or skip, got {on_bad_prompt!r}")
         self.prompt_field, self.answer_field, self.template, self.origin = prompt_field, answer_field, template, origin
         self.max_prompt_tokens, self.on_bad_prompt, self.as_chat = max_prompt_tokens, on_bad_prompt, as_chat
         self._records = records
@@ -116,24 +117,25 @@ class RecordPrompts(PromptSource):
             raise ValueError(f"{where}: {error}") from error
 
     def where(self, index: int) -> str:
-        """The source and the number of the record."""
+        """Source and number of the record."""
         return f"{self.origin}, record {index}"
 
 
 class JsonlPrompts(RecordPrompts):
-    """One JSON object on each line of a file.
+    """Prompts from a JSON Lines file, one object per line.
 
     Args:
-        path: the file.
+        path: path of the file.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
         answer_field: field that holds the reference answer; None if there is none.
-        template: text around a prompt that is text, with `{prompt}` where it goes.
-        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
-        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
+        template: text around text prompts, with the placeholder `{prompt}`.
+        max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
+        on_bad_prompt: `error` or `skip`, see `PromptSource`.
+        as_chat: turn text prompts into one user message, to which the chat template is applied.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no JSON object, a field is missing, or the file is empty.
+        ValueError: a line is not a JSON object, a field is missing, or the file is empty.
     """
 
     def __init__(
@@ -154,24 +156,25 @@ class JsonlPrompts(RecordPrompts):
             self[index]
 
     def where(self, index: int) -> str:
-        """File and line."""
+        """File and line of the record."""
         return f"{self.origin}, line {self._lines[index]}"
 
 
 class ParquetPrompts(RecordPrompts):
-    """Rows of a Parquet file; arguments as `JsonlPrompts`.
+    """Prompts from the rows of a Parquet file.
 
     Args:
-        path: the file.
+        path: path of the file.
         prompt_field: column that holds the prompt: text, or a list of messages.
         answer_field: column that holds the reference answer; None if there is none.
-        template: text around a prompt that is text, with `{prompt}` where it goes.
-        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
-        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
+        template: text around text prompts, with the placeholder `{prompt}`.
+        max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
+        on_bad_prompt: `error` or `skip`, see `PromptSource`.
+        as_chat: turn text prompts into one user message, to which the chat template is applied.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no Parquet, a column is missing, or there are no rows.
+        ValueError: the file is not a Parquet file, a column is missing, or there are no rows.
     """
 
     def __init__(
@@ -189,21 +192,21 @@ class ParquetPrompts(RecordPrompts):
 
 
 class HuggingFacePrompts(RecordPrompts):
-    """A split of a Hugging Face dataset: hub name, or folder (of data files, or made by `save_to_disk`).
+    """Prompts from a split of a Hugging Face dataset: hub name, or folder (data files, or written by `save_to_disk`).
 
     Args:
-        path: name or folder.
-        split: for example `train`, or `train[:1000]`. A folder that `save_to_disk` made of one split is used
-            whole.
+        path: name or folder of the dataset.
+        split: split, for example `train` or `train[:1000]`; ignored for a single split written by `save_to_disk`.
         name: configuration of the dataset, if it has several.
         prompt_field: column that holds the prompt: text, or a list of messages.
         answer_field: column that holds the reference answer; None if there is none.
-        template: text around a prompt that is text, with `{prompt}` where it goes.
-        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
-        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
+        template: text around text prompts, with the placeholder `{prompt}`.
+        max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
+        on_bad_prompt: `error` or `skip`, see `PromptSource`.
+        as_chat: turn text prompts into one user message, to which the chat template is applied.
 
     Raises:
-        FileNotFoundError: the dataset can't be found or reached.
+        FileNotFoundError: the dataset cannot be found or reached.
         ModuleNotFoundError: `datasets` is not installed.
         ValueError: a column is missing, or the split is unknown or empty.
     """
@@ -227,10 +230,10 @@ class HuggingFacePrompts(RecordPrompts):
 
 
 def check_template(template: str) -> None:
-    """Refuses a template without a place for the prompt.
+    """Checks that a template has the placeholder `{prompt}`.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has no placeholder.
     """
     if "{prompt}" not in template:
         raise ValueError(f"template must contain {{prompt}}, got {template!r}")

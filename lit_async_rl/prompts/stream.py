@@ -1,4 +1,4 @@
-"""The endless, seeded, resumable order in which the prompts of a source are used."""
+"""Infinite, seeded, resumable stream over the prompts of a source."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lit_async_rl.types import Prompt
 
 
 class PromptStream:
-    """A source's prompts for ever: each epoch a new permutation, which depends on nothing but seed and epoch.
+    """Infinite stream over a source, with a new permutation per epoch that depends on seed and epoch only.
 
     Args:
-        source: where prompts come from.
-        seed: of the order.
+        source: source of the prompts.
+        seed: seed of the permutations.
 
     Raises:
         ValueError: the source is empty.
@@ -28,26 +28,26 @@ class PromptStream:
         self.source = source
         self.seed = seed
         self.position = 0  # prompts handed out so far
-        self._orders: dict[int, torch.Tensor] = {}  # of this epoch and the one before, which groups are still of
-        self.usable: UsablePrompts | None = None  # numbers of prompts that are not passed over; None is all
+        self._orders: dict[int, torch.Tensor] = {}  # epoch -> permutation, of this epoch and the one before
+        self.usable: UsablePrompts | None = None  # indices of usable prompts; None is all
 
     def next(self) -> Prompt:
-        """The next prompt."""
+        """Returns the next prompt."""
         return self.at(self.advance())
 
     def advance(self) -> int:
-        """The position of the next prompt that can be used; it and those passed over count as handed out."""
+        """Advances to the next usable prompt and returns its position; skipped prompts count as positions."""
         while True:
             self.position += 1
             if self.usable is None or self.number_at(self.position - 1) in self.usable:
                 return self.position - 1
 
     def at(self, position: int) -> Prompt:
-        """The prompt that is handed out at this position."""
+        """Prompt at a position of the stream."""
         return self.source[self.number_at(position)]
 
     def number_at(self, position: int) -> int:
-        """That prompt's number in the source."""
+        """Index in the source of the prompt at a position of the stream."""
         epoch, offset = divmod(position, len(self.source))
         if epoch not in self._orders:
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
@@ -57,9 +57,9 @@ class PromptStream:
         return int(self._orders[epoch][offset])
 
     def state_dict(self) -> dict[str, int]:
-        """The position; the order follows from the seed."""
+        """State: the position; the order follows from the seed."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Restores the position of `state_dict`."""
         self.position = state["position"]

@@ -1,4 +1,4 @@
-"""Which prompts of a source can be sampled from: complete, and no longer than they may be."""
+"""Validation of prompts: complete, encodable, and within the length limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Encode = Callable[[Prompt], Sequence[int]]
 
 
 class UsablePrompts:
-    """Checks each prompt of a source once; a bad one ends the run or is left out, as `source.on_bad_prompt` says.
+    """Set of the usable prompts of a source, each checked once; `source.on_bad_prompt` raises or skips bad ones.
 
     Args:
-        source: of prompts.
-        encode: token ids of a prompt; raises `ValueError` where it has none.
-        max_tokens: that a prompt may have, besides `source.max_prompt_tokens`; None is no limit.
-        why: reason of `max_tokens`, for messages.
+        source: source of the prompts.
+        encode: token ids of a prompt; raises `ValueError` for an invalid one.
+        max_tokens: largest prompt length in tokens, besides `source.max_prompt_tokens`; None is no limit.
+        why: origin of `max_tokens`, for messages.
     """
 
     def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
@@ -33,10 +33,10 @@ class UsablePrompts:
         self._good: set[int] = set()
 
     def __contains__(self, number: int) -> bool:
-        """Whether prompt `number` can be used.
+        """Whether prompt `number` is usable.
 
         Raises:
-            ValueError: it cannot, and `on_bad_prompt` is `error`; or no prompt of the source can.
+            ValueError: it is not, and `on_bad_prompt` is `error`; or no prompt of the source can.
         """
         if number in self._good or number in self.left_out:
             return number in self._good
@@ -48,7 +48,7 @@ class UsablePrompts:
         return False
 
     def check(self, limit: int = CHECKED_AT_START) -> None:
-        """Checks all prompts, if there are no more than `limit`, else the first one.
+        """Checks all prompts if there are at most `limit`, else the first one.
 
         Raises:
             ValueError: see `__contains__`.
@@ -78,10 +78,10 @@ class UsablePrompts:
 
 
 class UsableSubset(PromptSource):
-    """The prompts of a source that can be used, in its order; all are checked at once.
+    """Usable prompts of a source, in its order; all are checked by the constructor.
 
     Args:
-        source: of prompts.
+        source: source of the prompts.
         encode: token ids of a prompt.
 
     Raises:
@@ -100,5 +100,5 @@ class UsableSubset(PromptSource):
         return self._source[self._numbers[index]]
 
     def where(self, index: int) -> str:
-        """As the source says it."""
+        """Name of the prompt in the source."""
         return self._source.where(self._numbers[index])

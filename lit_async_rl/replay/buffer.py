@@ -1,8 +1,8 @@
-"""Rollouts that train more than once: a buffer beside the producer, for losses that take data of any age.
+"""Replay buffer beside the producer, for losses that accept data of any age.
 
-A step of B groups is made of the fresh share m B (the "most on-policy" fraction of TBA, arXiv:2503.18929) and of groups
-drawn from what earlier steps left. Fresh groups keep the producer's bound on staleness; replayed ones have their own,
-`max_staleness` here, kept by leaving out what is older. All of it happens in the trainer's thread.
+A step of B groups consists of the fresh share m B (the "most on-policy" fraction of TBA, arXiv:2503.18929) and of
+groups drawn from earlier steps. Fresh groups keep the producer's staleness bound; replayed ones have their own,
+`max_staleness` here, enforced by dropping older ones. Runs in the trainer's thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
+from lit_async_rl.utils.checks import check_range
 
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
@@ -24,12 +25,12 @@ _MIN_ROLLOUTS = 2  # a completion with none to compare it with says nothing
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayStats:
-    """Totals since the start, and what the last step drew.
+    """Totals since the start, and the draws of the last step.
 
     Attributes:
         num_rollouts: stored now, of `num_prompts` prompts.
-        num_added: completions that were new; `num_duplicates`: those that replaced an equal older one.
-        num_evicted: left because the buffer was full; `num_expired`: because they were too old.
+        num_added: new completions; `num_duplicates`: those that replaced an equal older one.
+        num_evicted: removed because the buffer was full; `num_expired`: because they were too old.
         num_replayed: completions of the last step that came from the buffer, of `replayed_staleness` versions on
             average and `replayed_staleness_max` at most.
     """
@@ -55,15 +56,15 @@ class _Stored:
 
 
 class ReplayBuffer:
-    """Completions by prompt, each text once, the newest of it.
+    """Stores completions by prompt; of equal completions only the newest.
 
     Args:
-        fresh_fraction: share m of a step's groups that were not trained on before; the engine samples only those.
-        capacity: completions kept; the first in are the first out.
-        max_per_prompt: of one prompt.
-        max_staleness: versions after which a completion leaves.
-        min_prompts: replay starts when so many prompts are stored; until then steps have fresh groups only.
-        weighting: what is drawn how often; None is `UniformReplay()`.
+        fresh_fraction: share m of a step's groups that are new; the engine samples only those.
+        capacity: maximum number of completions; first in, first out.
+        max_per_prompt: maximum per prompt.
+        max_staleness: age in versions after which a completion is dropped.
+        min_prompts: replay starts when this many prompts are stored; until then steps have fresh groups only.
+        weighting: sampling weights; None is `UniformReplay()`.
         seed: of the draws.
 
     Raises:
@@ -80,14 +81,10 @@ class ReplayBuffer:
         weighting: ReplayWeighting | None = None,
         seed: int = 0,
     ) -> None:
-        if not 0 < fresh_fraction <= 1:
-            raise ValueError(f"data.replay.fresh_fraction must be in (0, 1], got {fresh_fraction}")
+        check_range("data.replay", "in (0, 1]", fresh_fraction=fresh_fraction)
         limits = dict(capacity=capacity, max_per_prompt=max_per_prompt, min_prompts=min_prompts)
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"data.replay.{name} must be >= 1, got {value}")
-        if max_staleness < 0:
-            raise ValueError(f"data.replay.max_staleness must be >= 0 versions, got {max_staleness}")
+        check_range("data.replay", ">= 1", **limits)
+        check_range("data.replay", ">= 0", max_staleness=max_staleness)
         self.fresh_fraction, self.capacity, self.max_per_prompt = fresh_fraction, capacity, max_per_prompt
         self.max_staleness, self.min_prompts = max_staleness, min_prompts
         self.weighting = weighting or UniformReplay()
@@ -105,7 +102,7 @@ class ReplayBuffer:
         return max(1, round(self.fresh_fraction * groups_per_step))
 
     def mix(self, fresh: Sequence[RolloutGroup], groups_per_step: int, version: int) -> list[RolloutGroup]:
-        """The groups to train on now: the fresh ones, filled up from the buffer, which then takes the fresh ones in."""
+        """Groups of a step: the fresh ones and draws from the buffer, to which the fresh ones are then added."""
         self.expire(version)
         replayed: list[RolloutGroup] = []
         if len(self._prompts) >= self.min_prompts:
@@ -117,7 +114,7 @@ class ReplayBuffer:
         return [*fresh, *replayed]
 
     def add(self, group: RolloutGroup) -> None:
-        """Takes in every completion; an equal one that is stored already is replaced."""
+        """Adds every completion; replaces equal ones."""
         key = _key(group)
         for rollout in group.rollouts:
             ids = rollout.completion_ids
@@ -132,7 +129,7 @@ class ReplayBuffer:
                 self._evict(*next(iter(self._order)))
 
     def expire(self, version: int) -> None:
-        """Drops what is older than `max_staleness` at `version`."""
+        """Drops completions older than `max_staleness` at `version`."""
         old = [entry for entry in self._order if version - self._stored(*entry).version > self.max_staleness]
         for key, ids in old:
             self._remove(key, ids)
@@ -141,7 +138,7 @@ class ReplayBuffer:
     def sample(
         self, num_groups: int, group_size: int, version: int, exclude: set[_Key] | None = None
     ) -> list[RolloutGroup]:
-        """Groups of different prompts, drawn without replacement; fewer where not enough is stored."""
+        """Groups of different prompts, drawn without replacement; fewer if not enough are stored."""
         ages = {
             key: version - max(stored.version for stored in rollouts.values())
             for key, rollouts in self._prompts.items()
@@ -164,7 +161,7 @@ class ReplayBuffer:
         )
 
     def _draw(self, items: Sequence[Any], log_weights: Sequence[float], number: int) -> list[Any]:
-        """Without replacement, in proportion to the weights: the largest log-weights plus Gumbel noise."""
+        """Draws without replacement in proportion to the weights (Gumbel top-k)."""
         noise = [w - math.log(self._random.expovariate(1) + 1e-300) for w in log_weights]
         best = sorted(range(len(items)), key=lambda n: -noise[n])[: max(0, number)]
         return [items[n] for n in best]
@@ -183,7 +180,7 @@ class ReplayBuffer:
                 del self._prompts[key]
 
     def stats(self) -> ReplayStats:
-        """Totals, and what the last step drew."""
+        """Totals, and the draws of the last step."""
         ages = self._replayed_ages
         return ReplayStats(
             num_rollouts=len(self),
@@ -195,22 +192,21 @@ class ReplayBuffer:
         )
 
     def snapshot(self) -> Snapshot:
-        """What `state_dict` needs to say later how things are now."""
+        """Snapshot of the present state for a later `state_dict`."""
         entries = [self._stored(*entry) for entry in self._order]
         return entries, list(self._prompts), dict(self._counts), self._random.getstate()
 
     def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
-        """Everything stored, in the order it came, as plain containers; and the state of the draws.
+        """Stored completions in order of arrival and the random state, as plain containers.
 
         Args:
-            snapshot: of an earlier state, to save that; None is the present one.
+            snapshot: earlier state to save; None is the present one.
         """
         entries, prompts, counts, random_state = snapshot or self.snapshot()  # draws depend on the order of prompts
         stored = [dataclasses.asdict(entry) for entry in entries]
         return {"stored": stored, "prompts": prompts, "counts": counts, "random": random_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts it back."""
         self._prompts, self._order = {key: {} for key in state["prompts"]}, {}
         for entry in state["stored"]:
             fields = {**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])}

@@ -1,8 +1,8 @@
-"""The manifest of a rollout tape: which files belong to it, and how many rows each has.
+"""Manifest of a rollout tape: its files and their numbers of rows.
 
-`manifest.jsonl` has one line for each file, appended after the file was renamed into place. A crash in between leaves a
-file that follows the last one listed; readers count it in. A resume first renames what was undone to `*.undone` and
-then writes the manifest anew, so a listed file of which only the `*.undone` is there counts as undone.
+`manifest.jsonl` has one line per file, appended after the file was renamed into place. A crash in between leaves a file
+that directly follows the last one listed; readers include it. A resume first renames superseded files to `*.undone` and
+then rewrites the manifest, so a listed file of which only the `*.undone` exists counts as superseded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TapeFile:
     """A file of a tape.
 
     Attributes:
-        path: of the file; `first` and `last`: its steps; `checksum`: of its content, all of them in its name.
-        rows: how many it holds; None where no manifest says so.
+        path: of the file; `first` and `last`: its steps; `checksum`: of its content. All of them are in its name.
+        rows: number of rows; None if no manifest lists it.
     """
 
     path: Path
@@ -39,16 +39,16 @@ class TapeFile:
 
 
 def tape_file(path: Path, rows: int | None = None) -> TapeFile | None:
-    """What a name says; None for one that is no tape file's."""
+    """Parses a file name; None if it is not a tape file."""
     match = NAME.fullmatch(path.name)
     return None if match is None else TapeFile(path, int(match[1]), int(match[2]), match[3], rows)
 
 
 def tape_files(folder: Path) -> list[TapeFile]:
-    """The files that belong to a tape, in the order of their steps.
+    """Files that belong to a tape, in order of steps.
 
     Raises:
-        ValueError: one is missing, one is not part of it, or two hold the same step.
+        ValueError: a file is missing, does not belong to the tape, or overlaps with another.
     """
     there = [file for path in sorted(folder.glob("steps-*.arrow")) if (file := tape_file(path))]
     listed = _read_manifest(folder)
@@ -78,7 +78,7 @@ def tape_files(folder: Path) -> list[TapeFile]:
 
 
 def add_to_manifest(folder: Path, file: TapeFile) -> None:
-    """Lists a file that is in its place.
+    """Appends a file to the manifest.
 
     Raises:
         OSError: it cannot be written.
@@ -87,7 +87,7 @@ def add_to_manifest(folder: Path, file: TapeFile) -> None:
 
 
 def write_manifest(folder: Path, files: Sequence[TapeFile]) -> None:
-    """Lists these files and no others."""
+    """Rewrites the manifest with exactly these files."""
     with replacing(folder / MANIFEST) as manifest:
         manifest.write("".join(_line(file) for file in files).encode())
 

@@ -1,8 +1,8 @@
-"""The rollout tape: every group that was trained on, in Arrow files that are whole or not there at all.
+"""Rollout tape: every group trained on, in atomically written Arrow files.
 
-A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row for each rollout, see `tape_rows`), each
-written beside its name and renamed. The checksum in the name, 16 hexadecimal digits of the content's SHA-256, is
-compared before a file is read, and `manifest.jsonl` lists the files that belong to the tape (see `replay.manifest`).
+A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row per rollout, see
+`lit_async_rl.replay.tape_rows`), each written under a temporary name and renamed. The checksum in the name, 16
+hexadecimal digits of the content's SHA-256, is verified on reading, and `manifest.jsonl` lists the files of the tape.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TapeStep:
-    """What one optimizer step was trained on, and the version of the policy then."""
+    """Groups of one optimizer step, and the policy's version at that step."""
 
     step: int
     version: int
@@ -41,18 +41,17 @@ class TapeStep:
 class TapeWriter:
     """Appends steps to a tape.
 
-    When the disk is full nothing is lost: one line says so, the rows stay in memory and are written with the next step.
-    At the end `close` waits for room.
+    Nothing is lost when the disk is full: a warning is logged, and the rows stay in memory and are written with the
+    next step. At the end `close` waits for space.
 
     Args:
-        folder: made if it is not there.
-        first_step: of the run that writes, after a resume. What the tape holds of this step and later ones was undone
-            by the interruption: it is renamed to `*.undone`, which no reader looks at.
-
-        waiting: rows of earlier steps that are not on the disk yet (`waiting` of the run before).
+        folder: created if missing.
+        first_step: of the writing run, after a resume. Recorded steps from this one on are superseded: their files are
+            renamed to `*.undone`, which readers ignore.
+        waiting: unwritten rows of earlier steps (`waiting` of the interrupted run).
 
     Raises:
-        ValueError: a file was damaged.
+        ValueError: a file is damaged.
         OSError: the folder cannot be written to.
     """
 
@@ -69,7 +68,7 @@ class TapeWriter:
             raise
 
     def _undo(self, first_step: int) -> None:
-        """Sets aside what the tape holds of `first_step` and later ones; the new manifest makes it so."""
+        """Sets aside recorded steps from `first_step` on; takes effect with the new manifest."""
         files = tape_files(self.folder)
         undone = [file for file in files if file.last >= first_step]
         files = [file for file in files if file.last < first_step]
@@ -83,7 +82,7 @@ class TapeWriter:
             write_manifest(self.folder, files)
 
     def _keep_before(self, first_step: int, undone: TapeFile, whole: Sequence[TapeFile]) -> list[TapeFile]:
-        """Writes a file's steps before `first_step` to one of their own."""
+        """Writes the steps of a file before `first_step` to a new file."""
         known = {n for file in whole for n in range(file.first, file.last + 1)} | {row["step"] for row in self._rows}
         rows = _read(undone, None).to_pylist()
         self._rows = [row for row in rows if row["step"] < first_step and row["step"] not in known] + self._rows
@@ -91,19 +90,19 @@ class TapeWriter:
 
     @property
     def waiting(self) -> list[dict[str, Any]]:
-        """Rows that are not on the disk yet; plain values."""
+        """Rows not written to disk yet, as plain values."""
         return list(self._rows)
 
     def append(self, step: int, version: int, groups: Sequence[RolloutGroup]) -> None:
-        """Adds a step; it is on the disk after `flush`."""
+        """Adds a step; `flush` writes it to disk."""
         known = dict(step=step, policy_version=version, written_at=time.time())
         self._rows += [known | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
 
     def close(self, timeout_s: float) -> None:
-        """Writes the rest, and tries again and again while the disk is full.
+        """Writes the remaining rows; retries while the disk is full.
 
         Raises:
-            OSError: it is still full after `timeout_s`.
+            OSError: the disk is still full after `timeout_s`.
         """
         try:
             self._wait_for_room(timeout_s)
@@ -111,7 +110,7 @@ class TapeWriter:
             self.release()
 
     def release(self) -> None:
-        """Lets others use the folder. Safe to call twice."""
+        """Releases the lock of the folder. Safe to call twice."""
         self._lock.release()
 
     def _wait_for_room(self, timeout_s: float) -> None:
@@ -126,13 +125,13 @@ class TapeWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was appended, as one file."""
+        """Writes the appended steps as one file."""
         for file in self._write():
             with tolerate_full_disk(f"the manifest of tape {self.folder}"):
                 add_to_manifest(self.folder, file)
 
     def _write(self) -> list[TapeFile]:
-        """The file that now holds what was appended; none where nothing was, or the disk is full."""
+        """The file that holds the appended steps; None if there are none, or the disk is full."""
         if not self._rows:
             return []
         sink = pa.BufferOutputStream()
@@ -154,7 +153,7 @@ class TapeWriter:
 
 
 class Tape:
-    """Reads a tape.
+    """Reader of a tape.
 
     Args:
         folder: of a `TapeWriter`.
@@ -172,23 +171,23 @@ class Tape:
 
     @property
     def num_files(self) -> int:
-        """Files of the tape."""
+        """Number of files of the tape."""
         return len(self._files)
 
     def table(self, first_step: int = 0, columns: Sequence[str] | None = None) -> pa.Table:
-        """All rows from a step on, in the order of steps.
+        """All rows from a step on, in order of steps.
 
         Raises:
-            ValueError: a file was damaged.
+            ValueError: a file is damaged.
         """
         tables = [_read(f, columns) for f in self._files if f.last >= first_step] or [_empty(columns)]
         return pa.concat_tables(tables, promote_options="default")  # older files lack columns
 
     def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
-        """Steps in order; one file at a time is in memory.
+        """Iterates over the steps in order; holds one file at a time in memory.
 
         Raises:
-            ValueError: a file was damaged.
+            ValueError: a file is damaged.
         """
         for file in self._files:
             if file.last < first_step:

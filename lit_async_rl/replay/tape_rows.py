@@ -1,4 +1,4 @@
-"""What a row of a tape holds: one rollout, with its group and the step that was trained on it.
+"""Arrow schema of the rollout tape, one row per rollout.
 
 `docs/checkpoints.md` describes the columns.
 """
@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
 
 
 def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
-    """Columns of one rollout, but for those of its step: `step`, `policy_version` and `written_at`."""
+    """Columns of one rollout except those of its step: `step`, `policy_version` and `written_at`."""
     rollout = group.rollouts[sample]
     return {
         "group": group.index,
@@ -66,7 +66,7 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
 
 
 def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
-    """The group that these rows, one for each of its rollouts, were made from."""
+    """The group with these rollouts, one row each."""
     head = rows[0]
     return RolloutGroup(
         index=head["group"],

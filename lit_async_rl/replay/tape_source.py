@@ -1,4 +1,4 @@
-"""Training from a tape instead of an engine: the recorded run again, or its data under other choices."""
+"""Training from a tape instead of an engine: repeats a recorded run, or trains on its data with other settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class NoEngine(RolloutEngine):
-    """Takes weights, and generates nothing."""
+    """Engine that accepts weights and generates nothing."""
 
     in_flight_weight_updates = True
     max_model_len = 0
@@ -34,15 +34,13 @@ class NoEngine(RolloutEngine):
         """Nothing to set up."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Never called."""
         raise AssertionError("a replay asks for no completions")
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Nothing."""
         return []
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Reads them to the end, which gathering them over ranks needs."""
+        """Iterates over the weights, which is a collective if they are sharded."""
         deque(weights, maxlen=0)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -53,15 +51,15 @@ class NoEngine(RolloutEngine):
 
 
 class Replay:
-    """Hands out the groups of a tape in their order; takes the place of a `Producer`.
+    """Hands out the groups of a tape in order; takes the place of a `Producer`.
 
-    Versions of tokens are moved so that staleness is what it was when the tape was written, also where the replay skips
-    updates or does not begin at version 0.
+    Token versions are shifted so that staleness equals that of the recorded run, also if updates are skipped or the run
+    does not start at version 0.
 
     Args:
-        tape: what to read.
+        tape: to read.
         first_step: of the tape.
-        admission: says the bound that settings ask for; the groups keep what they had.
+        admission: bound of the settings; groups keep their recorded bounds.
     """
 
     def __init__(self, tape: Tape, first_step: int, admission: Admission) -> None:
@@ -73,22 +71,22 @@ class Replay:
         self._began, self._wait_s = time.monotonic(), 0.0
 
     def start(self, version: int) -> None:
-        """The policy's version."""
+        """Sets the policy's version."""
         self.version, self._began = version, time.monotonic()
 
     def advance(self, version: int) -> None:
-        """The policy's version."""
+        """Sets the policy's version."""
         self.version = version
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Notes the bound; a tape is as stale as it is."""
+        """Sets the bound; it does not change the recorded staleness."""
         self._admission.max_staleness = max_staleness
 
     def begin_step(self) -> None:
         """Nothing to give back."""
 
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
-        """The next group; None when the tape has ended."""
+        """The next group; None at the end of the tape."""
         if not self._groups:
             began = time.monotonic()
             step = next(self._steps, None)
@@ -108,7 +106,7 @@ class Replay:
         return replace(group, rollouts=tuple(moved), max_staleness=self.version - oldest)
 
     def stats(self) -> ProducerStats:
-        """What was handed out; the trainer waits while the tape is read."""
+        """Totals; the trainer waits while the tape is read."""
         return replace(
             ProducerStats.zero(),
             wait_s=self._wait_s,

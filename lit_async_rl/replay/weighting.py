@@ -1,4 +1,4 @@
-"""What a replay buffer draws how often."""
+"""Sampling weights of the replay buffer."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from lit_async_rl.utils.checks import check_range
+
 
 class ReplayWeighting(ABC):
-    """How likely something stored is drawn; log-weights may have any constant added."""
+    """Log-weights of prompts and rollouts, up to an additive constant."""
 
     def prompt_log_weight(self, age: int) -> float:
-        """Of a prompt whose newest completion is `age` versions old."""
+        """Log-weight of a prompt whose newest completion is `age` versions old."""
         return 0.0
 
     @abstractmethod
     def rollout_log_weight(self, reward: float, age: int) -> float:
-        """Of a completion among those of its prompt."""
+        """Log-weight of a completion within its prompt."""
 
 
 @dataclass(frozen=True)
 class UniformReplay(ReplayWeighting):
-    """Everything alike."""
+    """Uniform over prompts and over the completions of a prompt."""
 
     def rollout_log_weight(self, reward: float, age: int) -> float:
         """0."""
@@ -30,7 +32,7 @@ class UniformReplay(ReplayWeighting):
 
 @dataclass(frozen=True)
 class RewardReplay(ReplayWeighting):
-    """Completions in proportion to exp(inverse_temperature * reward), prompts alike, as in TBA.
+    """Completions in proportion to exp(inverse_temperature * reward), prompts uniformly, as in TBA.
 
     Args:
         inverse_temperature: 0 is `UniformReplay`.
@@ -45,7 +47,7 @@ class RewardReplay(ReplayWeighting):
 
 @dataclass(frozen=True)
 class RecencyReplay(ReplayWeighting):
-    """Prompts and completions half as likely for every `half_life` versions of age.
+    """Weights of prompts and completions halve every `half_life` versions of age.
 
     Args:
         half_life: in versions.
@@ -57,8 +59,7 @@ class RecencyReplay(ReplayWeighting):
     half_life: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.half_life > 0:
-            raise ValueError(f"RecencyReplay.half_life must be > 0 versions, got {self.half_life}")
+        check_range("RecencyReplay", "positive", half_life=self.half_life)
 
     def prompt_log_weight(self, age: int) -> float:
         """-log 2 * age / half_life."""

@@ -1,4 +1,4 @@
-"""Reward functions, graders, and the threads that score completions."""
+"""Reward functions, graders, and threaded scoring of completions."""
 
 import lazy_loader
 

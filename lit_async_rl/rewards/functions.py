@@ -1,4 +1,4 @@
-"""Rewards: `reward(prompt, completion) -> float`, a function or an object that can be called."""
+"""Reward functions: callables `reward(prompt, completion) -> float`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lit_async_rl.utils.isolation import IsolatedFunction
 
 
 def exact_match(prompt: Prompt, completion: str) -> float:
-    """1 if the completion is the answer, apart from space around it; else 0.
+    """1 if the completion equals the answer up to surrounding whitespace, else 0.
 
     Raises:
         ValueError: the prompt has no answer.
@@ -19,9 +19,9 @@ def exact_match(prompt: Prompt, completion: str) -> float:
 
 
 def share_correct(prompt: Prompt, completion: str) -> float:
-    """Share of the answer's characters that stand in their place; 1 only for the answer itself.
+    """Share of characters equal to the answer at the same position; 1 only for the answer itself.
 
-    Denser than `exact_match`: an almost right completion is worth more than a wrong one.
+    Denser than `exact_match`: gives partial credit.
 
     Raises:
         ValueError: the prompt has no answer.
@@ -33,14 +33,14 @@ def share_correct(prompt: Prompt, completion: str) -> float:
 
 
 class MathVerify:
-    """1 if the completion's final answer equals the reference, whatever its form (`1/2` or `0.5`), else 0.
+    """1 if the final answer of the completion is mathematically equal to the reference (`1/2` and `0.5`), else 0.
 
-    Uses the `math-verify` library: pip install "lit-async-rl[tasks]". A reference may be a whole worked solution in
-    GSM8K's form, whose answer stands behind `####`.
+    Uses the `math-verify` library: pip install "lit-async-rl[tasks]". The reference may be a worked solution in the
+    format of GSM8K, with the answer after `####`.
 
     Args:
-        timeout_s: longest for one completion, which may ask for 9^9^9^9; one that takes longer is worth 0. The library
-            runs in a process of its own, so that nothing else waits.
+        timeout_s: seconds per completion, which may contain 9^9^9^9; a timeout gives reward 0. The library runs in a
+            separate process.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -53,10 +53,10 @@ class MathVerify:
         self._grade = IsolatedFunction("lit_async_rl.rewards.graders:math_grader", timeout_s)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Compares final answers.
+        """Reward of the completion.
 
         Raises:
-            ValueError: the prompt has no answer, or none that can be read as mathematics.
+            ValueError: the prompt has no answer, or one that cannot be parsed.
         """
         reference = reference_answer(prompt).rpartition("####")[2].strip()
         try:
@@ -69,18 +69,17 @@ class MathVerify:
 
 
 class IsolatedReward:
-    """Another reward function, in a process of its own that is killed when a call takes too long.
+    """Runs a reward function in a separate process, which is killed when a call times out.
 
-    `data.scoring.timeout_s` alone cannot end a call: it leaves it to itself, and a loop goes on using a core, or holds
-    the interpreter's lock and so stops everything. With `data.scoring.tries` the group is tried again. The trainer
-    reads nothing but a number from the process, and kills what the process has started with it. It is not a sandbox:
-    the function can still use files and the network as the trainer can.
+    `data.scoring.timeout_s` alone cannot end a call: its thread keeps using a core, or holds the GIL and blocks the
+    process. With `data.scoring.tries` the completion is scored again. The trainer reads only a number from the process,
+    and kills its children with it. This is not a sandbox: the function has the trainer's access to files and network.
 
     Args:
-        reward: its dotted path, `package.module.function`; imported in the child.
-        timeout_s: longest for one completion; should be less than `data.scoring.timeout_s` by the size of a group.
-        max_memory_gb: memory (address space, on Linux) that calls may use beyond what the imports take; one that needs
-            more fails with MemoryError. None sets no limit.
+        reward: dotted path `package.module.function`, imported in the child process.
+        timeout_s: seconds per completion; should be less than `data.scoring.timeout_s` divided by the group size.
+        max_memory_gb: memory (address space, on Linux) for calls beyond that of the imports; a call that exceeds it
+            fails with MemoryError. None is no limit.
 
     Raises:
         ValueError: a limit is not positive, or the path has no dot.
@@ -94,12 +93,12 @@ class IsolatedReward:
         self._call = IsolatedFunction(maker, timeout_s, reward, max_memory_gb=max_memory_gb)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """The function's value.
+        """Value of the reward function.
 
         Raises:
             TimeoutError: the call took too long, or its process was killed.
-            IsolatedCallError: the function raised, or returned no number.
-            RuntimeError: the process ended by itself, or sent something that is no reply.
+            IsolatedCallError: the function raised, or did not return a number.
+            RuntimeError: the process exited, or sent an invalid reply.
         """
         value = self._call(prompt, completion)
         if not isinstance(value, int | float):
@@ -108,10 +107,10 @@ class IsolatedReward:
 
 
 def reference_answer(prompt: Prompt) -> str:
-    """What the completion is compared with.
+    """Reference answer of a prompt.
 
     Raises:
-        ValueError: there is none: a reward that is 0 for everything would teach nothing, and say nothing.
+        ValueError: the prompt has none.
     """
     if prompt.answer is None:
         raise ValueError("this reward needs a reference answer: set answer_field of the prompt source")

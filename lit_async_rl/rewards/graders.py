@@ -1,4 +1,4 @@
-"""Functions that judge answers in a process of their own (see `isolation`); the libraries here do not need torch."""
+"""Graders that run in a separate process (see `utils.isolation`); their libraries do not import torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 
 def math_grader() -> Callable[[str, str], bool | None]:
-    """`grade(reference, completion)`: whether the final answers are equal; None if the reference is no mathematics."""
+    """Makes `grade(reference, completion)`: whether the final answers are equal; None for an unparsable reference."""
     import math_verify
 
     for module in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(module).setLevel(logging.CRITICAL)
 
     def grade(reference: str, completion: str) -> bool | None:
-        # the library's own time limits are signals that Python handles, too late for what does not return to Python
+        # no timeouts of the library: they are signals, which cannot interrupt native code
         parse = functools.partial(math_verify.parse, parsing_timeout=None)
         gold = parse(f"${reference}$")
         return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None)) if gold else None
 
-    grade("1", "$1$")  # loads what it loads on first use
+    grade("1", "$1$")  # triggers its lazy imports
     return grade
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
-    """`grade(task, config as JSON, entry, answer)`: the task's own score."""
+    """Makes `grade(task, config as JSON, entry, answer)`, the score that the task itself defines."""
     import reasoning_gym
 
     @functools.lru_cache(maxsize=64)
@@ -42,8 +42,8 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
 
 
 def load_reward(path: str) -> Callable[[Any, str], float]:
-    """The reward function `package.module.name`, whose value must be a number."""
-    importlib.import_module("lit_async_rl.types")  # of the prompts: here it costs no call its time or memory
+    """Imports the reward function `package.module.name`, and checks that it returns numbers."""
+    importlib.import_module("lit_async_rl.types")  # prompts need it; imported here, outside of the limits of calls
     module, _, name = path.rpartition(".")
     reward: Callable[[Any, str], Any] = getattr(importlib.import_module(module), name)
 

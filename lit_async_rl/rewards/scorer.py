@@ -1,26 +1,29 @@
-"""Rewards, off the trainer's thread, with a timeout and an error that names the prompt and the function.
+"""Scoring of completions in worker threads, with a timeout.
 
-Who waits for what: a worker waits for jobs (woken by `submit` and `close`); nobody waits for a worker. The producer's
-thread calls `check` in each turn of its loop, which raises what went wrong. Workers are daemon threads, because a
-reward function that hangs must not keep the process alive.
+Workers wait for jobs (woken by `submit` and `close`); no thread waits for a worker. The producer thread calls `check`
+in each iteration, which raises errors of the workers. They are daemon threads: a hanging reward must not keep the
+process alive.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lit_async_rl.errors import RewardError, SetupError
+from lit_async_rl.errors import RewardError, SetupError, StalledError
+from lit_async_rl.rewards.awaiting import Awaiter
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.clocks import AwakeClock
 from lit_async_rl.utils.log_limit import LimitedLog
 
@@ -28,25 +31,40 @@ CLOSE_S = 5.0
 POLL_S = 0.2
 MAX_LEFT_OUT = 10  # prompts in a row
 log = logging.getLogger(__name__)
-Reward = Callable[[Prompt, str], float]
+Reward = Callable[[Prompt, str], float | Awaitable[float]]
 
 
 def reward_name(reward: Reward) -> str:
-    """Dotted name of a function, class name of a callable object."""
+    """Dotted name of a reward function, or of the class of a callable object."""
     if hasattr(reward, "__qualname__"):
         return f"{reward.__module__}.{reward.__qualname__}"
     return f"{type(reward).__module__}.{type(reward).__qualname__}"
 
 
-def score(reward: Reward, prompt: Prompt, completion: str) -> float:
+def score(
+    reward: Reward,
+    prompt: Prompt,
+    completion: str,
+    wait: Callable[[Awaitable[float]], float] = Awaiter.once,
+) -> float:
     """One reward as a finite float.
 
+    Args:
+        reward: plain or `async`.
+        prompt: of the completion.
+        completion: to be scored.
+        wait: gives the result of an `async` reward.
+
     Raises:
-        RewardError: the function raised, or returned something that is no finite number.
+        RewardError: the function raised, or did not return a finite number.
     """
     where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, completion {completion[:200]!r}"
     try:
         value: Any = reward(prompt, completion)
+        if inspect.isawaitable(value):
+            value = wait(value)
+    except StalledError:
+        raise
     except Exception as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
@@ -73,26 +91,22 @@ class Scorer:
     """Scores completions in worker threads.
 
     Args:
-        reward: `reward(prompt, completion) -> float`; None where nothing is ever submitted.
-        num_workers: completions scored at the same time.
-        timeout_s: longest that one may take.
-        max_tries: a completion that could not be scored so often is given up, with a line in the log; after
-            `MAX_LEFT_OUT` prompts in a row, without a reward in between, what went wrong is raised. None raises it at
-            the first time. A call that does not return is left alone, and another worker takes its place.
+        reward: `reward(prompt, completion) -> float`; None if nothing is submitted.
+        num_workers: completions scored concurrently.
+        timeout_s: seconds per completion.
+        max_tries: attempts after which a completion is given up, with a log line; the error is raised after
+            `MAX_LEFT_OUT` consecutive prompts without a reward. None raises at the first failure. A call that times out
+            is abandoned, and its worker replaced.
 
     Attributes:
-        clock: what timeouts are measured with.
+        clock: clock of the timeouts.
     """
 
     def __init__(
         self, reward: Reward | None, num_workers: int = 1, timeout_s: float = 60.0, max_tries: int | None = None
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"reward_workers must be >= 1, got {num_workers}")
-        if timeout_s <= 0:
-            raise ValueError(f"reward_timeout_s must be positive, got {timeout_s}")
-        if max_tries is not None and max_tries < 1:
-            raise ValueError(f"reward_tries must be >= 1, or null to end the run at once, got {max_tries}")
+        check_range("data.scoring", ">= 1", workers=num_workers, tries=max_tries)
+        check_range("data.scoring", "positive", timeout_s=timeout_s)
         self.reward = reward
         self.clock = AwakeClock()
         self.timeout_s, self.max_tries, self.num_workers = timeout_s, max_tries, num_workers
@@ -100,6 +114,7 @@ class Scorer:
         self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
         self._left_out: list[Prompt] = []  # since the last reward
+        self._awaiter = Awaiter(timeout_s)
         self._log = LimitedLog(log)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
@@ -122,9 +137,9 @@ class Scorer:
         give_up: Callable[[], None] = lambda: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Scores in the background; `done(reward)`, or `give_up()`, is called in the worker's thread.
+        """Scores in the background; the worker thread calls `done(reward)` or `give_up()`.
 
-        Nothing happens if nobody wants it any more when its turn comes.
+        A job for which `is_wanted()` is false when it starts is dropped.
         """
         self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted))
 
@@ -135,18 +150,20 @@ class Scorer:
             if not job.is_wanted():
                 continue
             if self.reward is None:
-                raise SetupError("completions are to be scored, and data.reward is null")
+                raise SetupError("completions cannot be scored: data.reward is null")
             began = time.monotonic()
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None
             try:
-                reward = score(self.reward, job.prompt, job.completion)
+                reward = score(self.reward, job.prompt, job.completion, self._awaiter.wait)
             except RewardError as error:
                 failure = error
+            except StalledError:
+                failure = self._too_late(job)
             except BaseException as error:
                 self._error = error
                 return
-            if self._running.pop(number, None) is None:  # cut off meanwhile: another worker is in our place
+            if self._running.pop(number, None) is None:  # timed out meanwhile, and replaced by another worker
                 return
             if self._is_closed:
                 return
@@ -162,7 +179,7 @@ class Scorer:
                 return
 
     def _fail(self, job: _Job, error: RewardError) -> None:
-        """Another try, or the end of the prompt, or of the run."""
+        """Retries the job, gives up its prompt, or raises."""
         if not job.is_wanted():
             return
         job.num_tries += 1
@@ -185,14 +202,14 @@ class Scorer:
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent scoring so far, the mean over workers."""
+        """Seconds spent scoring so far, averaged over workers."""
         return self._busy_s / self.num_workers
 
     def check(self) -> None:
-        """Raises what a worker met; cuts off one that has not returned in time.
+        """Raises errors of the workers, and replaces workers that timed out.
 
         Raises:
-            RewardError: a worker has not returned in time, and there is no other try.
+            RewardError: a call timed out in its last attempt.
         """
         if self._error is not None:
             raise self._error
@@ -209,17 +226,22 @@ class Scorer:
                 continue
             del self._workers[number]
             self._add_worker()
-            late = f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
-            self._fail(job, RewardError(f"{late} on prompt {job.prompt.text[:200]!r}"))
+            self._fail(job, self._too_late(job))
+
+    def _too_late(self, job: _Job) -> RewardError:
+        name = reward_name(self.reward) if self.reward is not None else None
+        late = f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
+        return RewardError(f"{late} on prompt {job.prompt.text[:200]!r}")
 
     def close(self) -> None:
-        """Ends the workers; what waits is not scored any more.
+        """Stops the workers; queued completions are not scored.
 
-        Waits for them, but not for ever: a thread that comes back from C++ when the interpreter ends aborts the
-        process, and one in a reward that hangs cannot be ended.
+        Joins them with a timeout: a thread that returns from C++ during interpreter shutdown aborts the process, and a
+        hanging reward cannot be stopped.
         """
         self._is_closed = True
         self.clock.close()
+        self._awaiter.close()
         for _ in range(self.num_workers):
             self._jobs.put(None)
         deadline = time.monotonic() + CLOSE_S
@@ -231,7 +253,7 @@ class Scorer:
 def score_all(
     scorer: Scorer, completions: Sequence[tuple[Prompt, str]], on_progress: Callable[[], None]
 ) -> list[float | None]:
-    """Rewards in the order of the completions; None for one that was given up. Blocks, within the scorer's timeout.
+    """Scores completions and returns rewards in their order, None for one that was given up. Blocks.
 
     Raises:
         RewardError: see `Scorer`.

@@ -1,6 +1,6 @@
-"""What a checkpoint holds of the background side: all that was admitted and not trained on, and how it comes back.
+"""Checkpoint state of the producer: every group admitted and not trained on.
 
-Only tensors and plain numbers and texts, which load without pickle. `docs/checkpoints.md` says which settings may
+Consists of tensors, numbers and strings, which load without pickle. `docs/checkpoints.md` lists the settings that may
 change between saving and resuming.
 """
 
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 
 
 def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
-    """State of a producer, in the trainer's thread.
+    """State of a producer; called in the trainer's thread.
 
-    In order (`fixed_lag`), waits until all that was admitted is finished, because after a resume the version that was
-    to sample it is gone; that lasts as long as sampling lasts, and nothing may happen for at most
-    `rollout_timeout_s` of it. Otherwise nothing waits: partial completions are saved, as far as the engine knows them.
+    With in-order admission (`FixedLag`), waits until every admitted group is finished, because the version that samples
+    it is not available after a resume; at most `rollout_timeout_s` may pass without progress. Otherwise it does not
+    wait: partial completions are saved as far as the engine reports them.
+
+    An engine that hangs or fails here is handled by the next `take`; unfinished groups are sampled again after a
+    resume.
 
     Args:
         producer: started.
-        step_is_done: the groups handed out last have been trained on; if not, they are among those saved.
-
-    An engine that hangs or breaks here is left to the next `take`; what was being sampled is sampled again after a
-    resume.
+        step_is_done: whether the groups handed out last were trained on; if not, they are saved, too.
 
     Raises:
         StalledError: scoring hangs.
@@ -61,7 +61,7 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
 
 
 def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
-    """Partial completions and random state, after the wait; nothing of an engine that cannot say."""
+    """Partial completions and random state, after the wait; empty if the engine cannot provide them."""
     listener = producer.listener
     if listener.is_working and producer.admission.in_order:
         try:
@@ -77,16 +77,15 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
 
 
 def is_producer_state(value: Any) -> bool:
-    """Whether a value of a checkpoint is what `save_producer` returned, in whatever format."""
+    """Whether a checkpoint entry was made by `save_producer`, in any format version."""
     return isinstance(value, Mapping) and {"format", "settings", "admission", "groups", "position"} <= value.keys()
 
 
 def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
-    """Goes on where `save_producer` was called; before `producer.start`, with an engine that has weights.
+    """Restores a state; call it before `producer.start`, with an engine that has its weights.
 
     Raises:
-        ValueError: settings changed that may not, or the checkpoint is from a version of this library that saved
-            something else.
+        ValueError: a setting changed that may not, or another version of this library saved the checkpoint.
     """
     if (found := state.get("format")) != FORMAT:
         raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
@@ -108,7 +107,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
 
 
 def _file(producer: Producer, groups: list[SavedGroup]) -> None:
-    """Each group goes to where it was: to be trained on, to be scored, to be sampled further."""
+    """Moves each group to its former state: finished, to be scored, or to be sampled."""
     requests = []
     for group in groups:
         prompt = producer.stream.at(group.position)
@@ -140,10 +139,10 @@ def _settings(producer: Producer) -> dict[str, Any]:
 
 
 def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether groups sampled under the saved settings can be trained on.
+    """Checks the settings on which the order of prompts depends.
 
     Raises:
-        ValueError: the order of prompts could not go on.
+        ValueError: one of them changed.
     """
     for name in ("data.intake.seed", "number of data.prompts"):
         if saved[name] != now[name]:

@@ -1,4 +1,4 @@
-"""The thread that polls the engine, and the engine's place, which another one can take when it hangs or breaks."""
+"""The thread that polls the engine, and replacement of an engine that hangs or fails."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 
 
 class EngineListener:
-    """Hands completions on; keeps what goes wrong.
+    """Polls the engine, passes completions on, and records failures.
 
-    A thread that hangs in an engine cannot be ended. It is left to itself when the engine is replaced, and nobody
-    listens to it any more.
+    A thread that hangs inside an engine cannot be stopped. It is abandoned when the engine is replaced, and its results
+    are ignored.
 
     Args:
         engine: set up and loaded with weights.
-        changed: held when completions are handed on, notified when something breaks.
-        on_completion: called in the thread with each completion, `changed` held.
-        on_turn: called in the thread at least every `POLL_S`, as long as the engine does not hang.
-        timeout_s: longest that a call of the engine may take, see `EngineCalls`.
+        changed: condition held while completions are passed on, notified after failures.
+        on_completion: called in the thread for each completion, with `changed` held.
+        on_turn: called in the thread at least every `POLL_S` unless the engine hangs.
+        timeout_s: timeout of engine calls, see `EngineCalls`.
         vocab_size: of the policy.
 
     Attributes:
-        engine: that is listened to.
-        calls: its calls, bounded in time.
-        ledger: what it was asked for; guarded by `changed`.
-        engine_error: what it died of, or that it hangs; None while it works. Another one can take its place.
-        error: what else broke the thread.
+        engine: the engine in use.
+        calls: its calls, with timeouts.
+        ledger: its requests; guarded by `changed`.
+        engine_error: the engine's failure (or that it hangs); None while it works. The engine can be replaced.
+        error: any other failure of the thread.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class EngineListener:
         return threading.Thread(target=self._run, args=(self.engine,), name="producer", daemon=True)
 
     def start(self) -> None:
-        """Begins to poll."""
+        """Starts polling."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
+        """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
         self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -76,24 +76,24 @@ class EngineListener:
 
     @property
     def is_working(self) -> bool:
-        """Whether thread and engine work: neither stopped nor broken."""
+        """Whether thread and engine are running without failure."""
         return self.error is None and self.engine_error is None and self._thread.is_alive()
 
     def check_thread(self) -> None:
-        """Raises what broke the thread.
+        """Raises a failure of the thread.
 
         Raises:
-            ProducerError: something did, other than the engine.
+            ProducerError: the thread failed, for another reason than the engine.
         """
         if self.error is not None:
             raise ProducerError(f"rollout generation failed: {describe(self.error)}") from self.error
 
     def check_engine(self) -> None:
-        """Raises what the engine died of.
+        """Raises a failure of the engine.
 
         Raises:
-            StalledError: it hangs.
-            ProducerError: it broke, or the thread does not run.
+            StalledError: the engine hangs.
+            ProducerError: the engine failed, or the thread is not running.
         """
         error = self.engine_error
         if isinstance(error, StalledError):
@@ -105,12 +105,12 @@ class EngineListener:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that all engines so far generated."""
+        """Seconds of generation, summed over all engines so far."""
         return self._before[0] + self._counters()[0]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all engines so far generated."""
+        """Tokens generated, summed over all engines so far."""
         return self._before[1] + self._counters()[1]
 
     def _counters(self) -> tuple[float, int]:
@@ -121,12 +121,12 @@ class EngineListener:
             return 0.0, 0
 
     def has_loaded(self, version: int) -> None:
-        """The engine has the weights of `version`: those of no later request are older."""
+        """Records that the engine has the weights of `version`; later requests get no older tokens."""
         with self.changed:
             self.ledger.loaded = self.ledger.newest = version
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Gives the engine new weights if it works; if it breaks here that is kept, too."""
+        """Loads new weights if the engine works; a failure is recorded."""
         if self.engine_error is not None:
             return
         with self.changed:
@@ -139,10 +139,10 @@ class EngineListener:
             self.has_loaded(version)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Gives requests to the engine if it works; if it breaks here that is kept, too.
+        """Submits requests if the engine works; a failure is recorded.
 
         Raises:
-            ValueError: no engine could serve them.
+            ValueError: the request cannot be served by any engine.
         """
         if not requests or self.engine_error is not None:
             return
@@ -156,7 +156,7 @@ class EngineListener:
             self.break_engine(error, self.engine)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends requests, if the engine works."""
+        """Aborts requests if the engine works."""
         if not request_ids or self.engine_error is not None:
             return
         with self.changed:
@@ -167,7 +167,7 @@ class EngineListener:
             self.break_engine(error, self.engine)
 
     def partial_completions(self) -> list[Completion]:
-        """What running requests have so far, as far as the engine works and can say."""
+        """Partial completions of running requests; empty if the engine cannot provide them."""
         if self.engine_error is not None:
             return []
         try:
@@ -179,7 +179,7 @@ class EngineListener:
             return []
 
     def random_state(self) -> Tensor | None:
-        """The engine's, as far as it works and has one."""
+        """Random state of the engine, if it works and has one."""
         if self.engine_error is not None:
             return None
         try:
@@ -189,18 +189,18 @@ class EngineListener:
             return None
 
     def set_random_state(self, state: Tensor) -> None:
-        """Raises what the engine raises: a resume that cannot go on exactly is no resume."""
+        """Restores the random state; errors are raised, because the resume would not be exact."""
         self.calls.ask("set_random_state", lambda: self.engine.set_random_state(state))
 
     def break_engine(self, error: Exception, engine: RolloutEngine) -> None:
-        """This engine cannot be used any more."""
+        """Records a failure of the current engine."""
         with self.changed:
             if engine is self.engine and self.engine_error is None:
                 self.engine_error = error
                 self.changed.notify_all()
 
     def replace(self, engine: RolloutEngine, requests: Sequence[GenerationRequest], version: int | None = None) -> None:
-        """Goes on with another engine that has the weights of `version`, and these requests."""
+        """Switches to another engine that has the weights of `version`, and submits these requests."""
         with self.changed:
             self._before = (self.busy_s, self.num_tokens)
             self._install(engine, version)
@@ -222,7 +222,7 @@ class EngineListener:
                 self.changed.notify_all()
 
     def _receive(self, completion: Any, engine: RolloutEngine) -> None:
-        """Nothing more from an engine that was replaced, or has broken."""
+        """Passes completions on, unless the engine was replaced or has failed."""
         if engine is not self.engine or self.engine_error is not None:
             return
         try:

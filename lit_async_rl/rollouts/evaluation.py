@@ -1,13 +1,13 @@
-"""Held-out prompts sampled by the engine of a running training, beside its rollouts.
+"""Evaluation on held-out prompts with the training engine, concurrently with the rollouts.
 
 | who | waits for | woken by |
 |---|---|---|
 | producer's thread, in `collect` | nothing: files a completion, submits the next request | the engine |
 | reward worker, in `_file_reward` | nothing | `Scorer` |
-| trainer's thread | nothing; `wait` at most as long as it is told | `_file_reward` |
+| trainer's thread | nothing; `wait` at most `timeout_s` | `_file_reward` |
 
-Neither side starves: evaluation has at most `max_concurrent` samples in the engine, which has the rest for training;
-and it has those always, because an engine takes requests in order, or by their priority, which is higher here.
+Neither side starves: evaluation has at most `max_concurrent` samples in the engine, the rest is left to training; and
+it always gets those, because engines serve requests in order or by priority, which is higher here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRIORITY = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A held-out prompt, ready to be sampled."""
+    """A held-out prompt with its token ids."""
 
     dataset: str
     prompt: Prompt
@@ -43,15 +43,15 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """What one evaluation samples.
+    """Prompts and settings of one evaluation.
 
     Args:
         questions: not empty.
-        num_samples: completions of each.
-        sampling: how they are sampled.
-        version: of the policy, whose weights the engine has.
-        max_concurrent: most samples in the engine at a time. An engine without in-flight updates is given everything
-            at once, so that all of it is sampled by one version.
+        num_samples: completions of each question.
+        sampling: sampling parameters.
+        version: of the policy whose weights the engine has.
+        max_concurrent: maximum samples in the engine at a time. An engine without in-flight updates gets all at once,
+            so that a single version samples them.
         first_id: of the requests; at least `FIRST_ID`, and not used by an earlier evaluation.
     """
 
@@ -63,7 +63,7 @@ class EvaluationPlan:
     first_id: int = FIRST_ID
 
     def requests(self) -> list[GenerationRequest]:
-        """One for each question, in order."""
+        """One request per question, in order."""
         return [
             GenerationRequest(
                 id=self.first_id + n,
@@ -79,15 +79,15 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What was measured, and of which policy.
+    """Metrics of one evaluation.
 
     Attributes:
-        version: the policy's when the evaluation began.
-        oldest_version: of any token; `newest_version` likewise. All three are the same unless the engine went on under
-            newer weights meanwhile.
-        mean_version: of all tokens.
+        version: of the policy when the evaluation started.
+        oldest_version: of any token; likewise `newest_version`. They differ from `version` only if weights were updated
+            during the evaluation.
+        mean_version: over all tokens.
         metrics: `pass@1`, `pass@k` and `reward`, averages over all prompts, and `<data set>/pass@1` and so on.
-        num_unscored: prompts with completions that could not be scored, which count nowhere.
+        num_unscored: prompts excluded because a completion could not be scored.
         seconds: from the first request to the last reward.
     """
 
@@ -109,20 +109,20 @@ class _Open:
 
 
 def make_questions(datasets: dict[str, PromptSource], codec: TextCodec) -> list[Question]:
-    """All prompts of all data sets that can be used."""
+    """All usable prompts of all data sets."""
     usable = [(name, UsableSubset(source, codec.encode)) for name, source in datasets.items()]
     prompts = [(name, source[n]) for name, source in usable for n in range(len(source))]
     return [Question(dataset=name, prompt=prompt, prompt_ids=codec.encode(prompt)) for name, prompt in prompts]
 
 
 class EvaluationRun:
-    """One evaluation under way. Nothing of it is trained on, or counted by the staleness bound.
+    """A running evaluation; its samples are neither trained on nor counted by the staleness bound.
 
     Args:
-        listener: of the engine, which has the weights of `plan.version`; nothing happens without its `changed`.
-        scorer: the rewards of training.
-        codec: ids to text.
-        plan: what is sampled.
+        listener: of the engine, which has the weights of `plan.version`; its `changed` guards all state.
+        scorer: of the training reward.
+        codec: decodes token ids.
+        plan: prompts and settings.
     """
 
     def __init__(self, listener: EngineListener, scorer: Scorer, codec: TextCodec, plan: EvaluationPlan) -> None:
@@ -143,7 +143,7 @@ class EvaluationRun:
         self._changed = listener.changed
 
     def submit(self) -> None:
-        """Gives the engine as much as it may have."""
+        """Submits requests up to the limit of concurrent samples."""
         with self._changed:
             requests = []
             while self._waiting and not self._is_abandoned and not self.is_lost:
@@ -154,7 +154,7 @@ class EvaluationRun:
             self._listener.submit(requests)
 
     def collect(self, completion: Completion) -> bool:
-        """Files a completion; False if it belongs to training. One of an abandoned evaluation is dropped."""
+        """Files a completion; False if it belongs to training. Drops those of an abandoned evaluation."""
         if completion.request_id < FIRST_ID:
             return False
         with self._changed:
@@ -190,27 +190,27 @@ class EvaluationRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether all is sampled and scored."""
+        """Whether all samples are scored."""
         return self._num_left == 0
 
     @property
     def is_lost(self) -> bool:
-        """Whether another engine has taken the place of the one that samples it."""
+        """Whether the engine that samples it was replaced."""
         return self._listener.engine is not self._engine
 
     @property
     def age_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits at most `timeout_s` for its end; returns whether it is done."""
+        """Waits at most `timeout_s` for the end; returns whether it is done."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_done or self.is_lost, timeout_s)
             return self.is_done
 
     def abandon(self) -> None:
-        """Frees the engine of it."""
+        """Aborts its requests."""
         with self._changed:
             self._is_abandoned = True
             requests, self._in_engine = list(self._in_engine), set()
@@ -218,11 +218,11 @@ class EvaluationRun:
                 self._listener.abort(requests)
 
     def result(self, success_reward: float, ks: Sequence[int]) -> EvaluationResult:
-        """What was measured; call it when done.
+        """Metrics of a finished evaluation.
 
         Args:
-            success_reward: a completion whose reward reaches it is correct.
-            ks: pass@k of each, unbiased (Chen et al. 2021, arXiv:2107.03374).
+            success_reward: minimum reward of a correct completion.
+            ks: k of each pass@k, estimated without bias (Chen et al. 2021, arXiv:2107.03374).
         """
         if not self.is_done:
             raise InvariantError("an evaluation was read before it was done")

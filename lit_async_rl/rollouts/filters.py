@@ -1,8 +1,8 @@
-"""What becomes of a group when it has its rewards: kept, changed, or dropped for another prompt.
+"""Post-scoring group filters: keep, modify, or drop.
 
-`data.intake.filters` is a list that each group goes through in order. A dropped group gives its slot back at once, and
-the next prompt is submitted in the same moment, so that the engine does not wait; the new group counts as admitted now,
-so the staleness bound holds for it as for any other.
+`data.intake.filters` is a list applied to each group in order. A dropped group returns its slot at once, and the next
+prompt is submitted in the same call, so the engine does not idle; the new group is admitted at that time, so the
+staleness bound holds for it as for any other.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from dataclasses import replace
 from typing import ClassVar
 
 from lit_async_rl.types import Rollout, RolloutGroup
+from lit_async_rl.utils.checks import check_range
 
 log = logging.getLogger(__name__)
 
 
 class GroupFilter(ABC):
-    """Looks at one finished group at a time, in the order in which they finish.
+    """Filter of finished groups, called in the order in which they finish.
 
     Attributes:
-        drops: whether it may say None, which depends on timing, so that `schedule: fixed_lag` refuses it.
-        fate: what monitors call the groups that it dropped.
+        drops: whether it may drop groups, which depends on timing and is refused with `FixedLag`.
+        fate: label of its dropped groups in monitors.
     """
 
     drops: ClassVar[bool] = False
@@ -30,20 +31,20 @@ class GroupFilter(ABC):
 
     @abstractmethod
     def __call__(self, group: RolloutGroup) -> RolloutGroup | None:
-        """The group, as it is or changed; None drops it."""
+        """The group, possibly modified; None drops it."""
 
 
 class DynamicSampling(GroupFilter):
-    """Drops groups whose rewards are all equal: they have no advantage. DAPO, arXiv:2503.14476, equation 11.
+    """Drops groups whose rewards are all equal, which have zero advantage. DAPO, arXiv:2503.14476, eq. 11.
 
-    The paper samples until a batch is full of such groups; here every slot of the stream is refilled by itself. It
-    judges by accuracy, not by the shaped reward: put it in front of `OverlongPenalty`. What it keeps is later in its
-    turn than what it dropped, and not a sample of all prompts: `LengthBiasMonitor` says what was lost.
+    The paper samples until a batch is full of other groups; here each slot is refilled on its own. Place it before
+    `OverlongPenalty`, so that it sees accuracy and not the shaped reward. The groups that remain are not a uniform
+    sample of the prompts and finish later on average; `LengthBiasMonitor` reports what was dropped.
 
     Args:
-        tolerance: rewards that differ by no more than this are equal.
-        max_in_a_row: so many groups without signal are dropped one after the other; those behind them are kept until
-            one has a signal, so that a run whose task is solved (or hopeless) ends, instead of sampling for ever.
+        tolerance: rewards that differ by at most this are equal.
+        max_in_a_row: maximum number of consecutive drops; further groups are kept until one has unequal rewards, so
+            that a run whose task is solved (or hopeless) ends instead of sampling forever.
 
     Raises:
         ValueError: a setting is out of range.
@@ -53,16 +54,13 @@ class DynamicSampling(GroupFilter):
     fate: ClassVar[str] = "no_signal"
 
     def __init__(self, tolerance: float = 0.0, max_in_a_row: int = 1000) -> None:
-        if not tolerance >= 0:
-            raise ValueError(f"DynamicSampling.tolerance must be >= 0, got {tolerance}")
-        if max_in_a_row < 1:
-            raise ValueError(f"DynamicSampling.max_in_a_row must be >= 1, got {max_in_a_row}")
+        check_range("DynamicSampling", ">= 0", tolerance=tolerance)
+        check_range("DynamicSampling", ">= 1", max_in_a_row=max_in_a_row)
         self.tolerance, self.max_in_a_row = tolerance, max_in_a_row
         self._in_a_row = 0
         self._has_warned = False
 
     def __call__(self, group: RolloutGroup) -> RolloutGroup | None:
-        """None where rewards are equal."""
         rewards = [rollout.reward for rollout in group.rollouts]
         if max(rewards) - min(rewards) > self.tolerance:
             self._in_a_row = 0
@@ -79,28 +77,23 @@ class DynamicSampling(GroupFilter):
 class OverlongPenalty(GroupFilter):
     """R <- R - factor min(1, max(0, L - (max_tokens - buffer_tokens)) / buffer_tokens). DAPO, arXiv:2503.14476, eq. 13.
 
-    L counts trained tokens. A rollout of several turns is penalised in its last one.
+    L is the number of trained tokens. The penalty of a multi-turn rollout is added to its last turn.
 
     Args:
-        max_tokens: length from which the whole penalty is due, usually `data.sampling.max_tokens`.
-        buffer_tokens: tokens before that in which it rises from 0.
-        factor: the largest penalty. DAPO: 16,384 + 4,096 tokens, factor 1.
+        max_tokens: length of the full penalty, usually `data.sampling.max_tokens`.
+        buffer_tokens: length over which the penalty rises from 0.
+        factor: maximum penalty. DAPO: 16,384 + 4,096 tokens, factor 1.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
     def __init__(self, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> None:
-        if not 0 < buffer_tokens <= max_tokens:
-            raise ValueError(
-                f"OverlongPenalty.buffer_tokens must be between 1 and max_tokens={max_tokens}, got {buffer_tokens}"
-            )
-        if not factor >= 0:
-            raise ValueError(f"OverlongPenalty.factor must be >= 0, got {factor}")
+        check_range("OverlongPenalty", f"in [1, {max_tokens}]", buffer_tokens=buffer_tokens)
+        check_range("OverlongPenalty", ">= 0", factor=factor)
         self.max_tokens, self.buffer_tokens, self.factor = max_tokens, buffer_tokens, factor
 
     def __call__(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with lower rewards."""
         return replace(group, rollouts=tuple(self._penalised(rollout) for rollout in group.rollouts))
 
     def _penalised(self, rollout: Rollout) -> Rollout:
@@ -109,14 +102,13 @@ class OverlongPenalty(GroupFilter):
 
 
 class OverlongFilter(GroupFilter):
-    """Rollouts that were cut off at the limit (finish reason `length`) do not train. DAPO, arXiv:2503.14476.
+    """Masks rollouts truncated at the token limit (finish reason `length`). DAPO, arXiv:2503.14476.
 
-    They stay in the group's baseline, as in the paper's own code. A group in which nothing is left is kept: it takes
-    its place in the step, with weight 0.
+    They stay in the group's baseline, as in the paper's code. A fully masked group is kept: it takes its place in the
+    step, with weight 0.
     """
 
     def __call__(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with those rollouts masked."""
         return replace(group, rollouts=tuple(map(_masked_if_cut, group.rollouts)))
 
 

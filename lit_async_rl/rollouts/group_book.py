@@ -1,4 +1,4 @@
-"""Groups between admission and training, and how they come back after a resume or a restarted engine. No threads."""
+"""Groups between admission and training, and their recovery after a resume or an engine restart. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class OpenGroup:
     """A group between admission and its last reward.
 
     Attributes:
-        requests: ids under which the engine knows it.
-        completions: by sample, those that have come back; they get their rewards here.
-        texts: of the same.
+        requests: their ids in the engine.
+        completions: received so far, by sample; rewards are added to them.
+        texts: of these completions.
         generation_s: seconds from admission to the last token.
     """
 
@@ -40,13 +40,13 @@ class OpenGroup:
 
 
 class GroupBook:
-    """Who is being sampled, who is finished, and who was handed out in this step.
+    """Groups being sampled, finished, and handed out in this step.
 
     Args:
-        codec: ids to text.
-        group_size: completions of each prompt.
-        sampling: how they are sampled.
-        replicate_prompts: ask for each completion by itself.
+        codec: decodes token ids.
+        group_size: completions per prompt.
+        sampling: sampling parameters.
+        replicate_prompts: one request per completion.
 
     Raises:
         ValueError: a stop string is a special token.
@@ -65,14 +65,14 @@ class GroupBook:
         self.positions: dict[int, int] = {}  # of the prompts of all of these, in the stream
 
     def open(self, index: int, position: int, prompt: Prompt, version: int) -> list[GenerationRequest]:
-        """A new group, and the requests for it."""
+        """Opens a group; returns it with its requests."""
         group = OpenGroup(index, position, prompt, self.codec.encode(prompt), version, time.monotonic())
         self.positions[index] = position
         self.unfinished[index] = group
         return self.missing(group)
 
     def collect(self, completion: Completion) -> tuple[OpenGroup, int] | None:
-        """Files a completion; returns its group and which sample it is. None if the group is gone."""
+        """Files a completion; returns its group and sample index. None if the group is gone."""
         completion = self.requests.whole(completion)
         group = self.unfinished.get(completion.request_id)
         if group is None:
@@ -84,7 +84,7 @@ class GroupBook:
 
     @property
     def lacking(self) -> list[OpenGroup]:
-        """Groups that wait for the engine; all other unfinished ones are being scored."""
+        """Groups with completions missing; all other unfinished ones are being scored."""
         return [group for group in self.unfinished.values() if len(group.completions) < self.group_size]
 
     def _file(self, group: OpenGroup, completion: Completion) -> None:
@@ -93,11 +93,11 @@ class GroupBook:
         group.texts[completion.sample_index] = self.codec.decode(completion.token_ids, stop)
 
     def is_open(self, group: OpenGroup) -> bool:
-        """Whether a group is still being sampled or scored, and was not given up meanwhile."""
+        """Whether a group is still being sampled or scored, and was not dropped."""
         return self.unfinished.get(group.index) is group
 
     def reward(self, group: OpenGroup, sample: int, reward: float) -> bool:
-        """Files a reward; whether the group is finished now."""
+        """Files a reward; returns whether the group is finished."""
         if not self.is_open(group):
             return False
         group.completions[sample] = dataclasses.replace(group.completions[sample], reward=reward)
@@ -124,20 +124,20 @@ class GroupBook:
         self.requests.forget(group.requests)
 
     def hand_out(self, index: int, deadline: int, max_staleness: int) -> RolloutGroup:
-        """A finished group, to be trained on within its bound."""
+        """A finished group to train on, with its staleness bound."""
         waited = time.monotonic() - self.finished_at.pop(index)
         group = dataclasses.replace(self.finished.pop(index), queue_s=waited, max_staleness=max_staleness)
         self.in_step[index] = (group, deadline)
         return group
 
     def begin_step(self) -> None:
-        """What was handed out before has been trained on."""
+        """Marks the groups handed out before as trained on."""
         for index in self.in_step:
             del self.positions[index]
         self.in_step = {}
 
     def give_up(self, index: int) -> tuple[int, ...]:
-        """Forgets a group that was not handed out; returns the ids of those of its requests that may still run."""
+        """Drops a group that was not handed out; returns the ids of its running requests."""
         del self.positions[index]
         if index in self.finished:
             del self.finished[index], self.finished_at[index]
@@ -147,7 +147,7 @@ class GroupBook:
         return group.requests
 
     def progress_of(self, index: int, partials: Iterable[Completion]) -> tuple[float, float]:
-        """Mean tokens of those of a group's rollouts that have begun, so far, and the seconds since its admission."""
+        """Mean tokens so far of a group's started rollouts, and seconds since its admission."""
         if index in self.finished:
             group = self.finished[index]
             return group.num_tokens / len(group.rollouts), group.generation_s
@@ -158,7 +158,7 @@ class GroupBook:
     # -- checkpoints and restarts -------------------------------------------------------------------------------------
 
     def save(self, deadlines: Mapping[int, int], partials: Iterable[Completion]) -> list[SavedGroup]:
-        """Every group that has a deadline, with all it has so far."""
+        """All groups with a deadline, with their completions so far."""
         done = {**self.finished, **{index: group for index, (group, _) in self.in_step.items()}}
         begun = self._begun(partials)
         groups = []
@@ -178,7 +178,7 @@ class GroupBook:
         return groups
 
     def _begun(self, partials: Iterable[Completion]) -> dict[int, dict[int, Completion]]:
-        """What running samples of each unfinished group have, whole with what they had before a resume."""
+        """Partial completions of each unfinished group, with tokens resumed from an earlier run."""
         begun: dict[int, dict[int, Completion]] = {index: {} for index in self.unfinished}
         for partial in partials:
             whole = self.requests.whole(partial)
@@ -187,7 +187,7 @@ class GroupBook:
         return begun
 
     def restore(self, saved: SavedGroup, prompt: Prompt) -> OpenGroup:
-        """Files a saved group as it was; what was being sampled is asked for by `missing`."""
+        """Restores a saved group; `missing` requests its unfinished samples."""
         group = OpenGroup(
             saved.index, saved.position, prompt, saved.prompt_ids, saved.admitted_version, time.monotonic()
         )
@@ -203,7 +203,7 @@ class GroupBook:
         return group
 
     def missing(self, group: OpenGroup, partials: Iterable[Completion] = ()) -> list[GenerationRequest]:
-        """Requests for the samples a group lacks; those in `partials` go on from what they have."""
+        """Requests for the samples that a group lacks; those in `partials` are resumed."""
         lacking = [n for n in range(self.group_size) if n not in group.completions]
         requests = self.requests.make(group.index, group.prompt, group.prompt_ids, lacking, partials)
         group.requests = tuple(request.id for request in requests)

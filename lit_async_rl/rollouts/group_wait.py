@@ -1,4 +1,4 @@
-"""How the trainer's thread waits for groups: as long as something happens, and never without saying why it ends."""
+"""Waiting for groups in the trainer's thread: bounded by time without progress."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class GroupWait:
-    """Waits for the background side, and notices when it is broken or hangs.
+    """Waits for the background threads and detects that they failed or hang.
 
     Args:
-        listener: has the engine, and the condition that is notified when something changes.
-        book: groups under way.
-        clock: what the timeout is measured with.
-        timeout_s: longest time in which nothing at all may happen.
-        num_scored: completions scored so far: one more is something that happened, and so is a token.
+        listener: owns the engine and the condition notified on changes.
+        book: open groups.
+        clock: of the timeout.
+        timeout_s: seconds without a new token or reward before `StalledError`.
+        num_scored: number of completions scored so far; a change of it is progress, as is a new token.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class GroupWait:
         self.timeout_s, self._num_scored = timeout_s, num_scored
 
     def until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """What `ready` returns as soon as that is a number; None to stop. Call it with `listener.changed` held.
+        """First number returned by `ready`; None to stop. Call it with `listener.changed` held.
 
         Raises:
             ProducerError: a background thread died (its error is the cause).
-            StalledError: nothing happened for `timeout_s`.
+            StalledError: no progress for `timeout_s`.
         """
         last_change, progress, is_said = self._clock.now(), self._progress(), False
         while True:
@@ -66,7 +66,7 @@ class GroupWait:
         return self._listener.num_tokens, self._num_scored()
 
     def _stall(self) -> NoReturn:
-        """It is the engine that hangs where completions are lacking."""
+        """Attributes the stall to the engine if completions are missing."""
         advice = (
             "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
         )

@@ -1,4 +1,4 @@
-"""Which prompts are sampled and which groups are kept, and a count of what became of all of them."""
+"""Data policies of a run: order and selection of prompts, group filters, and totals by fate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ UNBEGUN = "unbegun"  # too old before it had a token
 
 @dataclass(frozen=True, kw_only=True)
 class FateTotals:
-    """Totals over the groups that met one fate (`trained`, `expired`, `unbegun`, or what a filter says) so far.
+    """Totals over the groups with one fate (`trained`, `expired`, `unbegun`, or the label of a filter).
 
     Attributes:
-        num_groups: how many.
-        length: sum over groups of the mean tokens of a rollout; of groups that were cut off, as far as they had come.
+        num_groups: number of groups.
+        length: sum over groups of the mean tokens per rollout; for aborted groups, of the tokens so far.
         seconds: sum of the seconds from admission to the last token, or to the end of the group.
-        num_measured: those whose prompt had a measured pass rate before; `pass_rate`: the sum of these rates.
+        num_measured: groups whose prompt had a measured pass rate; `pass_rate`: sum of these rates.
     """
 
     num_groups: int = 0
@@ -38,18 +38,18 @@ class FateTotals:
 
 
 class Intake:
-    """Data policies of a run: which prompts are sampled, which groups are kept, and how they reach a step.
+    """Selection of prompts and groups of a run, and their delivery to steps.
 
     All methods are called with the producer's lock held.
 
     Args:
-        filters: applied in turn to a group that has its rewards; each may change or drop it.
-        curriculum: which prompts are skipped; None skips none.
-        seed: order of the prompts.
-        success_reward: a rollout with at least this reward is a success, before filters change rewards.
-        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
-        replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
-            place or at one time (ROLL Flash, arXiv:2510.11345).
+        filters: applied in order to a scored group; each may modify or drop it.
+        curriculum: selects prompts; None skips none.
+        seed: of the order of prompts.
+        success_reward: minimum reward of a successful rollout, before filters change rewards.
+        stream_groups: train on a micro-batch as soon as its groups are finished, not when the whole step is.
+        replicate_prompts: one request per completion, so that the completions of a prompt can be sampled in different
+            places and at different times (ROLL Flash, arXiv:2510.11345).
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class Intake:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was measured."""
+        """Clears all measurements."""
         self.pass_rates = PassRates()
         self._fates: dict[str, FateTotals] = {}
         self._num_lost: Counter[int] = Counter()  # position -> how often it was lost in a row
         self._successes: dict[int, float] = {}  # group -> its pass rate, until it was trained on
 
     def next_position(self, stream: PromptStream) -> int:
-        """The next prompt to sample."""
+        """Position of the next prompt to sample."""
         return stream.advance() if self.curriculum is None else self.curriculum.advance(stream, self.pass_rates)
 
     def judge(self, group: RolloutGroup, number: int) -> RolloutGroup | None:
-        """A group of prompt `number` that has its rewards, as it is to be trained on; None if it is not to be."""
+        """Filters a scored group of prompt `number`; None if it is dropped."""
         pass_rate = self._pass_rate(group)
         kept: RolloutGroup | None = group
         for one in self.filters:
@@ -92,14 +92,14 @@ class Intake:
         return kept
 
     def trained(self, group: RolloutGroup, number: int, position: int) -> None:
-        """A group was trained on."""
+        """Counts a group as trained on."""
         self._count(TRAINED, number, _length(group), group.generation_s)
         known = self._successes.pop(group.index, None)  # not there after a resume
         self.pass_rates.measure(number, self._pass_rate(group) if known is None else known)
         self._num_lost.pop(position, None)
 
     def lose(self, index: int, number: int, position: int, length: float, seconds: float, max_tries: int = 1) -> bool:
-        """Counts a group that came too late; whether its prompt is to be sampled again."""
+        """Counts a group that exceeded the bound; returns whether its prompt is to be sampled again."""
         self._successes.pop(index, None)
         self._count(EXPIRED if length else UNBEGUN, number, length, seconds)
         self._num_lost[position] += 1

@@ -1,4 +1,4 @@
-"""The background thread that keeps the engine busy within the staleness bound.
+"""Background thread that keeps the engine busy within the staleness bound.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -6,9 +6,9 @@
 | producer thread, in `engine.poll` | a finished completion | the engine |
 | reward worker, in `Scorer` | a completion to score | `_collect` |
 
-Slots come back in `advance`, which the trainer calls after it has published weights; new prompts are submitted there,
-in one call, so that what the engine decodes together does not depend on timing. Whatever goes wrong in a thread is
-kept and raised by `take` with its cause; an engine that hangs or breaks can be replaced.
+Slots are returned in `advance`, which the trainer calls after a publication; new prompts are submitted there in one
+call, so that the composition of decode batches does not depend on timing. Errors of the threads are recorded and raised
+by `take` with their cause; an engine that hangs or fails can be replaced.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from lit_async_rl.types import RolloutGroup
 
 
 class Producer:
-    """Admits prompts, collects completions, has them scored, and hands out finished groups.
+    """Admits prompts, collects completions, scores them, and hands out finished groups.
 
     Args:
         engine: set up and loaded with the first weights.
-        stream: endless prompts; `codec`: text to ids and back; `admission`: the bound.
-        group_size: completions of each prompt.
-        sampling: how they are sampled.
-        timeout_s: longest time in which nothing at all may happen while the trainer waits.
-        intake: which prompts are sampled, and which groups kept; None is all.
+        stream: endless prompts; `codec`: tokenizer; `admission`: the bound.
+        group_size: completions per prompt.
+        sampling: sampling parameters.
+        timeout_s: seconds without a new token or reward, while the trainer waits, before `StalledError`.
+        intake: selection of prompts and groups; None keeps all.
 
     Attributes:
-        listener: has the engine, and what it died of.
-        wait: how the trainer's thread waits for what the others do.
+        listener: owns the engine and its failure.
+        wait: waits of the trainer's thread.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Producer:
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
     def start(self, version: int) -> None:
-        """Starts sampling; `version` is already loaded in the engine."""
+        """Starts sampling; the engine already has the weights of `version`."""
         self.version = version
         self.listener.has_loaded(version)
         self._began = time.monotonic()
@@ -86,7 +86,7 @@ class Producer:
         self.listener.start()
 
     def advance(self, version: int) -> None:
-        """Ends a round: the engine has the weights of `version`; the slots of the groups trained on come back."""
+        """Ends a round: the engine has the weights of `version`; the slots of the groups trained on are returned."""
         with self.changed:
             self.version = version
             self.admission.advance()
@@ -95,17 +95,17 @@ class Producer:
             self.changed.notify_all()
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the bound for groups admitted from now on."""
+        """Changes the bound of groups admitted from now on."""
         with self.changed:
             self.admission.max_staleness = max_staleness
             self._admit()
 
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
-        """The next group to train on; None when `should_stop()` turned true while waiting.
+        """The next group to train on; None if `should_stop()` became true while waiting.
 
         Raises:
             ProducerError: a background thread died (its error is the cause).
-            StalledError: nothing happened for `timeout_s`.
+            StalledError: no progress for `timeout_s`.
         """
         began = time.monotonic()
         try:
@@ -122,9 +122,9 @@ class Producer:
             self._wait_s += time.monotonic() - began
 
     def replace_engine(self, engine: RolloutEngine) -> int:
-        """Goes on with another engine, which has weights; returns how many groups begin again there.
+        """Switches to another engine, which has weights; returns the number of groups sampled again.
 
-        What has come from the old one is kept: finished groups, and single completions.
+        Finished groups and completions of the old engine are kept.
         """
         with self.changed:
             lacking = self.book.lacking
@@ -134,11 +134,11 @@ class Producer:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The engine that samples now."""
+        """The engine in use."""
         return self.listener.engine
 
     def begin_step(self) -> None:
-        """The groups handed out so far have been trained on."""
+        """Marks the groups handed out so far as trained on."""
         with self.changed:
             for index, (group, _) in self.book.in_step.items():
                 position = self.book.positions[index]
@@ -162,7 +162,7 @@ class Producer:
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Ends the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
+        """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
         with self.changed:
             self.changed.notify_all()
         is_ended = self.listener.stop(timeout_s)
@@ -172,7 +172,7 @@ class Producer:
     # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) ---------------------------------
 
     def _admit(self) -> None:
-        """Submits as many prompts as there are slots, in one call."""
+        """Submits as many prompts as there are free slots, in one call."""
         with self.changed:
             requests = []
             for _ in range(self.admission.num_admissible):
@@ -182,7 +182,7 @@ class Producer:
             self.listener.submit(requests)
 
     def _drop_lost(self) -> None:
-        """Groups that came too late: what is still being sampled of them is aborted."""
+        """Drops groups that exceed the bound and aborts their requests."""
         lost = self.admission.lose()
         is_sampling = any(index in self.book.unfinished for index in lost)
         partials = self.listener.partial_completions() if is_sampling else []
@@ -204,7 +204,7 @@ class Producer:
             self.score(*found)
 
     def score(self, group: OpenGroup, sample: int) -> None:
-        """Has a completion scored, as soon as it is there: its group may still be sampled."""
+        """Submits a completion for scoring as soon as it is sampled; its group may still be incomplete."""
         if (reward := group.completions[sample].reward) is not None:
             self._file_reward(group, sample, reward)
             return
@@ -217,7 +217,7 @@ class Producer:
         )
 
     def _give_up(self, group: OpenGroup) -> None:
-        """A group that cannot be scored: another prompt takes its slot."""
+        """Drops a group that cannot be scored; another prompt takes its slot."""
         with self.changed:
             if not self.book.is_open(group):
                 return
@@ -238,7 +238,7 @@ class Producer:
                 self.changed.notify_all()
 
     def _judge(self, group: OpenGroup) -> None:
-        """A finished group may be trained on, or another prompt takes its slot."""
+        """Filters a finished group; if it is dropped, another prompt takes its slot."""
         number = self.stream.number_at(group.position)
         kept = self.intake.judge(self.book.finished[group.index], number)
         if kept is None:

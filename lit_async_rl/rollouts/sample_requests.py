@@ -1,4 +1,4 @@
-"""Which samples of which group a request of the engine stands for, and what a sample had before it was asked for."""
+"""Mapping between requests of the engine and the samples of groups, including resumed ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lit_async_rl.types import Prompt
 
 @dataclass(frozen=True)
 class _Part:
-    """What a sample of a request stands for, where that is not sample n of group `id`; with the tokens it has."""
+    """Sample that a request stands for, with its resumed tokens, if it is not sample n of group `id`."""
 
     index: int
     sample: int
@@ -20,12 +20,12 @@ class _Part:
 
 
 class SampleRequests:
-    """Makes requests for the samples that groups lack, and puts what comes back under the groups' own numbers.
+    """Makes requests for missing samples and maps completions back to groups.
 
     Args:
-        group_size: completions of each prompt.
-        sampling: how they are sampled.
-        replicate_prompts: ask for each completion by itself.
+        group_size: completions per prompt.
+        sampling: sampling parameters.
+        replicate_prompts: one request per completion.
     """
 
     def __init__(self, group_size: int, sampling: SamplingParams, replicate_prompts: bool) -> None:
@@ -40,9 +40,9 @@ class SampleRequests:
         lacking: Sequence[int],
         partials: Iterable[Completion],
     ) -> list[GenerationRequest]:
-        """Requests for the samples `lacking` of group `index`; those in `partials` go on from what they have.
+        """Requests for the samples `lacking` of group `index`; those in `partials` are resumed.
 
-        One request whose id is the group's index asks for all that have nothing yet. Others, of one sample each, have
+        Samples without tokens share one request whose id is the group's index. Others have a request each, with
         negative ids.
         """
         prefixes = {c.sample_index: c for c in partials if c.token_ids and c.finish_reason == "abort"}
@@ -78,7 +78,7 @@ class SampleRequests:
         return requests
 
     def whole(self, completion: Completion) -> Completion:
-        """A completion, finished or not, under its group's id and its own number, with the tokens it had before."""
+        """A completion, finished or not, under its group's id and sample index, with its resumed tokens."""
         if completion.request_id not in self._parts:
             return completion
         part = self._parts[completion.request_id][completion.sample_index]
@@ -93,6 +93,6 @@ class SampleRequests:
         )
 
     def forget(self, request_ids: Iterable[int]) -> None:
-        """Nothing that comes under these ids is wanted any more."""
+        """Removes these request ids; later completions for them are dropped."""
         for request_id in request_ids:
             self._parts.pop(request_id, None)

@@ -1,7 +1,7 @@
-"""Groups that were admitted but not trained on, as tensors in a checkpoint: nothing in it needs pickle.
+"""Groups admitted but not trained on as tensors of a checkpoint, without pickle.
 
-Prompts are saved by their position in the stream, and their token ids are compared when they are read again.
-G groups, R completions of all of them (finished or partial), N tokens of all completions.
+Prompts are saved as positions in the stream, and their token ids are compared on loading. G groups, R completions of
+all of them (finished or partial), N tokens of all completions.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SavedGroup:
 
     Attributes:
         index: `RolloutGroup.index`; `position`: of its prompt in the stream; `deadline`: last round it may train in.
-        is_finished: all completions are there and have rewards.
-        completions: finished ones, and with `finish_reason` `abort` those that were being sampled.
+        is_finished: whether all completions are present and scored.
+        completions: finished ones, and partial ones with `finish_reason` `abort`.
     """
 
     index: int
@@ -74,7 +74,7 @@ def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
-    """What `pack_groups` was given."""
+    """Inverse of `pack_groups`."""
     lists = {name: tensor.tolist() for name, tensor in packed.items()}
     groups, token, prompt_token, number = [], 0, 0, 0
     turns: dict[int, list[Turn]] = {}

@@ -1,4 +1,4 @@
-"""Totals of the background side, for monitors."""
+"""Totals of sampling and scoring, for monitors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ProducerStats:
 
     Attributes:
         wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
-        engine_busy_s: seconds the engine generated; `num_tokens`: tokens it generated.
-        scoring_s: seconds a reward worker scored, the mean over workers.
+        engine_busy_s: seconds of generation; `num_tokens`: tokens generated.
+        scoring_s: seconds of scoring, the mean over workers.
         num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
-        num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
-        fates: what became of the groups, and how long they were.
+        num_lost: groups dropped without a filter: redundant, fallen out of a ring buffer, too old.
+        fates: number and length of groups by fate.
     """
 
     wait_s: float
@@ -34,7 +34,7 @@ class ProducerStats:
 
     @classmethod
     def zero(cls) -> ProducerStats:
-        """Before anything happened."""
+        """Totals before the start."""
         return cls(
             wait_s=0.0,
             run_s=0.0,

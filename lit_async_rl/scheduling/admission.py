@@ -1,19 +1,18 @@
-"""The staleness bound, as counting: which groups may be sampled now, and which may be trained on now.
+"""Admission control: the staleness bound by counting slots.
 
-A *round* is the time between two weight publications; P groups are trained on in each. The rule: before it is sampled,
-group number i (from 0) takes one of (S + 1) P slots, and P slots come back at the end of each round. So in round v the
-admitted groups are those with i < (S + 1 + v) P. In first-in-first-out order group i trains in round
-floor(i / P) <= v + S, so no token of it, sampled by version v or newer, is older than S versions. Nothing is thrown
-away.
+A *round* is the time between two weight publications; P groups are trained on in each. Before it is sampled, group
+number i (from 0) takes one of (S + 1) P slots, and P slots are returned at the end of each round. So in round v the
+admitted groups are those with i < (S + 1 + v) P. In FIFO order group i trains in round floor(i / P) <= v + S, so no
+token of it, sampled by version v or newer, is older than S versions. No group is discarded.
 
-First-in-first-out would let one slow group hold up all that finished behind it. The `free` schedule therefore takes any
-finished group as long as every admitted one can still be trained on before its deadline v + S (earliest deadline first
-is feasible whenever first-in-first-out is). `fixed_lag` keeps the order, which makes runs reproducible.
+In FIFO order one slow group would block all that finished behind it. `Bounded` therefore takes any finished group as
+long as every admitted one can still be trained on before its deadline v + S (earliest deadline first is feasible
+whenever FIFO is). `FixedLag` keeps the order, which makes runs reproducible.
 
 With R redundant groups (ROLL Flash, arXiv:2510.11345) there are R more slots, and at most R groups of a round may miss
-their deadline: they are lost, so that the R slowest hold nobody up.
+their deadline: they are dropped, so the R slowest groups delay nothing.
 
-What a group costs here grows with the logarithm of how many there are, and is small beside all else that it costs.
+The cost per group grows with the logarithm of the number of groups and is negligible in a run.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from typing import Any
 
 from lit_async_rl.errors import InvariantError, StalenessError
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.checks import check_range
 
 
 def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
-    """Checks every token of groups with a bound, before they are made into batches; `StepGuard` does it again after.
+    """Checks every token of groups with a bound before they are collated; `StepGuard` checks again after.
 
     Raises:
-        StalenessError: one is older than `max_staleness` of its group.
+        StalenessError: a token is older than the `max_staleness` of its group.
     """
     for group in groups:
         oldest = min((v for rollout in group.rollouts for v in rollout.versions), default=version)
@@ -44,14 +44,14 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
 
 
 class Admission:
-    """Counts slots; no threads, no clocks (the producer holds a lock around it).
+    """Counts slots; not thread-safe (the producer holds a lock) and without clocks.
 
     Args:
         groups_per_round: P, groups trained on between two publications.
         max_staleness: S, in versions; 0 is synchronous.
-        in_order: take groups strictly in the order of admission (`fixed_lag`) instead of any that is safe to take.
-        async_ratio: alpha, of ROLL Flash (arXiv:2510.11345): no more than (1 + alpha) P groups are sampled or waiting
-            at a time, alpha any number up to S. A token is then at most ceil(alpha) versions old. None is S.
+        in_order: take groups strictly in the order of admission (`FixedLag`) instead of any that is safe to take.
+        async_ratio: alpha of ROLL Flash (arXiv:2510.11345): at most (1 + alpha) P groups are sampled or queued at a
+            time, 0 <= alpha <= S. A token is then at most ceil(alpha) versions old. None is S.
         redundant_groups: R.
     """
 
@@ -63,18 +63,15 @@ class Admission:
         async_ratio: float | None = None,
         redundant_groups: int = 0,
     ) -> None:
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness must be >= 0 versions (0 is synchronous), got {max_staleness}")
-        if groups_per_round < 1:
-            raise ValueError(f"groups_per_step must be >= 1, got {groups_per_round}")
-        if async_ratio is not None and not 0 <= async_ratio <= max_staleness:
-            raise ValueError(f"async_ratio must be between 0 and max_staleness={max_staleness}, got {async_ratio}")
+        check_range("Admission", ">= 0", max_staleness=max_staleness, redundant_groups=redundant_groups)
+        check_range("Admission", ">= 1", groups_per_round=groups_per_round)
+        check_range("Admission", f"in [0, {max_staleness}]", async_ratio=async_ratio)
         if async_ratio is not None and in_order:
-            raise ValueError(f"async_ratio={async_ratio} with schedule=fixed_lag: its lag is max_staleness, exactly")
-        if redundant_groups < 0:
-            raise ValueError(f"redundant_groups must be >= 0, got {redundant_groups}")
+            raise ValueError(
+                f"Admission.async_ratio={async_ratio} with in_order=True: the lag is max_staleness, exactly"
+            )
         if redundant_groups and in_order:
-            raise ValueError(f"redundant_groups={redundant_groups} with schedule=fixed_lag, which loses no group")
+            raise ValueError(f"Admission.redundant_groups={redundant_groups} with in_order=True, which loses no group")
         self.async_ratio, self.redundant_groups = async_ratio, redundant_groups
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness
@@ -91,19 +88,19 @@ class Admission:
 
     @property
     def num_admissible(self) -> int:
-        """Groups that may start to be sampled now."""
+        """Number of groups whose sampling may start now."""
         ahead = self.groups_per_round * self._reach
         slots = self.groups_per_round + math.floor(ahead + 1e-9)  # 0.29 * 100 is 28.999...
         return max(0, slots + self.redundant_groups - self.num_taken - self.num_lost - len(self._deadlines))
 
     @property
     def _reach(self) -> int | float:
-        """Versions by which sampling may run ahead: S, or alpha if that is less."""
+        """Versions by which sampling may run ahead: min(S, alpha)."""
         return self.max_staleness if self.async_ratio is None else min(self.async_ratio, self.max_staleness)
 
     @property
     def num_left_in_round(self) -> int:
-        """Groups still to be taken before the next publication."""
+        """Groups to take before the next publication."""
         return self.groups_per_round - self.num_taken
 
     def admit(self) -> int:
@@ -124,7 +121,7 @@ class Admission:
             self._order.append(index)
 
     def finish(self, index: int) -> None:
-        """An admitted group has all that training needs."""
+        """Marks an admitted group as ready to train."""
         heapq.heappush(self._finished, index)
 
     @property
@@ -133,7 +130,7 @@ class Admission:
         return dict(self._deadlines)
 
     def choose(self) -> int | None:
-        """The finished group to train on next; None while only unfinished ones may be."""
+        """The finished group to train on next; None if only unfinished ones may be taken."""
         while self._finished and self._finished[0] not in self._deadlines:
             heapq.heappop(self._finished)
         if self.num_left_in_round <= 0 or not self._finished:
@@ -146,7 +143,7 @@ class Admission:
         return oldest if self._is_safe(oldest) else None
 
     def _is_safe(self, index: int) -> bool:
-        """Whether all other groups (but R) can still meet their deadlines when `index` is taken now."""
+        """Whether all other groups (but R) can still meet their deadlines if `index` is taken now."""
         own = self._deadlines[index]
         room, due = self.num_left_in_round - 1 + self.redundant_groups, 0
         for deadline in range(self.round, own):
@@ -157,7 +154,7 @@ class Admission:
         return True
 
     def take(self, index: int) -> int:
-        """Marks a chosen group as trained on in this round; returns its deadline."""
+        """Takes a chosen group in this round; returns its deadline."""
         deadline = self.drop(index)
         if deadline < self.round:
             raise StalenessError(f"group {index} was due in round {deadline}, now is {self.round}")
@@ -165,7 +162,7 @@ class Admission:
         return deadline
 
     def drop(self, index: int) -> int:
-        """Gives an admitted group up; its slot comes back at once. Returns its deadline."""
+        """Drops an admitted group; its slot is returned at once. Returns its deadline."""
         deadline = self._deadlines.pop(index)
         self._due[deadline] -= 1
         if not self._due[deadline]:
@@ -173,7 +170,7 @@ class Admission:
         return deadline
 
     def lose(self) -> list[int]:
-        """Once the round is full: drops the groups that were due in it, at most R; their slots come back with it."""
+        """Once the round is full: drops at most R groups that were due in it; the round returns their slots."""
         if self.num_left_in_round > 0 or not self._due[self.round]:
             return []
         lost = [index for index, deadline in self._deadlines.items() if deadline <= self.round]
@@ -185,7 +182,7 @@ class Admission:
         return lost
 
     def advance(self) -> None:
-        """Ends the round: the weights trained on these groups are live (or the update was skipped)."""
+        """Ends the round: the weights trained on its groups are published (or the update was skipped)."""
         if self.num_left_in_round:
             raise InvariantError(f"{self.num_left_in_round} groups of round {self.round} were never taken")
         self.bounds = {index: self.bounds[index] for index in self._deadlines}
@@ -195,7 +192,7 @@ class Admission:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, num_given_back: int = 0) -> dict[str, Any]:
-        """Plain containers; `num_given_back` groups were taken in this round but not trained on."""
+        """State as plain containers; `num_given_back` groups of this round were taken but not trained on."""
         return {
             "round": self.round,
             "num_taken": self.num_taken - num_given_back,
@@ -207,16 +204,16 @@ class Admission:
         }
 
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
-        """Goes on where `state_dict` was taken, with these groups admitted (index: deadline) if the bound allows.
+        """Restores a `state_dict` with these groups admitted (index: deadline), as far as the bound allows.
 
-        It does for all of them when nothing was changed in between. With a smaller `max_staleness` deadlines come
-        earlier, with fewer groups for each round the last ones would be late.
+        With unchanged settings it allows all of them. With a smaller `max_staleness` deadlines move forward; with fewer
+        groups per round the last ones would miss theirs.
 
         Returns:
-            The groups admitted; the others are to be sampled anew.
+            The groups admitted; the others must be sampled again.
 
         Raises:
-            ValueError: the groups of a round were changed in the middle of one.
+            ValueError: the number of groups per round was changed in the middle of a round.
         """
         if state["num_taken"] and state["groups_per_round"] != self.groups_per_round:
             raise ValueError(

@@ -1,13 +1,13 @@
-"""Which side of an asynchronous run is the limit, how much time that costs, and which setting to turn.
+"""Bottleneck of an asynchronous run: the limiting side, the time it costs, and the setting to change.
 
-The wall time W of a window holds, per step or in sum, T_gen (the engine generated), T_train (the trainer neither waited
-for rollouts nor published weights), T_sync (it published) and T_wait (it waited); W = T_train + T_sync + T_wait.
+The wall time W of a window consists of T_gen (the engine generated), T_train (the trainer neither waited for rollouts
+nor published weights), T_sync (it published) and T_wait (it waited); W = T_train + T_sync + T_wait.
 
-* Overlap efficiency: (T_gen + T_train + T_sync - W) / min(T_gen, T_train + T_sync). 0: one after the other; 1: the
-  shorter side is hidden behind the longer one. It is T_gen - T_wait over the shorter side.
-* With perfect overlap the longest side alone would be left: W* = max(T_gen, T_train + T_sync, T_score / workers). What
-  W - W* is large enough to matter is lost to waiting for each other, and only the bound or the scheduling can win it;
-  otherwise the longest side is the limit.
+* Overlap efficiency: (T_gen + T_train + T_sync - W) / min(T_gen, T_train + T_sync). 0: sequential; 1: the shorter side
+  is hidden behind the longer one. It equals T_gen - T_wait over the shorter side.
+* With perfect overlap the longest side alone would remain: W* = max(T_gen, T_train + T_sync, T_score / workers). If
+  W - W* is significant, it is lost to waiting for each other, which only the bound or the scheduling can reduce;
+  otherwise the longest side is the bottleneck.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MATTERS = 0.05  # share of the wall time below which nothing is worth turning
 
 @dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """Seconds within one window of a run; totals subtract to windows.
+    """Seconds within one window of a run; windows are differences of totals.
 
     Attributes:
         wall_s: length of the window, without validation.
@@ -44,24 +44,27 @@ class Intervals:
 
     @property
     def trainer_s(self) -> float:
-        """The trainer worked: T_train + T_sync."""
+        """Seconds of training and publication: T_train + T_sync."""
         return max(0.0, self.wall_s - self.wait_s)
 
     @property
     def longest_s(self) -> float:
-        """W*, the wall time with perfect overlap; never more than the window (clocks are read one after the other)."""
+        """W*, the wall time with perfect overlap; clipped to the window (clocks are read in sequence)."""
         return min(self.wall_s, max(self.engine_busy_s, self.trainer_s, self.scoring_s))
 
     @property
     def overlap_efficiency(self) -> float:
-        """Share of the shorter side that is hidden behind the longer one; below 0 where rewards or tools hold up."""
+        """Share of the shorter side hidden behind the longer one; negative if rewards or tools limit."""
         shorter = min(self.engine_busy_s, self.trainer_s)
         return (self.engine_busy_s - self.wait_s) / shorter if shorter > 0 else 1.0
 
 
+NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting, the value it has and one worth trying."""
+    """A setting, its value and a suggested one."""
 
     name: str
     present: object
@@ -73,10 +76,10 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to turn for each side; None where there is nothing left to turn.
+    """Suggested changes for each side; None if nothing is left to change.
 
     Attributes:
-        fresher: a lower staleness bound that would cost no time, while finished rollouts pile up.
+        fresher: lower staleness bound at no cost, while finished rollouts queue up.
     """
 
     engine: Setting | None = None
@@ -89,11 +92,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The limit, and what removing it would win at most.
+    """The bottleneck and an upper bound on the gain from removing it.
 
     Attributes:
-        won_s: seconds of the window that would be won if this side cost nothing (or, for the bound, never made
-            anybody wait): an upper bound, which the next side may cut short.
+        won_s: seconds of the window saved if this side were free (or, for the bound, never caused waiting): an upper
+            bound, as the next side may limit first.
         fresher: see `Settings`.
     """
 
@@ -125,7 +128,7 @@ class Verdict:
 
 _NO_SETTING: dict[Side, str] = {
     "engine": "give it a faster device, more servers or shorter completions",
-    "trainer": "give it a faster device, more threads or fewer tokens a step",
+    "trainer": "give it a faster device or fewer tokens a step",
     "reward": "make the reward function cheaper",
     "weight sync": "publish less often",
     "staleness bound": "shorten the longest completions: they hold up a whole step",
@@ -133,10 +136,10 @@ _NO_SETTING: dict[Side, str] = {
 
 
 def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
-    """The verdict on a window.
+    """The bottleneck of a window.
 
-    Cheap cures come first: waiting for each other (a bound, a barrier) costs nothing to remove but staleness, so it is
-    named as soon as it costs `MATTERS`; then publishing, then whichever side takes longest.
+    Cheap remedies come first: removing waiting (a bound, a barrier) costs only staleness, so it is named as soon as it
+    costs `MATTERS`; then publication, then the longest side.
     """
     i = intervals
     lost = i.wall_s - i.longest_s

@@ -1,7 +1,7 @@
-"""Admission that keeps the engine full and gives up groups that have become too old (`Drop`, `Retry`).
+"""Admission that keeps the engine busy and drops groups that exceed the bound (`Drop`, `Retry`).
 
-Groups are begun whether or not they can be trained on in time, and those that are too old when a round begins are
-dropped. Groups that take long are then dropped more often; `LengthBiasMonitor` measures by how much.
+Groups are started whether or not they can be trained on in time, and those too old at the start of a round are dropped.
+Slow groups are dropped more often; `LengthBiasMonitor` measures by how much.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from lit_async_rl.scheduling.admission import Admission
 
 
 class ExpiringAdmission(Admission):
-    """Admits up to floor((1 + ahead) P) groups at a time, and says which ones have become too old.
+    """Admits up to floor((1 + ahead) P) groups at a time and drops those that exceed the bound.
 
-    A group that was admitted in round v may train in rounds v ... v + S, as with `Admission`, so that no token is older
-    than S versions; unlike there it may miss them. There is always progress: a round ends only when P groups were
-    trained on, and what is admitted in a round is in time for it.
+    A group admitted in round v may train in rounds v ... v + S, as with `Admission`, so no token is older than S
+    versions; here it may also miss them. A round always ends: it needs P groups, and those admitted in a round are in
+    time for it.
 
     Args:
         groups_per_round: P, groups trained on between two publications.
         max_staleness: S, in versions.
-        ahead: how many rounds' worth of groups are sampled or waiting, besides one.
-        max_tries: a prompt is sampled until its group was dropped so often in a row.
+        ahead: rounds of groups that are sampled or queued beyond the current one.
+        max_tries: a prompt is sampled again until its group was dropped that many times in a row.
     """
 
     def __init__(self, groups_per_round: int, max_staleness: int, ahead: float, max_tries: int = 1) -> None:
@@ -33,7 +33,7 @@ class ExpiringAdmission(Admission):
 
     @property
     def num_admissible(self) -> int:
-        """Groups that may start to be sampled now: those taken give their slots back at once."""
+        """Number of groups whose sampling may start now; a taken group returns its slot at once."""
         return max(0, math.floor((1 + self.ahead) * self.groups_per_round + 1e-9) - len(self._deadlines))
 
     def choose(self) -> int | None:

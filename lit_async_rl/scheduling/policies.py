@@ -20,11 +20,12 @@ from typing import ClassVar
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.expiry import ExpiringAdmission
 from lit_async_rl.scheduling.ring import RingAdmission
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
 class AdmissionPolicy(ABC):
-    """Makes the `Admission` of a run.
+    """Factory of a run's `Admission`.
 
     Attributes:
         in_order: whether groups train strictly in the order of admission, which makes a run repeatable; needs an engine
@@ -35,17 +36,18 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
-        """Admission for this many groups between two weight publications and this bound, in versions."""
+        """Admission for this many groups between two publications and this staleness bound in versions."""
 
 
 @dataclass(frozen=True)
 class Bounded(AdmissionPolicy):
-    """Admits a group only if it can be trained on within the bound. Trains on whichever is finished and safe to take.
+    """Admits a group only if it can be trained on within the bound; trains on any finished group in time.
 
     Args:
-        async_ratio: at most (1 + `async_ratio`) rounds' worth of groups are sampled or waiting (ROLL Flash,
-            arXiv:2510.11345); at most `max_staleness`, which None stands for.
-        redundant_groups: sample so many more groups in a round than are trained on, and abort the slowest (ROLL Flash).
+        async_ratio: at most (1 + `async_ratio`) rounds of groups are sampled or queued (ROLL Flash, arXiv:2510.11345);
+            at most `max_staleness`, which is also the meaning of None.
+        redundant_groups: samples that many more groups in a round than are trained on and aborts the slowest (ROLL
+            Flash).
 
     Raises:
         ValueError: a setting is out of range.
@@ -55,10 +57,8 @@ class Bounded(AdmissionPolicy):
     redundant_groups: int = 0
 
     def __post_init__(self) -> None:
-        if self.async_ratio is not None and not self.async_ratio >= 0:
-            raise ValueError(f"data.admission.async_ratio must be >= 0, got {self.async_ratio}")
-        if self.redundant_groups < 0:
-            raise ValueError(f"data.admission.redundant_groups must be >= 0, got {self.redundant_groups}")
+        settings = dict(async_ratio=self.async_ratio, redundant_groups=self.redundant_groups)
+        check_range("data.admission", ">= 0", **settings)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         limits = self.async_ratio, self.redundant_groups
@@ -67,7 +67,7 @@ class Bounded(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class FixedLag(AdmissionPolicy):
-    """Trains step n on what version n - `max_staleness` sampled: a run can be repeated to the bit."""
+    """Trains step n on rollouts of version n - `max_staleness`: runs are bitwise reproducible."""
 
     in_order: ClassVar[bool] = True
 
@@ -77,15 +77,15 @@ class FixedLag(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class Drop(AdmissionPolicy):
-    """Keeps the engine full; a group that is too old when a round begins is dropped, its prompt lost for this epoch.
+    """Keeps the engine busy; drops groups that are too old at the start of a round. Their prompts are skipped.
 
-    With `max_staleness: 0` a step takes the first groups to finish, and those begun at older weights do not count: the
-    aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often:
+    With `max_staleness: 0` a step takes the first groups to finish, and those started at older weights do not count:
+    the aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often;
     `LengthBiasMonitor` measures by how much.
 
     Args:
-        ahead: groups sampled or waiting, in rounds besides the one that trains; more than `max_staleness` means that
-            some must be dropped.
+        ahead: rounds of groups sampled or queued beyond the one that trains; above `max_staleness` some are always
+            dropped.
 
     Raises:
         ValueError: a setting is out of range.
@@ -94,8 +94,7 @@ class Drop(AdmissionPolicy):
     ahead: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.ahead >= 0:
-            raise ValueError(f"data.admission.ahead must be >= 0, got {self.ahead}")
+        check_range("data.admission", ">= 0", ahead=self.ahead)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return ExpiringAdmission(groups_per_round, max_staleness, self.ahead)
@@ -103,20 +102,19 @@ class Drop(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class Retry(Drop):
-    """As `Drop`, but the prompt is sampled again, with the newest weights and before new prompts.
+    """Like `Drop`, but samples the prompt again, with the newest weights and before new prompts.
 
-    No prompt is lost, but its long completions are: those that come through were quick.
+    No prompt is lost, but its long completions are underrepresented.
 
     Args:
-        max_tries: a prompt whose group was dropped so often in a row is given up.
+        max_tries: a prompt is given up after its group was dropped that many times in a row.
     """
 
     max_tries: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_tries < 1:
-            raise ValueError(f"data.admission.max_tries must be >= 1, got {self.max_tries}")
+        check_range("data.admission", ">= 1", max_tries=self.max_tries)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return ExpiringAdmission(groups_per_round, max_staleness, self.ahead, self.max_tries)
@@ -124,27 +122,25 @@ class Retry(Drop):
 
 @dataclass(frozen=True)
 class Ring(AdmissionPolicy):
-    """Sampling never waits; a buffer between sampling and training drops its oldest group when it is full.
+    """Sampling never pauses; a ring buffer between sampling and training drops its oldest group when full.
 
     As in PipelineRL (arXiv:2509.19128), whose code counts lag in samples and drops single samples; here lag is in
-    versions and whole groups are dropped. Its other mode, a largest lag that holds sampling up, is `Bounded` with
-    `async_ratio` = lag / samples of a step.
+    versions and whole groups are dropped. PipelineRL's other mode, a maximum lag that pauses sampling, is `Bounded`
+    with `async_ratio` = lag / samples of a step.
 
     Args:
-        num_sampling: groups being sampled at any time.
-        capacity: finished groups that wait.
+        num_sampling: groups sampled at any time.
+        capacity: finished groups in the buffer.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a setting is out of range.
     """
 
     num_sampling: int
     capacity: int
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"data.admission.{name} must be >= 1, got {value}")
+        check_range("data.admission", ">= 1", num_sampling=self.num_sampling, capacity=self.capacity)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return RingAdmission(groups_per_round, max_staleness, self.num_sampling, self.capacity)
@@ -152,10 +148,10 @@ class Ring(AdmissionPolicy):
 
 @dataclass(frozen=True)
 class FromTape(AdmissionPolicy):
-    """Trains on a recorded tape, in its order and without an engine; `max_staleness` is that of the recorded run.
+    """Trains on a recorded tape, in its order and without an engine; the bound is that of the recorded run.
 
     Args:
-        folder: that the `RolloutTape` callback wrote.
+        folder: written by the `RolloutTape` callback.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""Runs in virtual time, without a model: for tests and for measuring schedules."""
+"""Simulated engines and runs in virtual time, without a model: for tests and for comparing schedules."""
 
 import lazy_loader
 

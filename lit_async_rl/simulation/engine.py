@@ -1,89 +1,24 @@
-"""An engine that only takes time: slots that are occupied for given latencies, no model and no computation.
+"""Simulated engine: slots are occupied for given latencies, without model or computation.
 
-What asynchrony wins depends on how long completions take and how much their lengths differ; with this engine that can
-be chosen, and measured on any machine, because waiting needs no cores.
+The gain from asynchrony depends on the distribution of completion times; here it can be chosen, and measured on any
+machine, because waiting needs no cores.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 import random
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.types import FinishReason
-
-
-class Latency(ABC):
-    """Seconds that one sample occupies a slot."""
-
-    @abstractmethod
-    def draw(self, rng: random.Random) -> float:
-        """One sample's seconds."""
-
-
-@dataclass(frozen=True)
-class Constant(Latency):
-    """All samples take `mean_s`."""
-
-    mean_s: float
-
-    def draw(self, rng: random.Random) -> float:
-        """The mean."""
-        return self.mean_s
-
-
-@dataclass(frozen=True)
-class LogNormal(Latency):
-    """exp(N(mu, sigma^2)) with mean `mean_s`: mu = ln(mean_s) - sigma^2 / 2."""
-
-    mean_s: float
-    sigma: float = 1.0
-
-    def draw(self, rng: random.Random) -> float:
-        """One draw."""
-        return rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma)
-
-
-@dataclass(frozen=True)
-class Pareto(Latency):
-    """P(X > x) = (x_min / x)^alpha with mean `mean_s`: x_min = mean_s (alpha - 1) / alpha. Needs alpha > 1.
-
-    Raises:
-        ValueError: the mean would be infinite.
-    """
-
-    mean_s: float
-    alpha: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.alpha <= 1:
-            raise ValueError(f"alpha must be > 1, or the mean is infinite, got {self.alpha}")
-
-    def draw(self, rng: random.Random) -> float:
-        """One draw."""
-        return self.mean_s * (self.alpha - 1) / self.alpha * rng.paretovariate(self.alpha)
-
-
-@dataclass(frozen=True)
-class Stragglers(Latency):
-    """A share of the samples takes `factor` times as long as the others; `mean_s` is the mean of all."""
-
-    mean_s: float
-    share: float = 0.02
-    factor: float = 10.0
-
-    def draw(self, rng: random.Random) -> float:
-        """One draw."""
-        usual = self.mean_s / (1 + self.share * (self.factor - 1))
-        return usual * self.factor if rng.random() < self.share else usual
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True)
@@ -101,19 +36,19 @@ def _cut(sample: _Sample, now: float) -> Completion:
 
 
 class SimulatedEngine(RolloutEngine):
-    """Samples occupy `num_slots` slots, first come first served; their tokens are the prompt's last one, repeated.
+    """Engine with `num_slots` slots in FIFO order; a sample repeats the last token of its prompt.
 
-    Tokens are tagged with the version that was newest when their request was submitted, the oldest that the guarantee
-    of `RolloutEngine` allows. Stop strings are ignored: the latency says how long a sample is.
+    Tokens are tagged with the newest version at the time of submission, the oldest that `RolloutEngine` allows. Stop
+    strings are ignored: the latency determines the length of a sample.
 
     Args:
         latency: seconds that a sample occupies a slot.
-        num_slots: samples generated at the same time.
-        environment: seconds until a sample comes back after it has left its slot (tools, a sandbox); None is no delay.
-        in_flight_weight_updates: False: what one `submit` brings begins only when all before it is finished.
-        load_s: seconds that loading weights takes.
-        tokens_per_s: tokens of a sample for each second of its latency, at most `sampling.max_tokens`.
-        finish_reason: of all samples; `stop` lets an environment answer.
+        num_slots: samples generated concurrently.
+        environment: additional seconds until a sample is returned after leaving its slot (tools, a sandbox); None is 0.
+        in_flight_weight_updates: False: the requests of one `submit` start only when all earlier ones are finished.
+        load_s: seconds of loading weights.
+        tokens_per_s: tokens of a sample per second of its latency, at most `sampling.max_tokens`.
+        finish_reason: of all samples; `stop` lets an environment respond.
         seed: of the latencies.
     """
 
@@ -128,8 +63,7 @@ class SimulatedEngine(RolloutEngine):
         finish_reason: FinishReason = "length",
         seed: int = 0,
     ) -> None:
-        if num_slots < 1:
-            raise ValueError(f"data.engine.num_slots must be >= 1, got {num_slots}")
+        check_range("data.engine", ">= 1", num_slots=num_slots)
         self.latency, self.num_slots, self.environment = latency, num_slots, environment
         self.in_flight_weight_updates = in_flight_weight_updates
         self.load_s, self.tokens_per_s = load_s, tokens_per_s
@@ -144,15 +78,14 @@ class SimulatedEngine(RolloutEngine):
         self._closed = False
 
     def setup(self, model: str) -> None:
-        """Nothing to load."""
+        """Does nothing."""
 
     @property
     def max_model_len(self) -> int:
-        """No limit."""
         return 2**31 - 1
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Gives every sample the slot that is free first."""
+        """Assigns every sample to the slot that becomes free first."""
         with self._changed:
             now = time.monotonic() if self.in_flight_weight_updates else max(time.monotonic(), self._last_end)
             for request in requests:
@@ -180,7 +113,6 @@ class SimulatedEngine(RolloutEngine):
         heapq.heappush(self._samples, (back, self._count, _Sample(begin, end, completion)))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Waits for the first sample that comes back; returns all that have."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._closed:
@@ -198,7 +130,7 @@ class SimulatedEngine(RolloutEngine):
         return []
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes `load_s`; what is submitted later is tagged `version`."""
+        """Takes `load_s`; later requests are tagged `version`."""
         for _ in weights:
             pass
         if self.load_s:
@@ -207,27 +139,27 @@ class SimulatedEngine(RolloutEngine):
             self._version = version
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Forgets these requests; the slots stay occupied for as long as they would have been."""
+        """Drops these requests; their slots stay occupied as planned."""
         gone = set(request_ids)
         with self._changed:
             self._samples = [item for item in self._samples if item[2].completion.request_id not in gone]
             heapq.heapify(self._samples)
 
     def partial_completions(self) -> list[Completion]:
-        """The tokens that running samples would have by now."""
+        """Tokens of running samples in proportion to the time elapsed."""
         with self._changed:
             now = time.monotonic()
             return [_cut(sample, now) for _, _, sample in self._samples if sample.begin < now]
 
     def close(self) -> None:
-        """Lets `poll` return."""
+        """Unblocks `poll`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     @property
     def busy_s(self) -> float:
-        """Slot-seconds of work done so far, divided by the number of slots."""
+        """Slot-seconds of work so far, divided by the number of slots."""
         with self._changed:
             now = time.monotonic()
             running = sum(max(0.0, min(now, sample.end) - sample.begin) for _, _, sample in self._samples)
@@ -235,5 +167,5 @@ class SimulatedEngine(RolloutEngine):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the samples that have come back."""
+        """Tokens of the samples returned so far."""
         return self._num_tokens

@@ -1,4 +1,4 @@
-"""An environment that only takes time."""
+"""Simulated environment."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 import random
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
-from lit_async_rl.simulation.engine import Latency
+from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.types import Prompt
 
 
 class Sleeping(Environment):
-    """Answers each of `num_turns` turns after some seconds; the last answer ends the episode.
+    """Responds to each of `num_turns` turns after a random delay; the last response ends the episode.
 
     Args:
-        latency: seconds of one answer.
-        num_turns: of the policy, in an episode.
+        latency: seconds of one response.
+        num_turns: turns of the policy in an episode.
         seed: of the latencies.
     """
 
@@ -24,17 +24,15 @@ class Sleeping(Environment):
         self._rng = random.Random(seed)
 
     async def start(self, prompt: Prompt) -> SleepingEpisode:
-        """An episode."""
         return SleepingEpisode([self.latency.draw(self._rng) for _ in range(self.num_turns)])
 
 
 class SleepingEpisode(Episode):
-    """Sleeps."""
+    """Episode with given delays."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds = seconds
 
     async def step(self, completion: str) -> Observation:
-        """The next answer."""
         await asyncio.sleep(self._seconds.pop())
         return Observation(text="1", done=not self._seconds)

@@ -1,6 +1,6 @@
-"""The asynchronous loop around a simulated engine: in real time with the real threads, and on paper.
+"""Asynchronous loop around a simulated engine: in real time with the real threads, and computed without them.
 
-What `max_staleness` a distribution of latencies needs can be read off here before a run, without a model.
+Shows the `max_staleness` that a latency distribution needs, without a model.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.bottleneck import Intervals
-from lit_async_rl.simulation.engine import Latency, SimulatedEngine
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt
 
 
 def no_reward(prompt: Prompt, completion: str) -> float:
-    """Takes no time."""
+    """Reward that takes no time."""
     return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """A run of `num_steps` optimizer steps of `train_s` seconds each, measured behind the first `warmup_steps`.
+    """A run of `num_steps` optimizer steps of `train_s` seconds each, measured after `warmup_steps` of them.
 
     The engine is as fast as the trainer ("balanced") when the latency's mean is
     `train_s * num_slots / (groups_per_step * group_size)`. With `streams` each group is trained on when it is taken,
@@ -53,7 +54,7 @@ class SimulatedRun:
     environment: Environment | None = None
 
     def measure(self) -> Intervals:
-        """With the real producer, admission and scorer; the trainer sleeps."""
+        """Wall time with the real producer, admission and scorer; the trainer sleeps."""
         engine: RolloutEngine = SimulatedEngine(
             self.latency,
             num_slots=self.num_slots,
@@ -94,7 +95,7 @@ class SimulatedRun:
         return now - began
 
     def ideal(self) -> Intervals:
-        """The same latencies without threads, polling or scheduler: what the bound itself allows, without `streams`.
+        """Wall time with the same latencies and no overhead: the optimum within the bound, without `streams`.
 
         Block k, the groups that train in round k, is admitted when round k - max_staleness begins. Round k begins when
         round k - 1 is over and all samples of blocks 0 ... k are back.

@@ -1,7 +1,7 @@
-"""A scheduling rule in virtual time: no threads, no waiting, ten thousand rollouts at once in a second.
+"""Admission in virtual time: no threads, no waiting, ten thousand concurrent rollouts in a second.
 
-Events are samples that end and training that ends. What an `Admission` promises is tested here under random latencies,
-and what it costs or saves can be read off before a run.
+Events are the ends of samples and of training. Used to test the guarantees of an `Admission` under random latencies,
+and to estimate its cost before a run.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.simulation.engine import Latency
+from lit_async_rl.simulation.latency import Latency
 
 
 @dataclass
 class VirtualTrace:
-    """What happened.
+    """Trace of a run.
 
     Attributes:
         trained: for each group trained on: index, round of admission, round of training.
-        most_rollouts: samples that were queued or being sampled at the same time.
-        most_groups: groups under way: admitted, and not trained on in a round past.
-        num_admitted: groups admitted when each round began, all rounds before included.
+        most_rollouts: maximum number of samples queued or being sampled.
+        most_groups: maximum number of groups admitted and not trained on in an earlier round.
+        num_admitted: groups admitted at the start of each round, including all rounds before.
         num_lost: groups dropped.
         wall_s: virtual seconds.
     """
@@ -38,20 +38,20 @@ class VirtualTrace:
 
     @property
     def max_staleness(self) -> int:
-        """Largest age of a group when it was trained on, in rounds."""
+        """Maximum age of a group when it was trained on, in rounds."""
         return max(now - admitted for _, admitted, now in self.trained)
 
 
 class VirtualRun:
-    """Slots, a queue before them, and a trainer, under one scheduling rule.
+    """Slots, a queue and a trainer under one admission policy.
 
     Args:
-        admission: the rule; used up by `run`.
+        admission: used up by `run`.
         latency: seconds that a sample occupies a slot.
-        num_slots: samples generated at the same time.
+        num_slots: samples generated concurrently.
         train_s: seconds of training on the groups of a round.
         group_size: samples of a group.
-        streams: train on each group when it is taken, not on all when all are there.
+        streams: train on each group when it is taken, not on all at the end.
         seed: of the latencies.
     """
 
@@ -77,10 +77,10 @@ class VirtualRun:
         self._admitted_in: dict[int, int] = {}
 
     def run(self, num_rounds: int) -> VirtualTrace:
-        """Trains on so many rounds of groups.
+        """Trains on this many rounds of groups.
 
         Raises:
-            AssertionError: the rule waits for ever.
+            AssertionError: the policy deadlocks.
         """
         self._admit()
         for _ in range(num_rounds):
@@ -129,7 +129,7 @@ class VirtualRun:
                 self._num_free -= 1
 
     def _sample_until(self, then: float) -> None:
-        """Lets the time pass."""
+        """Advances the virtual time."""
         while self._running and self._running[0][0] <= then:
             self._now, index = heapq.heappop(self._running)
             self._num_free += 1
@@ -143,7 +143,7 @@ class VirtualRun:
         self._now = then
 
     def _forget_lost(self) -> None:
-        """Aborts what the rule has dropped: its slots are free at once."""
+        """Aborts dropped groups, which frees their slots at once."""
         lost = set(self.admission.lose())
         self.trace.num_lost += len(lost)
         aborted = {index for index in lost if self._missing.pop(index, None) is not None}

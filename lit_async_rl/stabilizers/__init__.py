@@ -1,1 +1,1 @@
-"""What stabilizer callbacks share: signals of a step, gradient algebra, alarms and their actions."""
+"""Building blocks of stabilizer callbacks: signals of a step, gradient algebra, alarms and their actions."""

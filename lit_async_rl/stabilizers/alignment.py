@@ -5,9 +5,10 @@ component of g along p:
 
     g~ = g - (1 - a) (<g, p> / |p|^2) p,      |g~|^2 = |g|^2 (1 - c^2 + a^2 c^2),      <g~, g> >= 0
 
-The paper's idea is confirmed: the cosine of consecutive gradients, a projection that splits the gradient into a part
-along the previous one and a part orthogonal to it, and thresholds between applying, projecting and skipping. What we
-could not establish, and offer as choices: a, the thresholds, the sign of c that matters, and what p is.
+From the paper: the cosine of consecutive gradients, a projection that splits the gradient into a part along the
+previous one and a part orthogonal to it, and thresholds between applying, projecting and skipping. Not established, and
+therefore
+options: a, the thresholds, the sign of c, and the choice of p.
 """
 
 from __future__ import annotations
@@ -19,14 +20,43 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from lit_async_rl.stabilizers.reference_gradients import cosine
+from lit_async_rl.utils.checks import check_range
+
 
 class Regime(IntEnum):
-    """What was done with a step; the number is what gets logged."""
+    """Treatment of a step; the number is logged as `gac/regime`."""
 
     APPLY = 0
     PROJECT = 1
     SKIP = 2
     DROP = 3  # the gradient contained NaN or infinity
+
+
+@dataclass
+class AlignedStep:
+    """Measurements and treatment of one parameter group in one step.
+
+    Attributes:
+        norm: |g|.
+        cosine: c; None without a reference.
+        slope: <g, p> / |p|^2.
+        regime: treatment of the step.
+        kept: share a of the parallel component that is kept.
+    """
+
+    norm: float
+    cosine: float | None
+    slope: float
+    regime: Regime = Regime.APPLY
+    kept: float = 1.0
+
+    @classmethod
+    def of(cls, gg: float, gp: float, pp: float) -> AlignedStep:
+        """Step from the global inner products <g, g>, <g, p> and <p, p>."""
+        norm = math.sqrt(gg) if gg >= 0 else math.nan
+        c = cosine(gg, gp, pp)
+        return cls(norm, c, 0.0 if c is None else gp / pp)
 
 
 class Residual(ABC):
@@ -39,37 +69,35 @@ class Residual(ABC):
 
 @dataclass(frozen=True)
 class FullRemoval(Residual):
-    """a = 0: nothing of the parallel component stays; the plainest reading of the paper."""
+    """a = 0: removes the parallel component, the most direct reading of the paper."""
 
     def share(self, cosine: float, low: float) -> float:
-        """0."""
+        """Returns 0."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class CappedResidual(Residual):
-    """a = low / c: the parallel component is cut to low * |g|; ours."""
+    """a = low / c: shortens the parallel component to low * |g|; not from the paper."""
 
     def share(self, cosine: float, low: float) -> float:
-        """See the class."""
         return low / cosine
 
 
 @dataclass(frozen=True)
 class ExactResidual(Residual):
-    """a = low sqrt(1 - c^2) / (c sqrt(1 - low^2)): the projected gradient has a cosine of exactly `low`; ours.
+    """a = low sqrt(1 - c^2) / (c sqrt(1 - low^2)): the projected gradient has a cosine of exactly `low`.
 
-    Continuous at the threshold, where a = 1.
+    Not from the paper. Continuous at the threshold, where a = 1.
     """
 
     def share(self, cosine: float, low: float) -> float:
-        """See the class."""
         return low * math.sqrt(1 - cosine**2) / (cosine * math.sqrt(1 - low**2))
 
 
 @dataclass(frozen=True)
 class FixedResidual(Residual):
-    """A constant a; 1 changes nothing. Ours.
+    """Constant a; 1 changes nothing. Not from the paper.
 
     Args:
         kept: a, in [0, 1].
@@ -78,89 +106,86 @@ class FixedResidual(Residual):
     kept: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kept <= 1:
-            raise ValueError(f"FixedResidual: kept must be in [0, 1], got {self.kept}")
+        check_range("FixedResidual", "in [0, 1]", kept=self.kept)
 
     def share(self, cosine: float, low: float) -> float:
-        """`kept`."""
+        """Returns `kept`."""
         return self.kept
 
 
 class Reference(ABC):
-    """Rule for p, what the next gradient is compared with."""
+    """Rule for the reference gradient p, with which the next gradient is compared."""
 
     @abstractmethod
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
-        """Changes this rank's piece of p in place.
+        """Updates this rank's piece of p in place.
 
         Args:
-            reference: p so far.
-            raw: the step's gradient before projection.
-            applied: what the optimizer is given; None if the step is skipped.
+            reference: piece of p.
+            raw: piece of the gradient before projection.
+            applied: piece of the gradient passed to the optimizer; None if the step is skipped.
         """
 
 
 @dataclass(frozen=True)
 class LastRaw(Reference):
-    """The previous step's gradient before projection, applied or not: a drift is removed for as long as it lasts."""
+    """Previous gradient before projection, applied or not: a persistent drift is removed at every step."""
 
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
-        """Always raw."""
+        """Copies the raw gradient."""
         reference.copy_(raw)
 
 
 @dataclass(frozen=True)
 class LastApplied(Reference):
-    """The gradient before projection of the last step that was not skipped."""
+    """Gradient before projection of the last step that was not skipped."""
 
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
-        """Raw, unless skipped."""
+        """Copies the raw gradient, unless the step is skipped."""
         if applied is not None:
             reference.copy_(raw)
 
 
 @dataclass(frozen=True)
 class LastProjected(Reference):
-    """What the optimizer was last given: lets a constant drift through every second step."""
+    """Gradient last passed to the optimizer: a constant drift is removed only at every second step."""
 
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
-        """What was applied, unless skipped."""
+        """Copies the applied gradient, unless the step is skipped."""
         if applied is not None:
             reference.copy_(applied)
 
 
 @dataclass(frozen=True)
 class MovingAverage(Reference):
-    """Exponential average of gradients before projection, of steps that were not skipped; like Adam's first moment.
+    """Exponential moving average of unprojected gradients over steps that were not skipped.
 
     Args:
-        decay: share of the old average, in [0, 1).
+        decay: weight of the old average, in [0, 1).
     """
 
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"MovingAverage: decay must be in [0, 1), got {self.decay}")
+        check_range("MovingAverage", "in [0, 1)", decay=self.decay)
 
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
-        """See the class."""
         if applied is not None:
             reference.lerp_(raw, 1 - self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentRule:
-    """Which regime a cosine calls for, and how much of the parallel component stays.
+    """Maps a cosine to a regime and the share a of the parallel component that is kept.
 
     Args:
-        low: up to here the gradient is applied as it is; 1 never intervenes.
-        high: up to here it is projected, beyond it is skipped; 1 never skips.
-        residual: how much of the parallel component a projection keeps.
+        low: largest c at which the gradient is applied unchanged; 1 never intervenes.
+        high: largest c at which it is projected; above, the step is skipped. 1 never skips.
+        residual: rule for a.
         two_sided: treat strongly opposed gradients (c < 0) like aligned ones.
-        max_consecutive_skips: after so many skips in a row a step is projected instead; 0 never skips.
+        max_consecutive_skips: after this many consecutive skips a step is projected instead; 0 never skips.
         min_remainder: a projection that leaves less than this share of the gradient's norm is a skip, because Adam
-            would blow the rounding noise that is left up to a full-sized step.
+            would amplify the remaining rounding noise to a full-sized step.
     """
 
     low: float
@@ -171,15 +196,14 @@ class AlignmentRule:
     min_remainder: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.high <= 1:
-            raise ValueError(f"thresholds must satisfy 0 <= low <= high <= 1, got low={self.low}, high={self.high}")
-        if self.max_consecutive_skips < 0:
-            raise ValueError(f"max_consecutive_skips must be >= 0, got {self.max_consecutive_skips}")
-        if not 0 < self.min_remainder <= 1:
-            raise ValueError(f"min_remainder must be in (0, 1], got {self.min_remainder}")
+        owner = "GradientAlignmentControl"
+        check_range(owner, "in [0, 1]", low=self.low)
+        check_range(owner, f"in [{self.low}, 1]", high=self.high)
+        check_range(owner, ">= 0", max_consecutive_skips=self.max_consecutive_skips)
+        check_range(owner, "in (0, 1]", min_remainder=self.min_remainder)
 
     def decide(self, cosine: float, num_skipped: int) -> tuple[Regime, float]:
-        """Regime and a (1 when applied, 0 when skipped), after `num_skipped` skips in a row."""
+        """Returns regime and a (1 when applied, 0 when skipped) after `num_skipped` consecutive skips."""
         size = abs(cosine) if self.two_sided else cosine
         if size <= self.low:
             return Regime.APPLY, 1.0
@@ -189,7 +213,7 @@ class AlignmentRule:
             return Regime.PROJECT, share
         if num_skipped < self.max_consecutive_skips:
             return Regime.SKIP, 0.0
-        if remainder < self.min_remainder:  # never nothing: a constant direction must still move
+        if remainder < self.min_remainder:  # keep some of it: a constant direction must still move
             share = max(share, min(1.0, max(self.low, self.min_remainder) / size))
         return Regime.PROJECT, share
 

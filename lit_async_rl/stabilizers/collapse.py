@@ -1,4 +1,4 @@
-"""When a run counts as collapsing, as a pure function of what each step shows."""
+"""Detection of a collapse from the signals of each step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.utils.checks import check_range
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepHealth:
-    """What one step shows; None where nothing was measured."""
+    """Signals of one step; None where nothing was measured."""
 
     ess_ratio: float | None = None
     kl: float | None = None
@@ -23,20 +25,20 @@ class StepHealth:
 
 
 class CollapseWatch:
-    """Counts, for each limit, how many steps in a row broke it.
+    """Counts the consecutive steps that violate each limit.
 
-    No method has published numbers for such limits; what is known is the order of events: ESS falls, KL grows, the
-    gradient's norm jumps and then vanishes, the reward drops (VCPO, arXiv:2602.17616). Limits of None are not watched.
+    No published values of such limits are known; the order of events is: ESS falls, KL grows, the gradient norm jumps
+    and then vanishes, the reward drops (VCPO, arXiv:2602.17616). A limit of None is off.
 
     Args:
         min_ess_ratio: smallest effective sample size, as a share of the step's completions.
         max_kl: largest mean KL(mu || pi) per token (k3).
-        max_grad_norm_factor: largest gradient norm, in medians of the last `window` healthy steps.
+        max_grad_norm_factor: largest gradient norm, as a multiple of the median over the last `window` healthy steps.
         max_cosine: largest cosine of consecutive gradients.
         min_entropy: smallest mean entropy per token.
         max_reward_drop: largest fall of the mean reward of `window` steps below its best so far, in rewards.
-        patience: steps in a row that must break a limit.
-        window: steps that medians and means are taken over.
+        patience: consecutive steps that must violate a limit.
+        window: steps of the median and the mean.
     """
 
     def __init__(
@@ -51,8 +53,7 @@ class CollapseWatch:
         patience: int,
         window: int,
     ) -> None:
-        if patience < 1 or window < 1:
-            raise ValueError(f"CollapseAlarm: patience and window must be >= 1, got {patience} and {window}")
+        check_range("CollapseAlarm", ">= 1", patience=patience, window=window)
         self.min_ess_ratio, self.max_kl, self.max_grad_norm_factor = min_ess_ratio, max_kl, max_grad_norm_factor
         self.max_cosine, self.min_entropy, self.max_reward_drop = max_cosine, min_entropy, max_reward_drop
         self.patience, self.window = patience, window
@@ -63,11 +64,11 @@ class CollapseWatch:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last step broke no limit."""
+        """Whether the last step was within all limits."""
         return not self._in_a_row
 
     def observe(self, seen: StepHealth) -> list[str]:
-        """Takes in one step; a sentence for each limit that has now been broken `patience` times in a row."""
+        """Adds one step; returns a sentence for each limit violated for `patience` consecutive steps."""
         broken = self._broken(seen)
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in broken}
         if "grad_norm" not in broken and seen.grad_norm:
@@ -75,7 +76,7 @@ class CollapseWatch:
         return [words for name, words in broken.items() if self._in_a_row[name] >= self.patience]
 
     def forgive(self) -> None:
-        """Starts counting afresh, after something was done about it."""
+        """Resets the counts, after an alarm."""
         self._in_a_row = {}
         self._rewards.clear()
 
@@ -84,7 +85,7 @@ class CollapseWatch:
         if _below(seen.ess_ratio, self.min_ess_ratio):
             broken["ess_ratio"] = (
                 f"the effective sample size was {seen.ess_ratio:.3g} of the completions "
-                f"(limit {self.min_ess_ratio:g}): a few of them decide the whole gradient"
+                f"(limit {self.min_ess_ratio:g}): a few of them dominate the gradient"
             )
         if _above(seen.kl, self.max_kl):
             broken["kl"] = f"the KL to the sampling policy was {seen.kl:.3g} per token (limit {self.max_kl:g})"
@@ -128,7 +129,6 @@ class CollapseWatch:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was counted."""
         return {
             "in_a_row": dict(self._in_a_row),
             "norms": list(self._norms),
@@ -137,11 +137,52 @@ class CollapseWatch:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores it."""
         self._in_a_row = dict(state_dict["in_a_row"])
         self._norms = deque(state_dict["norms"], maxlen=self.window)
         self._rewards = deque(state_dict["rewards"], maxlen=self.window)
         self._best_reward = state_dict["best_reward"]
+
+
+class CollapseTrend:
+    """Recognises a collapse that goes on: a tiny effective sample size while the reward falls.
+
+    Both at once, and over many steps: long completions have a small effective sample size in sound runs, too, and a
+    reward may fall for other reasons. What began stays until the reward is back.
+
+    Args:
+        min_ess_ratio: the median effective sample size of `window` steps, as a share of the step's completions, below
+            which it counts as collapsed.
+        reward_drop: share of the best mean reward of `window` steps by which the mean must have fallen.
+        window: steps.
+    """
+
+    def __init__(self, min_ess_ratio: float = 0.05, reward_drop: float = 0.1, window: int = 10) -> None:
+        self.min_ess_ratio, self.reward_drop = min_ess_ratio, reward_drop
+        self._ess: deque[float] = deque(maxlen=window)
+        self._rewards: deque[float] = deque(maxlen=window)
+        self._best = -math.inf
+        self._lowest_ess = math.inf  # of the collapse that goes on
+
+    def observe(self, ess_ratio: float, reward: float) -> str | None:
+        """Takes in one step; a collapse in words, or None."""
+        self._ess.append(ess_ratio)
+        self._rewards.append(reward)
+        if len(self._ess) < (self._ess.maxlen or 0):
+            return None
+        mean, ess = statistics.fmean(self._rewards), statistics.median(self._ess)
+        self._best = max(self._best, mean)
+        if self._best - mean <= self.reward_drop * abs(self._best):
+            self._lowest_ess = math.inf
+            return None
+        if ess < self.min_ess_ratio:
+            self._lowest_ess = min(self._lowest_ess, ess)
+        if self._lowest_ess == math.inf:
+            return None
+        return (
+            f"the effective sample size fell to {self._lowest_ess:.2g} of the completions (limit "
+            f"{self.min_ess_ratio:g}), and the mean reward of {len(self._rewards)} steps to {mean:.3g} from "
+            f"{self._best:.3g}"
+        )
 
 
 def _below(value: float | None, limit: float | None) -> bool:

@@ -1,7 +1,7 @@
-"""Gradients as vectors: global inner products whatever the sharding.
+"""Gradients as vectors: global inner products under any sharding.
 
-Right for one device, DDP, FSDP1 (`use_orig_params` or not), FSDP2, hybrid sharding and tensor parallelism. Every rank
-holds a piece of the vector; a piece that several ranks hold alike (DDP, replicated tensors) counts once.
+Supports one device, DDP, FSDP1 (`use_orig_params` or not), FSDP2, hybrid sharding and tensor parallelism. Every rank
+holds a piece of the vector; pieces replicated over ranks (DDP, replicated tensors) count once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CHUNK = 2**18
 
 
 class GradSpace:
-    """The space that the gradients of some parameters live in, divided into groups (of an optimizer, say).
+    """Vector space of the gradients of some parameters, divided into groups (such as parameter groups).
 
-    Built from parameters, never from `.grad`: a rank whose shard is empty has no gradient, and must still take part in
-    every collective. A vector is a list with this rank's piece of each parameter; None counts as zero.
+    Built from parameters, not from `.grad`: a rank with an empty shard has no gradient and still takes part in every
+    collective. A vector is a list with this rank's piece of each parameter; None counts as zero.
 
     Args:
-        root: outermost module (`trainer.strategy.model`); FSDP1 keeps its process groups there.
+        root: outermost module (`trainer.strategy.model`), which holds the process groups of FSDP1.
         parameter_groups: parameters of each group.
     """
 
@@ -42,7 +42,7 @@ class GradSpace:
         self.group_of = [index for index, group in enumerate(groups) for _ in group]
         self.num_groups = len(groups)
         if not self.params:
-            raise ValueError("no parameters: their gradients span no space")
+            raise ValueError("GradSpace needs at least one parameter")
         fsdp1 = _fsdp1_process_groups(root)
         # parameters that sum over the same process groups share a collective; the order is that of first appearance
         self._buckets: list[tuple[tuple[dist.ProcessGroup, ...], list[int]]] = []
@@ -56,19 +56,19 @@ class GradSpace:
                 self._buckets.append((process_groups, [index]))
 
     def gradients(self) -> list[Tensor | None]:
-        """This rank's pieces of the gradients; writing to them in place changes the gradients."""
+        """This rank's pieces of the gradients; writing to them changes the gradients."""
         return [None if p.grad is None else _local(_checked(p)) for p in self.params]
 
     @torch.no_grad()
     def dots(self, *pairs: tuple[Pieces, Pieces]) -> Float64[Tensor, "P G"]:
-        """Global <a, b> of each of P pairs in each of G groups, on the CPU. A collective: all ranks call it alike."""
+        """Global inner products <a, b> of P pairs in each of G groups, on the CPU. A collective: all ranks call."""
         sums = self._dots(pairs, torch.float32)
         if not sums.isfinite().all():  # squares of 1e20 overflow float32 though the vector itself does not
             sums = self._dots(pairs, torch.float64)
         return sums
 
     def norms(self, vector: Pieces) -> Float64[Tensor, " G"]:
-        """Global Euclidean norm in each group. A collective."""
+        """Global Euclidean norm in each group. A collective: all ranks call."""
         return self.dots((vector, vector))[0].sqrt()
 
     @torch.no_grad()
@@ -114,10 +114,10 @@ class GradSpace:
 
 
 class GradSpaces:
-    """The space of each optimizer's parameters, made once and again when parameters are added (unfreezing, say).
+    """Cache of one `GradSpace` per optimizer, rebuilt when its parameters change (by unfreezing, for example).
 
     Args:
-        per_parameter_group: keep an optimizer's parameter groups apart instead of treating all as one vector.
+        per_parameter_group: one group per parameter group of the optimizer, instead of one for all parameters.
     """
 
     def __init__(self, per_parameter_group: bool = False) -> None:
@@ -128,7 +128,7 @@ class GradSpaces:
         return GradSpaces, (self.per_parameter_group,)  # a copy, in another process say, starts empty
 
     def of(self, root: nn.Module, optimizer: Optimizer) -> GradSpace:
-        """The optimizer's space."""
+        """Gradient space of the optimizer's parameters."""
         known = self._known.get(optimizer)
         groups = [list(group["params"]) for group in optimizer.param_groups]
         params = [p for group in groups for p in group]
@@ -153,7 +153,7 @@ def _checked(param: nn.Parameter) -> Tensor:
     if grad.is_sparse:
         raise ValueError(f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: use sparse=False")
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-        # a pending sum over ranks, say: the optimizer would do it anyway, and a norm before it would be wrong
+        # a pending sum over ranks, say: the optimizer would reduce it anyway, and a norm before that would be wrong
         param.grad = grad = grad.redistribute(placements=param.placements)
     return grad
 
@@ -168,7 +168,7 @@ def _process_groups(
 
 
 def _fsdp1_process_groups(root: nn.Module) -> dict[int, tuple[dist.ProcessGroup, ...]]:
-    """Parameter (by identity) to the groups that hold its shards; FSDP1's parameters look like plain tensors."""
+    """Maps parameters (by id) to the process groups of their shards; FSDP1 parameters look like plain tensors."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy

@@ -1,4 +1,4 @@
-"""NIGT: normalised momentum whose gradients are taken at an extrapolated point."""
+"""NIGT optimizer: normalised momentum with gradients at an extrapolated point."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_async_rl.utils.checks import check_range
+
 
 class NIGT(Optimizer):
     """Normalised SGD with implicit gradient transport: the optimizer of Rennala and Malenia NIGT, arXiv:2509.24305.
@@ -18,15 +20,15 @@ class NIGT(Optimizer):
         theta_{t+1} = theta_t - lr d_t / ||d_t||
         x_{t+1} = theta_{t+1} + ((1 - eta) / eta) (theta_{t+1} - theta_t)
 
-    The module's parameters are x_t, where gradients are taken, so it is x_t that samples; theta_t is in the optimizer's
-    state, and `swap` exchanges the two. What makes it Rennala's is which gradients g_t averages: the first M to finish,
-    all at x_t, which is `max_staleness: 0` with `admission: Drop` and M = `groups_per_step`; with `SourceMean` it is
-    Malenia's average. Every step has length lr, whatever the rewards are, so lr should fall to 0. The norm is that of
-    all parameters together; under FSDP1 it would be of this rank's shard only, so use FSDP2. d_0 = g_0 as in
-    Cutkosky and Mehta, arXiv:2002.03305, where the method is from; the paper's first step could not be checked.
+    The module's parameters are x_t, where gradients are taken and which sample; theta_t is in the optimizer's state,
+    and `swap` exchanges the two. For Rennala, g_t averages the first M gradients to finish, all at x_t: `max_staleness:
+    0` with `admission: Drop` and M = `groups_per_step`; with `SourceMean` it is Malenia's average. Every step has
+    length lr, independent of the rewards, so lr should fall to 0. The norm is that of all parameters together; under
+    FSDP1 it would be of this rank's shard only, so use FSDP2. d_0 = g_0 as in Cutkosky and Mehta, arXiv:2002.03305,
+    which introduced the method; the paper's first step could not be checked.
 
     Args:
-        params: parameters.
+        params: parameters or parameter groups.
         lr: alpha, the length of a step. The paper tries 2^-10 ... 2^-1.
         eta: weight of the newest gradient; 1 is normalised SGD. The paper tries 0.001, 0.01 and 0.1.
 
@@ -35,10 +37,8 @@ class NIGT(Optimizer):
     """
 
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-2, eta: float = 0.1) -> None:
-        if not lr >= 0:
-            raise ValueError(f"NIGT.lr must be >= 0, got {lr}")
-        if not 0 < eta <= 1:
-            raise ValueError(f"NIGT.eta must be in (0, 1], got {eta}")
+        check_range("NIGT", ">= 0", lr=lr)
+        check_range("NIGT", "in (0, 1]", eta=eta)
         super().__init__(params, dict(lr=lr, eta=eta))
 
     @overload
@@ -47,7 +47,7 @@ class NIGT(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; parameters without gradient stay, and so does all where every gradient is 0."""
+        """Performs one step. Parameters without gradient are unchanged, as are all if every gradient is 0."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,7 +69,7 @@ class NIGT(Optimizer):
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Puts theta_t in the place of x_t (to evaluate or export it), or back: between two steps, call it twice."""
+        """Exchanges x_t and theta_t, to evaluate or export theta_t; call it again before the next step."""
         for p, state in self.state.items():
             theta = state["theta"].clone()
             state["theta"].copy_(p)

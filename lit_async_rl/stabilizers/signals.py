@@ -1,20 +1,20 @@
-"""The contract between stabilizers and anybody's LightningModule, and the collection of what it delivers.
+"""Signals that a LightningModule provides to stabilizers, and their collection over a step.
 
-A module takes part by leaving a dict in `self.stabilizer_signals` in every `training_step`:
+A module provides signals as a dict in `self.stabilizer_signals` in every `training_step`:
 
-| key | what | shape |
+| key | meaning | shape |
 |---|---|---|
 | `log_ratio` | log pi - log mu of each sampled token, detached | Float [B, T], or [B] if already per sample |
-| `mask` | True where a token counts; everything, if left out | Bool, as `log_ratio` |
-| `entropy` | of the policy at each position | Float, as `log_ratio` |
+| `mask` | True where a token counts; all tokens, if missing | Bool, as `log_ratio` |
+| `entropy` | entropy of the policy at each position, in nats | Float, as `log_ratio` |
 | `staleness` | age of the token's policy, in versions | Int, as `log_ratio` |
-| `rewards` | of each completion | Float [B] |
-| `advantages`, `clipped`, `correction_weights` | for monitors | as `log_ratio` |
-| `version` | of the policy | int |
+| `rewards` | reward of each completion | Float [B] |
+| `advantages`, `clipped`, `correction_weights` | used by monitors | as `log_ratio` |
+| `version` | policy version | int |
 
-Only what a callback uses must be there. Code that cannot be changed is adapted from outside: callbacks take
-`extract=function(trainer, pl_module, batch, output)`, which returns such a dict, or None for nothing. Or
-`training_step` returns these keys beside `loss`. The order of precedence is: `extract`, the attribute, the output.
+Only the keys that a callback uses are required. For modules that cannot be changed, callbacks take
+`extract=function(trainer, pl_module, batch, output)`, which returns such a dict or None. Alternatively `training_step`
+returns these keys beside `loss`. Order of precedence: `extract`, the attribute, the output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.importance import kl_k3
+from lit_async_rl.importance import ess_of_sums, kl_k3, weight_sums
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 Signals = Mapping[str, Any]
@@ -39,15 +39,15 @@ Extract = Callable[[Any, Any, Any, Any], Signals | None]
 
 @dataclass(frozen=True, kw_only=True)
 class StepSignals:
-    """The signals of one optimizer step, over its micro-batches and all ranks; the same on every rank.
+    """Signals of one optimizer step, over its micro-batches and all ranks; the same on every rank.
 
     Attributes:
         num_samples: completions with at least one token that counts.
-        num_broken: those among them whose log-weight is NaN or infinite.
+        num_broken: completions among them whose log-weight is NaN or infinite.
         ess_ratio: effective sample size of raw sequence weights (VCPO, arXiv:2602.17616) over `num_samples`, between
             1 / `num_samples` and 1; NaN weights count as 0; None without samples.
-        kl: mean k3 estimate of KL(mu || pi) per token; the following are None where no signal says anything.
-        entropy: mean per token.
+        kl: mean k3 estimate of KL(mu || pi) per token, in nats; like the following, None without signals.
+        entropy: mean per token, in nats.
         reward: mean per completion.
         staleness: mean per token, in versions.
     """
@@ -62,27 +62,27 @@ class StepSignals:
 
 
 class SignalCollector:
-    """Gathers signals in `on_before_backward` of every micro-batch; `reduce` closes the step.
+    """Collects signals in `on_before_backward` of every micro-batch; `reduce` completes the step.
 
     Args:
-        extract: adapter for modules that leave no signals themselves, see the module docstring.
+        extract: adapter for modules that set no signals, see the module docstring.
     """
 
     def __init__(self, extract: Extract | None = None) -> None:
         self.extract = extract
         self._recorder: _StepRecorder | None = None
         self._seen: Any = None
-        self._is_anothers = False  # what was collected belongs to an optimizer that has made its step
+        self._is_anothers = False  # the collected signals belong to an optimizer that has made its step
         self._log_weights: list[Tensor] = []
         self._sums: list[Tensor] = []
 
     def attach(self, pl_module: AnyModule) -> None:
-        """Starts to record what `training_step` gets and returns, where the attribute alone will not do."""
+        """Starts recording batch and output of `training_step`, where the attribute is not enough."""
         if self.extract is not None or not hasattr(pl_module, "stabilizer_signals"):
             self._recorder = _StepRecorder.of(pl_module)
 
     def detach(self) -> None:
-        """Leaves the module as it was and forgets what was collected."""
+        """Restores the module and discards the collected signals."""
         if self._recorder is not None:
             self._recorder.release()
             self._recorder = None
@@ -90,7 +90,7 @@ class SignalCollector:
         self._clear()
 
     def collect(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Takes the signals of the `training_step` that just ran; those it has already taken count once."""
+        """Adds the signals of the last `training_step`; signals already added count once."""
         signals = self._find(trainer, pl_module)
         if signals is not None and "log_ratio" in signals and signals["log_ratio"] is not self._seen:
             if self._is_anothers:
@@ -99,17 +99,17 @@ class SignalCollector:
             self.add(signals)
 
     def pass_over(self) -> None:
-        """Another optimizer makes its step: what was collected is its own, unless nothing follows before `reduce`."""
+        """Marks the collected signals as another optimizer's, to be discarded when new ones follow before `reduce`."""
         self._seen, self._is_anothers = None, True
 
     def add(self, signals: Signals) -> None:
-        """Adds one micro-batch; for loops without a trainer."""
+        """Adds the signals of one micro-batch, in a loop without a trainer."""
         log_ratio, mask = _checked(signals)
         tokens = log_ratio.isfinite() & mask
         is_sample = mask if mask.ndim == 1 else mask.any(-1)
         masked = torch.where(mask, log_ratio, 0.0)
         log_weights = masked if masked.ndim == 1 else masked.sum(-1)
-        # rows that do not count are marked -inf (weight 0) instead of taken out, which would wait for the device
+        # rows that do not count get -inf (weight 0): removing them would synchronise with the device
         self._log_weights.append(torch.where(is_sample, log_weights, -torch.inf))
         kl = kl_k3(torch.where(tokens, log_ratio, 0.0)).sum()
         rewards = _wide(signals["rewards"]) if "rewards" in signals else log_ratio.new_zeros(0)
@@ -120,7 +120,7 @@ class SignalCollector:
         self._sums.append(torch.stack([value.double() for value in sums]))
 
     def reduce(self, device: torch.device | str) -> StepSignals:
-        """The step's totals over all ranks. One collective: every rank calls it, whether or not it has signals."""
+        """Signals of the step over all ranks. A collective: every rank calls, with or without signals."""
         device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
         totals = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(10, dtype=torch.float64)
         log_weights = torch.cat(self._log_weights) if self._log_weights else totals.new_zeros(0)
@@ -132,7 +132,7 @@ class SignalCollector:
         recorder = self._recorder
         if self.extract is not None:
             if recorder is None:
-                raise SetupError("signals are collected after `attach` only")
+                raise SetupError("SignalCollector.collect was called before attach")
             return self.extract(trainer, pl_module, recorder.batch, recorder.output)
         if hasattr(pl_module, "stabilizer_signals"):
             return pl_module.stabilizer_signals  # type: ignore[return-value]
@@ -142,26 +142,10 @@ class SignalCollector:
         self._log_weights, self._sums, self._is_anothers = [], [], False
 
 
-def weight_sums(log_weights: Float64[Tensor, " B"]) -> Float64[Tensor, "3"]:
-    """Maximum M of the log-weights, sum of exp(l - M) and of its square; NaN counts as weight 0, so does -inf."""
-    if log_weights.numel() == 0:
-        return log_weights.new_tensor([-torch.inf, 0.0, 0.0])
-    largest = torch.finfo(torch.float64).max / 4
-    log_weights = log_weights.nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
-    top = log_weights.max()
-    weights = torch.where(top > -torch.inf, (log_weights - top).exp(), 0.0)
-    return torch.stack([top, weights.sum(), weights.square().sum()])
-
-
 def _summary(ranks: Float64[Tensor, "R 13"]) -> StepSignals:
-    """Combines ranks in log space: each rank's sums are relative to its own largest weight."""
-    top = ranks[:, 0].max()
-    shift = torch.where(ranks[:, 0] > -torch.inf, (ranks[:, 0] - top).exp(), 0.0)
-    weights, squares = (ranks[:, 1] * shift).sum().item(), (ranks[:, 2] * shift.square()).sum().item()
     samples, broken, *means = ranks[:, 3:].sum(0).tolist()
     kl, entropy, staleness, reward = (means[n] / means[n + 1] if means[n + 1] else None for n in (0, 2, 4, 6))
-    # where no weight is left, all but one sample are as good as lost
-    ess = weights**2 / squares if squares > 0 else 1.0
+    ess = ess_of_sums(ranks[:, :3]).item()
     return StepSignals(
         num_samples=int(samples),
         num_broken=int(broken),
@@ -189,7 +173,7 @@ def _checked(signals: Signals) -> tuple[Float64[Tensor, "*shape"], Bool[Tensor, 
 
 def _wide(tensor: Shaped[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
     tensor = tensor.detach()
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # which has no float64
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # MPS has no float64
 
 
 def _sum_and_count(signals: Signals, name: str, mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
@@ -209,7 +193,7 @@ def _all_gather(local: Float[Tensor, " K"]) -> Float[Tensor, "R K"]:
 
 
 class _StepRecorder:
-    """Stands in for `training_step` to see its batch and output; one for each module, shared by all collectors."""
+    """Wraps `training_step` to record its batch and output; one per module, shared by all collectors."""
 
     def __init__(self, pl_module: AnyModule) -> None:
         self.batch: Any = None
@@ -229,14 +213,14 @@ class _StepRecorder:
 
     @classmethod
     def of(cls, pl_module: AnyModule) -> _StepRecorder:
-        """The module's recorder, made by the first who asks."""
+        """Recorder of the module, created on first use."""
         step = vars(pl_module).get("training_step")
         recorder = step._recorder if hasattr(step, "_recorder") else cls(pl_module)  # type: ignore[union-attr]
         recorder._users += 1
         return recorder
 
     def release(self) -> None:
-        """The last one to leave puts the module's own method back."""
+        """Restores the module's own method after the last release."""
         self._users -= 1
         if self._users == 0:
             del self._pl_module.training_step

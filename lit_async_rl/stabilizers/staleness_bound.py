@@ -1,4 +1,4 @@
-"""What a data module offers to those who change the staleness bound while it runs."""
+"""Protocol of data modules whose staleness bound can change during training."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 
 @runtime_checkable
 class BoundedData(Protocol):
-    """A data module with a bound on staleness, in versions; `RolloutDataModule` is one.
+    """Data module with a bound on staleness, in versions; `RolloutDataModule` implements it.
 
-    It starts at its configured bound, after a resume too: who changed the bound restores the change.
+    It starts at its configured bound, also after a resume: callbacks that change the bound restore their change.
     """
 
     @property
     def max_staleness(self) -> int:
-        """The bound for what is sampled from now on."""
+        """Staleness bound of rollouts admitted from now on, in versions."""
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes it; before training, with the present bound: nothing, or a refusal. Called alike on all ranks."""
+        """Changes the bound, on all ranks. Called once with the current bound before training, to raise early."""
 
 
 def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
-    """The trainer's data module.
+    """Returns the trainer's data module, for the callback `owner`.
 
     Raises:
-        ValueError: it has no bound to change.
+        ValueError: the data module has no staleness bound to change.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, BoundedData):

@@ -1,4 +1,4 @@
-"""What callbacks need of optimizers: which one is meant, unscaled gradients, a learning rate for one step."""
+"""Optimizer utilities of callbacks: selection, gradient unscaling, a learning rate for one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 def raw_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The torch optimizer inside the wrappers that `self.optimizers()` and `fabric.setup` return."""
+    """Unwraps the optimizers that `self.optimizers()` and `fabric.setup` return."""
     # lightning.pytorch, pytorch_lightning and Fabric have a wrapper class each; all keep it under this name
     while "Lightning" in type(optimizer).__name__ or "Fabric" in type(optimizer).__name__:
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
@@ -19,20 +19,20 @@ def raw_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def optimizer_index(trainer: AnyTrainer, optimizer: Optimizer) -> int:
-    """Position of `optimizer` among the trainer's."""
+    """Position of `optimizer` in `trainer.optimizers`."""
     return next(n for n, known in enumerate(trainer.optimizers) if raw_optimizer(known) is raw_optimizer(optimizer))
 
 
 def chosen_index(
     trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer, choice: int | str | None
 ) -> int | None:
-    """Position of `optimizer` among the trainer's if `choice` means it, else None.
+    """Position of `optimizer` among the trainer's if `choice` selects it, else None.
 
     Args:
-        trainer: the trainer.
-        pl_module: the module it trains.
-        optimizer: the one that is about to step.
-        choice: a position; the name of a submodule, which means the optimizers of its parameters; or None, all.
+        trainer: trainer of `pl_module`.
+        pl_module: module in training.
+        optimizer: optimizer about to step.
+        choice: position; name of a submodule, which selects the optimizers of its parameters; or None for all.
     """
     index = optimizer_index(trainer, optimizer)
     if isinstance(choice, str):
@@ -42,29 +42,29 @@ def chosen_index(
 
 
 def check_choice(trainer: AnyTrainer, pl_module: AnyModule, choice: int | str | None, owner: str) -> None:
-    """Refuses a choice that means no optimizer at all.
+    """Checks that `choice` can select an optimizer, for the callback `owner`.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: no submodule has the name, or no optimizer the position.
     """
     if isinstance(choice, str):
         names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in pl_module.named_modules() if name]
         if choice not in names:
-            raise ValueError(f"{owner}: optimizer={choice!r} is no submodule of {type(pl_module).__name__}")
+            raise ValueError(f"{owner}.optimizer={choice!r} is not a submodule of {type(pl_module).__name__}")
     elif choice is not None and not 0 <= choice < len(trainer.optimizers):
-        raise ValueError(f"{owner}: optimizer={choice}, but there are {len(trainer.optimizers)} optimizers")
+        raise ValueError(f"{owner}.optimizer={choice}, but there are {len(trainer.optimizers)} optimizers")
 
 
 def metric_suffix(trainer: AnyTrainer, choice: int | str | None, index: int) -> str:
-    """What keeps metrics of several optimizers apart; empty where one was chosen or there is only one."""
+    """Suffix of metric names, `/<index>`; empty where one optimizer was chosen or there is only one."""
     return f"/{index}" if choice is None and len(trainer.optimizers) > 1 else ""
 
 
 def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
-    """Divides the gradients by the loss scale where a fused optimizer would do so only within its own step.
+    """Divides gradients by the loss scale for fused optimizers, which unscale only within their own step.
 
-    Lightning unscales for all others before `on_before_optimizer_step`. The scaler remembers, so nothing is done twice.
-    Without this a fused optimizer's gradients would be too large by a factor that changes from step to step.
+    Lightning unscales for all others before `on_before_optimizer_step`. The scaler tracks its state, so the call is
+    idempotent.
     """
     precision: Any = trainer.precision_plugin
     scaler = precision.scaler if hasattr(precision, "scaler") else None  # several plugin classes of two packages
@@ -75,7 +75,7 @@ def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
 
 
 def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:
-    """Lets `gradient_clip_algorithm: value` leave out an update without gradients, on which torch raises IndexError."""
+    """Makes `gradient_clip_algorithm: value` skip updates without gradients, for which torch raises IndexError."""
     precision: Any = trainer.precision_plugin
     clip = precision.clip_grad_by_value
     if hasattr(clip, "_tolerates_dropped_gradients"):
@@ -93,10 +93,10 @@ def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:
 class OneStepLearningRate:
     """Multiplies an optimizer's learning rate during exactly one `step`.
 
-    The learning rate is changed within `optimizer.step` only: no scheduler, checkpoint or logger ever sees it. When
-    Lightning runs the closure inside the step, `scale` is called between the two hooks and acts at once; when the
-    gradients are made outside (loss scaling, manual optimization, Fabric), it acts when the step begins. A step that
-    never begins (the loss scaler found an overflow) changes nothing, and the next call replaces the factor.
+    The learning rate changes within `optimizer.step` only, invisible to schedulers, checkpoints and loggers. If
+    Lightning runs the closure inside the step, `scale` applies at once; if gradients are computed outside (loss
+    scaling, manual optimization, Fabric), it applies when the step begins. A skipped step (overflow found by the loss
+    scaler) changes nothing, and the next call replaces the factor.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -110,14 +110,14 @@ class OneStepLearningRate:
         ]
 
     def scale(self, factor: float) -> None:
-        """Sets the factor for the step that is running or, if none is, for the next one; 1 touches nothing."""
+        """Sets the factor of the running step or, outside of a step, of the next one."""
         self._restore()
         self._factor = factor
         if self._in_step:
             self._apply()
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Restores the learning rate and removes the hooks."""
         self._restore()
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Prompt sources with answers that a program can check."""
+"""Prompt sources with verifiable answers."""
 
 from lit_async_rl.tasks.arithmetic import Addition
 from lit_async_rl.tasks.calculator import Calculator

@@ -1,4 +1,4 @@
-"""Adding numbers."""
+"""Addition of two numbers."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterator
 
 from lit_async_rl.tasks.splits import Split, SplitPrompts
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 
 
 class Addition(SplitPrompts):
     """`17+25=` asks for `42`. Training and held-out problems never share a pair of numbers, in either order.
 
     Args:
-        num_digits: of each number, at most.
+        num_digits: largest number of digits of each summand.
         size: number of problems, drawn with repetition.
-        split: which of the two disjoint sets.
-        seed: of the problems.
+        split: training or held-out set, which are disjoint.
+        seed: seed of the problems.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a setting is not positive.
     """
 
     def __init__(self, num_digits: int = 2, size: int = 4096, split: Split = "train", seed: int = 0) -> None:
         super().__init__(size, split)
-        if num_digits < 1:
-            raise ValueError(f"Addition: num_digits must be >= 1, got {num_digits}")
+        check_range("Addition", ">= 1", num_digits=num_digits)
         self.num_digits, self.seed = num_digits, seed
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
-        """Pairs of random numbers."""
+        """Random pairs of summands, and their problems."""
         chance = random.Random(f"{self.seed}/{self.split}/{index}")
         while True:
             a, b = (chance.randrange(10**self.num_digits) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Sums that a small policy cannot do in its head, and a calculator that it may call."""
+"""Multi-turn environment: addition with a calculator as a tool."""
 
 from __future__ import annotations
 
@@ -8,46 +8,45 @@ import re
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 
 CALL = re.compile(r"\[(\d{1,18})\+(\d{1,18})\]")
 
 
 def observation(result: str) -> str:
-    """What the calculator shows."""
+    """Observation text of a calculator result."""
     return f"{result}:"
 
 
 class Calculator(Environment):
-    """`[17+25]` is answered by `42:`; any other turn is the answer, worth 1 if right.
+    """A turn `[17+25]` is answered by `42:`; any other turn is the final answer, with reward 1 if correct.
 
     Args:
-        latency_s: seconds that the calculator takes, for trying out slow tools.
-        max_calls: calls in one episode; a further one ends it with reward 0.
+        latency_s: seconds per calculator call, to simulate slow tools.
+        max_calls: largest number of calls per episode; a further one ends it with reward 0.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
     def __init__(self, latency_s: float = 0.0, max_calls: int = 2) -> None:
-        if latency_s < 0:
-            raise ValueError(f"Calculator.latency_s must be >= 0, got {latency_s}")
-        if max_calls < 1:
-            raise ValueError(f"Calculator.max_calls must be >= 1, got {max_calls}")
+        check_range("Calculator", ">= 0", latency_s=latency_s)
+        check_range("Calculator", ">= 1", max_calls=max_calls)
         self.latency_s, self.max_calls = latency_s, max_calls
 
     async def start(self, prompt: Prompt) -> CalculatorEpisode:
-        """A calculator that has not been used."""
+        """Starts an episode for one prompt."""
         return CalculatorEpisode(prompt, self.latency_s, self.max_calls)
 
 
 class CalculatorEpisode(Episode):
-    """One sum."""
+    """Episode of one sum, with a limited number of calculator calls."""
 
     def __init__(self, prompt: Prompt, latency_s: float, calls_left: int) -> None:
         self.prompt, self.latency_s, self.calls_left = prompt, latency_s, calls_left
 
     async def step(self, completion: str) -> Observation:
-        """Calculates or judges."""
+        """Answers a calculator call, or scores the final answer."""
         call = CALL.fullmatch(completion.strip())
         if call is None:
             return Observation(reward=exact_match(self.prompt, completion), done=True)

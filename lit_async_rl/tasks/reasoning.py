@@ -1,4 +1,4 @@
-"""The procedural tasks of the `reasoning-gym` library."""
+"""Procedural tasks of the `reasoning-gym` library."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lit_async_rl.utils.isolation import IsolatedFunction
 
 
 class ReasoningGym(SplitPrompts):
-    """Problems of one of its tasks; use it with `ReasoningGymReward`, which asks the task itself for the score.
+    """Problems of one `reasoning-gym` task, for use with `ReasoningGymReward`.
 
-    The library draws problem i of seed s from the random number s + i, so its seeds 0 and 1 share all problems but one.
-    Here training and held-out problems never share a question.
+    The library seeds problem i with seed + i, so its seeds 0 and 1 share all problems but one. Here training and
+    held-out problems never share a question.
 
     Args:
         task: name of the task, for example `chain_sum`.
         size: number of problems.
-        split: which of the two disjoint sets.
-        seed: of the problems.
-        template: text around the question, with `{prompt}` where it goes.
+        split: training or held-out set, which are disjoint.
+        seed: seed of the problems.
+        template: text around the question, with the placeholder `{prompt}`.
         config: settings of the task.
 
     Raises:
@@ -55,7 +55,7 @@ class ReasoningGym(SplitPrompts):
             raise ValueError(f"ReasoningGym: task={task!r}, size={size}, config={config}: {error}") from error
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
-        """Problems of the library that no other index draws."""
+        """Problems of the library reserved for this index."""
         for number in range(index, self.size * MAX_DRAWS, self.size):
             entry = self._dataset[number]
             text = self.template.replace("{prompt}", entry["question"])
@@ -64,13 +64,13 @@ class ReasoningGym(SplitPrompts):
 
 
 class ReasoningGymReward:
-    """The task's own score, between 0 and 1; many tasks give partial credit.
+    """Score in [0, 1] by the task of the prompt; many tasks give partial credit.
 
     Args:
-        answer_tag: score only what stands between `<answer>` and `</answer>` (the last of them), if this is `answer`;
-            a completion without it is worth 0. None scores the whole completion, without the space around it.
-        timeout_s: longest for one completion; one that takes longer is worth 0. Some tasks calculate what a completion
-            says, so they run in a process of their own.
+        answer_tag: with `answer`, score only the text between the last `<answer>` and `</answer>`; a completion
+            without the tag has reward 0. None scores the whole completion, stripped.
+        timeout_s: seconds per completion; a timeout gives reward 0. Some tasks evaluate the completion, so they run in
+            a separate process.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -84,13 +84,13 @@ class ReasoningGymReward:
         self._grade = IsolatedFunction("lit_async_rl.rewards.graders:reasoning_grader", timeout_s)
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Score of the answer.
+        """Reward of the completion.
 
         Raises:
-            ValueError: the prompt is not one of `ReasoningGym`.
+            ValueError: the prompt is not from `ReasoningGym`.
         """
         if "entry" not in prompt.metadata:
-            raise ValueError("ReasoningGymReward scores the prompts of ReasoningGym only")
+            raise ValueError("ReasoningGymReward scores only prompts of ReasoningGym")
         if self.answer_tag is not None:
             tag = re.escape(self.answer_tag)
             answers = re.findall(f"<{tag}>(.*?)</{tag}>", completion, flags=re.DOTALL)

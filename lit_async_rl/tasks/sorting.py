@@ -1,4 +1,4 @@
-"""Sorting digits: small enough to learn on a laptop in a minute, with one right answer."""
+"""Sorting of digits, a task that a small model learns on a CPU in about a minute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lit_async_rl.tasks.splits import Split, SplitPrompts
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 
 
 class SortDigits(SplitPrompts):
@@ -15,9 +16,9 @@ class SortDigits(SplitPrompts):
     Args:
         num_digits: length of the string.
         size: number of problems, drawn with repetition.
-        split: which of the two disjoint sets.
-        seed: of the problems.
-        min_digits: shortest string, when lengths are mixed (each is as likely); None is `num_digits`.
+        split: training or held-out set, which are disjoint.
+        seed: seed of the problems.
+        min_digits: smallest length, with lengths drawn uniformly; None is `num_digits`.
 
     Raises:
         ValueError: there are fewer than two digits, `min_digits` is above `num_digits`, or the size is not positive.
@@ -32,15 +33,13 @@ class SortDigits(SplitPrompts):
         min_digits: int | None = None,
     ) -> None:
         super().__init__(size, split)
-        if num_digits < 2:
-            raise ValueError(f"SortDigits: num_digits must be >= 2, got {num_digits}")
-        if min_digits is not None and not 2 <= min_digits <= num_digits:
-            raise ValueError(f"SortDigits: min_digits must be between 2 and num_digits={num_digits}, got {min_digits}")
+        check_range("SortDigits", ">= 2", num_digits=num_digits)
+        check_range("SortDigits", f"in [2, {num_digits}]", min_digits=min_digits)
         self.num_digits, self.seed = num_digits, seed
         self.min_digits = num_digits if min_digits is None else min_digits
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
-        """Strings of random digits."""
+        """Random strings of digits, and their problems."""
         chance = random.Random(f"{self.seed}/{self.split}/{index}")
         while True:
             # a draw for the length only where there is a choice: problems of one length stay what they were

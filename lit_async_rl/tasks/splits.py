@@ -1,4 +1,4 @@
-"""Training and held-out problems that are different by construction, for every seed and size."""
+"""Disjoint training and held-out problems, for every seed and size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Literal
 
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 
 Split = Literal["train", "held_out"]
 MAX_DRAWS = 256  # an eighth is held out: none among so many is a chance of 1e-15
 
 
 def is_held_out(problem: str) -> bool:
-    """One problem in eight, decided by its text alone."""
+    """Whether a problem is held out: one in eight, by a hash of its text."""
     return random.Random(problem).random() < 0.125
 
 
@@ -25,20 +26,19 @@ class SplitPrompts(PromptSource):
 
     Args:
         size: number of problems.
-        split: which of the two sets.
+        split: training or held-out set.
 
     Raises:
         ValueError: the size is not positive.
     """
 
     def __init__(self, size: int, split: Split) -> None:
-        if size < 1:
-            raise ValueError(f"{type(self).__name__}: size must be >= 1, got {size}")
+        check_range(type(self).__name__, ">= 1", size=size)
         self.size, self.split = size, split
 
     @abstractmethod
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
-        """Random problems, always the same for the same index, and the texts that decide who may train on them."""
+        """Random problems for an index, deterministic, each with the text that decides its split."""
 
     def __len__(self) -> int:
         return self.size

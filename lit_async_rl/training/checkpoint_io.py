@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there at all."""
+"""Atomic checkpoint files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the file and renames when all is on the disk, so that a crash while saving leaves the old one.
+    """Writes checkpoints atomically: a crash while saving leaves the previous file intact.
 
     (Lightning's own moves the file from the system's temporary folder, which copies it between file systems.)
 
-    When the disk is full training goes on: one line says that the checkpoint is missing, and until one is written again
-    none is removed.
+    When the disk is full training continues: a warning names the missing checkpoint, and no checkpoint is removed until
+    one is written again.
     """
 
     def __init__(self) -> None:
         self._disk_is_full = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint; addresses such as `s3://` are left to Lightning."""
+        """Writes a checkpoint; URLs such as `s3://` are left to Lightning."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -53,24 +53,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._disk_is_full = False
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint after its digest was checked; nothing in it is executed, whatever `weights_only` says."""
+        """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
         check_checkpoint(path)
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only=True)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint, unless the one that takes its place could not be written."""
+        """Removes a checkpoint, unless its successor could not be written."""
         if not self._disk_is_full:
             super().remove_checkpoint(path)
 
 
 def check_checkpoint(path: str | Path) -> None:
-    """Refuses a checkpoint that is missing, damaged, foreign, or that would execute something when it is loaded.
+    """Refuses a checkpoint that is missing, damaged, not a checkpoint, or would execute code when loaded.
 
-    Addresses such as `s3://` are not checked.
+    URLs such as `s3://` are not checked.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: says what is wrong with it.
+        ValueError: the file is refused; says why.
     """
     if "://" in str(path):
         return
@@ -82,7 +82,7 @@ def check_checkpoint(path: str | Path) -> None:
 
 
 def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Refuses the weights of another model before anything is changed.
+    """Refuses weights of another model before anything is changed.
 
     Raises:
         ValueError: names or shapes differ.

@@ -28,28 +28,29 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
             f"model.correction={_name(correction)} with model.proximal=BehaviorProximal: the correction weighs "
             "proximal / behavior, which is 1 here. Use CurrentProximal (or InterpolatedProximal), or no correction."
         )
-    if loss.needs_behavior_anchor and not is_behavior:
+    if loss.needs_behavior_proximal and not is_behavior:
         raise ValueError(
             f"{names}: {_name(loss)} corrects for the policy that sampled by itself, so its ratio must be to that "
             "policy. Use BehaviorProximal, without correction."
         )
     if loss.needs_reference and not is_behavior:
-        raise ValueError(f"{names}: {_name(loss)} is anchored at the reference policy. Leave model.proximal out.")
-    if loss.anchored and is_current and correction is None:
+        raise ValueError(f"{names}: {_name(loss)} takes its ratio to the reference policy. Leave model.proximal out.")
+    if loss.uses_proximal and is_current and correction is None:
         raise ValueError(
             f"{names} and no model.correction: the ratio is always 1, so {_name(loss)} is REINFORCE without any "
             "correction. Use BehaviorProximal, add a correction, or say Reinforce."
         )
-    if loss.anchored and correction is None and not is_behavior:
+    if loss.uses_proximal and correction is None and not is_behavior:
         raise ValueError(
-            f"{names} and no model.correction: the way from the behavior policy to the anchor is missing. Add a "
+            f"{names} and no model.correction: the ratio of proximal to behavior policy is missing. Add a "
             "correction, or use BehaviorProximal."
         )
-    if not loss.anchored and correction is None and not is_behavior:
+    if not loss.uses_proximal and correction is None and not is_behavior:
         raise ValueError(
-            f"{names} and no model.correction: nothing reads the anchor. Add a correction, or leave model.proximal out."
+            f"{names} and no model.correction: nothing reads the proximal policy. Add a correction, or leave "
+            "model.proximal out."
         )
-    if not loss.anchored and correction is not None and not is_current:
+    if not loss.uses_proximal and correction is not None and not is_current:
         raise ValueError(
             f"{names} and model.correction={_name(correction)}: {_name(loss)} contains no ratio, so the correction "
             "must go all the way to the current policy. Use CurrentProximal."

@@ -1,4 +1,4 @@
-"""Metrics as a table in a text file, for runs that must not end because the disk is full."""
+"""CSV logger for runs that must not end because the disk is full."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lit_async_rl.utils.files import append, replacing, tolerate_full_disk
 
 
 class CSVLog(CSVLogger):
-    """Lightning's `CSVLogger`, with the same arguments and the same file.
+    """Lightning's `CSVLogger`, with the same arguments and file format.
 
-    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
-    With a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
+    When the disk is full a warning is logged, the file stays consistent, and the rows are written as soon as there is
+    space. With an existing `version`, as after a resume, its rows are kept, and new ones are appended.
     """
 
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """What keeps the rows and writes them."""
+        """Writer of the rows."""
         if self._experiment is None:
             self._experiment = _Writer(log_dir=self.log_dir)
         if not isinstance(self._experiment, _Writer):

@@ -1,7 +1,7 @@
-"""The LightningModule: the policy, its loss and its optimizer.
+"""LightningModule of the policy, its loss and its optimizer.
 
-One micro-batch is one Lightning batch, one optimizer step one version of the policy. Automatic optimization, so that
-clipping, precision, schedulers and every sharding strategy work as in any Lightning project.
+A micro-batch is a Lightning batch, an optimizer step a version of the policy. Optimization is automatic, so clipping,
+precision, schedulers and all sharding strategies work as in any Lightning project.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ from lit_async_rl.models.weights import is_sharded, stream_weights, without_refe
 from lit_async_rl.training.checkpoint_io import check_same_model
 from lit_async_rl.training.compatibility import check_baseline
 from lit_async_rl.training.objective import Objective, Reference
+from lit_async_rl.training.scheduler import bind_scheduler, check_resumable
+from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_not_negative, check_positive
+from lit_async_rl.utils.checks import check_range
+
+LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
 
 class PolicyModule(WholeSteps):
@@ -46,13 +50,13 @@ class PolicyModule(WholeSteps):
     Args:
         model: Hugging Face name or folder of a causal LM.
         loss: per-token loss; None is `PPOClip()`.
-        proximal: the policy that the loss's ratio is anchored at; None is `BehaviorProximal()`, which sampled.
-        correction: importance weights between that anchor and the behavior policy; None is no correction.
+        proximal: proximal policy, the denominator of the loss's ratio; None is `BehaviorProximal()`.
+        correction: importance weights between proximal and behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
-        learning_rate: of AdamW, unless `optimizer` is given; `weight_decay`: likewise.
-        warmup_steps: optimizer steps of linear warm-up, unless `scheduler` is given.
-        optimizer: another optimizer.
-        scheduler: another learning-rate schedule, stepped every optimizer step.
+        learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`: of AdamW.
+        optimizer: another optimizer than AdamW.
+        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine` or `OneCycle`, which take height
+            and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is `ConstantRate()`.
         kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
             reference is the policy without its adapters; otherwise a frozen copy of the weights.
         entropy_coefficient: weight of the entropy bonus.
@@ -66,7 +70,7 @@ class PolicyModule(WholeSteps):
         packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
 
     Attributes:
-        objective: loss, anchor, correction, baseline and penalties.
+        objective: loss, proximal policy, correction, baseline and penalties.
         version: number of weight publications so far; checkpointed.
         validator: holds the samples of the last validation.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.stabilizers.signals`.
@@ -79,11 +83,10 @@ class PolicyModule(WholeSteps):
         proximal: Proximal | None = None,
         correction: Correction | None = None,
         baseline: OptimalBaseline | None = None,
-        learning_rate: float = 1e-6,
+        learning_rate: float | None = None,
         weight_decay: float = 0.0,
-        warmup_steps: int = 0,
         optimizer: OptimizerCallable | None = None,
-        scheduler: LRSchedulerCallable | None = None,
+        scheduler: RateSchedule | LRSchedulerCallable | None = None,
         kl_coefficient: float = 0.0,
         entropy_coefficient: float = 0.0,
         logprob_chunk_tokens: int = 4096,
@@ -96,13 +99,13 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
-        check_positive("model", learning_rate=learning_rate)
-        check_not_negative("model", weight_decay=weight_decay, warmup_steps=warmup_steps, kl_coefficient=kl_coefficient)
+        check_range("model", "positive", learning_rate=learning_rate)
+        check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline, packing)
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
-        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.make_optimizer, self.scheduler = optimizer, scheduler or ConstantRate()
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         if sharding.meta_device and (random_init or lora):
             raise ValueError("model.sharding.meta_device=true goes with neither model.random_init nor model.lora")
@@ -122,12 +125,18 @@ class PolicyModule(WholeSteps):
 
     @property
     def wants_whole_groups(self) -> bool:
-        """Whether the completions of a prompt must be in one micro-batch."""
+        """Whether all completions of a prompt must be in one micro-batch."""
         objective = self.objective
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
+    def setup(self, stage: str) -> None:
+        """Refuses rates and lengths that contradict each other before the first validation."""
+        super().setup(stage)
+        if stage == "fit" or self.trainer.max_steps > 0:
+            self.configure_optimizers()
+
     def configure_model(self) -> None:
-        """Divides policy and reference as the strategy wants it; reads their weights if that was put off.
+        """Applies the sharding strategy to policy and reference; loads weights whose loading was deferred.
 
         Raises:
             ValueError: `sharding.meta_device` with a baseline under FSDP1.
@@ -145,13 +154,13 @@ class PolicyModule(WholeSteps):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """Lightning clears gradients after `training_step`, where FSDP1 would already take the old ones along."""
+        """Clears gradients; Lightning clears them after `training_step`, too late for FSDP1."""
         if self.objective.baseline is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
-        """Loss of one micro-batch, scaled so that gradients of a whole step add up to that of the average."""
+        """Loss of one micro-batch, scaled so that the gradients of a step sum to that of its average."""
         self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
         reference: Reference | None = self.reference
         if self.objective.needs_reference and reference is None:
@@ -162,7 +171,7 @@ class PolicyModule(WholeSteps):
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
     def on_after_backward(self) -> None:
-        """Before all that reads gradients: if groups were streamed, the step's average is known only now."""
+        """Rescales streamed gradients, whose average is known only now; before all that reads gradients."""
         if self._gradient_scale != 1.0:
             for optimizer in self.trainer.optimizers:
                 for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -171,12 +180,13 @@ class PolicyModule(WholeSteps):
         super().on_after_backward()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Runs after every callback's: if one of them dropped the gradients, the weights will not change."""
+        """Runs after all callbacks; detects whether one of them dropped the gradients."""
         super().on_before_optimizer_step(optimizer)
+        self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     def mark_updated(self) -> None:
-        """Says that weights were changed by other means than the optimizer (a rollback): they will be published."""
+        """Marks the weights as changed by other means than the optimizer (a rollback), to be published."""
         self._updated = True
 
     def take_updated(self) -> bool:
@@ -185,33 +195,30 @@ class PolicyModule(WholeSteps):
         return updated
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their Hugging Face names, one at a time; every rank must iterate to the end."""
+        """Full weights under their Hugging Face names, one at a time; a collective if sharded."""
         return stream_weights(self.policy, self.trainer.strategy.model)
 
     def configure_optimizers(self) -> Any:
-        """AdamW with linear warm-up, unless others were given."""
+        """AdamW unless another was given, and the schedule, bound to this run.
+
+        Raises:
+            ValueError: optimizer or scheduler state another rate or length than `learning_rate` and `max_steps`.
+        """
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
-        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or (
-            lambda params: torch.optim.AdamW(params, lr=self.learning_rate, weight_decay=self.weight_decay)
-        )
+        adamw = partial(torch.optim.AdamW, lr=self.learning_rate or LEARNING_RATE, weight_decay=self.weight_decay)
+        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
         optimizer = make_optimizer(parameters)
-        if self.make_scheduler is not None:
-            scheduler = self.make_scheduler(optimizer)
-        elif self.warmup_steps:
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / self.warmup_steps))
-        else:
-            return optimizer
+        scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Starts over."""
         self.validator.begin(self)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Samples completions of held-out prompts with the current weights and scores them."""
+        """Samples and scores completions of held-out prompts."""
         self.validator.step(self, batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -222,9 +229,9 @@ class PolicyModule(WholeSteps):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the version; leaves out the frozen reference, which is what `model` names.
+        """Adds the version; drops the frozen reference, which is the model named by `model`.
 
-        Not where it is sharded: the parts of such a checkpoint are read for all there is, or not at all.
+        A sharded reference is kept: such checkpoints are loaded completely or not at all.
         """
         checkpoint["version"], checkpoint["updated"] = self.version, self._updated
         super().on_save_checkpoint(checkpoint)
@@ -232,8 +239,9 @@ class PolicyModule(WholeSteps):
             checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the version."""
         self.version, self._updated = checkpoint["version"], checkpoint["updated"]
         super().on_load_checkpoint(checkpoint)
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
         if "state_dict" in checkpoint and not is_sharded(self):
             check_same_model(without_reference(checkpoint["state_dict"]), without_reference(self.state_dict()))

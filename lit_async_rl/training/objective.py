@@ -1,4 +1,4 @@
-"""What one micro-batch adds to the gradient of an optimizer step: loss, anchor, correction, baseline and penalties."""
+"""Loss of one micro-batch: policy loss, importance weights, KL and entropy."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Objective:
             stats = _token_stats(policy, batch, entropy_grad=self.entropy_coefficient > 0)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
-        anchor = self._anchor(detached, reference_logprobs, staleness, batch)
+        proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch)
         weights = torch.ones_like(detached)
         if self.correction is not None:
-            weights = self.correction(anchor - batch.behavior_logprobs, batch.loss_mask).weights
+            weights = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.loss_mask).weights
         advantages = batch.advantages
         if self.baseline is not None:
             advantages = self.baseline.advantages(policy, tape, stats.logprobs, weights, batch)
-        output = self.loss(_loss_inputs(stats.logprobs, anchor, advantages, staleness, batch))
+        output = self.loss(_loss_inputs(stats.logprobs, proximal_logprobs, advantages, staleness, batch))
         loss = (batch.token_weights * output.per_token * weights).sum()
         if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
             rows = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
@@ -87,7 +87,7 @@ class Objective:
             signals["ref_log_ratio"] = detached - reference_logprobs
         return loss + self._penalty(stats, reference_logprobs, batch), signals
 
-    def _anchor(
+    def _proximal_logprobs(
         self,
         logprobs: Float[Tensor, "B T"],
         reference: Float[Tensor, "B T"] | None,
@@ -114,14 +114,14 @@ class Objective:
 
 def _loss_inputs(
     logprobs: Float[Tensor, "B T"],
-    anchor: Float[Tensor, "B T"],
+    proximal_logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
     staleness: Int[Tensor, "B T"],
     batch: RolloutBatch,
 ) -> LossInputs:
     return LossInputs(
         logprobs=logprobs,
-        anchor_logprobs=anchor,
+        proximal_logprobs=proximal_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
         advantages=advantages,
         loss_mask=batch.loss_mask,

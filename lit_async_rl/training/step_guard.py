@@ -1,7 +1,7 @@
-"""Checks that every optimizer step is made of exactly its micro-batches, each once, and that no token is too old.
+"""Checks that every optimizer step consists of exactly its micro-batches, each once, and that no token is too old.
 
-A micro-batch says which step it was made for, its place there, and the staleness bound of each of its rows. A
-checkpoint that is saved within a step begins with that step: its gradients are not saved.
+A micro-batch carries the step it was made for, its index there, and the staleness bound of each row. A checkpoint saved
+within a step starts with that step, because its gradients are not saved.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lit_async_rl.types import RolloutBatch
 
 
 class StepGuard:
-    """Follows the micro-batches of a run.
+    """Tracks the micro-batches of a run.
 
     Attributes:
-        step: global step of the micro-batch admitted last; -1 before the first one.
+        step: global step of the last admitted micro-batch; -1 before the first one.
         num_admitted: micro-batches of that step so far, of `num_micro_batches`.
         random_state: torch's, when that step began.
     """
@@ -32,17 +32,17 @@ class StepGuard:
         self._is_accumulated = False
 
     def admit(self, batch: RolloutBatch, batch_idx: int, global_step: int, version: int) -> None:
-        """Checks the next micro-batch. One without a step (of another data module) is checked for its tokens' age only.
+        """Checks the next micro-batch; one without a step (of another data module) only for the age of its tokens.
 
         Args:
             batch: to be trained on.
-            batch_idx: Lightning's; an optimizer that evaluates the loss several times comes with the same one again.
-            global_step: optimizer steps before.
+            batch_idx: Lightning's; repeated by an optimizer that evaluates the loss several times.
+            global_step: optimizer steps so far.
             version: of the policy.
 
         Raises:
-            StepError: it was made for another step, came before, or the one before it is missing.
-            StalenessError: a token of it is too old.
+            StepError: it was made for another step, is repeated, or its predecessor is missing.
+            StalenessError: a token is too old.
         """
         if batch.step is not None:
             self._admit(batch, batch_idx, global_step)
@@ -65,11 +65,11 @@ class StepGuard:
         self._last_batch_idx, self._is_accumulated = batch_idx, False
 
     def accumulated(self) -> None:
-        """The gradients of the micro-batch have been added to those of the step."""
+        """Records that the micro-batch's gradients were accumulated."""
         self._is_accumulated = True
 
     def check_whole(self) -> None:
-        """Before the optimizer's step.
+        """Checks that the step is complete; called before the optimizer's step.
 
         Raises:
             StepError: micro-batches are missing.
@@ -86,15 +86,15 @@ class StepGuard:
         return self.step == global_step
 
     def is_updating(self, global_step: int) -> bool:
-        """Whether the step's gradient is whole, so that callbacks and optimizer are about to use it."""
+        """Whether the step's gradient is complete, so that callbacks and optimizer are about to use it."""
         return self.is_within(global_step) and self._is_accumulated and self.num_admitted == self.num_micro_batches
 
 
 def check_staleness(batch: RolloutBatch, version: int) -> None:
-    """Checks every token that trains against its row's bound.
+    """Checks every trained token against its row's bound.
 
     Raises:
-        StalenessError: one is older than that, or newer than the policy.
+        StalenessError: a token exceeds the bound, or is newer than the policy.
     """
     if batch.max_staleness is None:
         return
@@ -110,14 +110,14 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
 
 
 def count_whole_steps(checkpoint: dict[str, Any], micro_batches_per_step: int, in_future: int | None = None) -> None:
-    """Lets a checkpoint that was saved within an optimizer step begin with that step: its gradients are not saved.
+    """Resets a checkpoint saved within an optimizer step to the start of that step.
 
-    `processed` counts a step's last micro-batch only after the optimizer's step.
+    The step's gradients are not saved. `processed` counts a step's last micro-batch only after the optimizer's step.
 
     Args:
         checkpoint: changed in place.
         micro_batches_per_step: of the run that saved it.
-        in_future: of the run that resumes from it; None is as many.
+        in_future: of the run that resumes from it; None is the same number.
     """
     if "loops" not in checkpoint:  # weights only
         return

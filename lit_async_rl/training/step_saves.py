@@ -1,4 +1,4 @@
-"""Checkpoints that are asked for in the middle of an update are written at its end."""
+"""Defers checkpoints requested during an update to its end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ log = logging.getLogger(__name__)
 
 
 class SavesBetweenUpdates:
-    """Stands in for `trainer.save_checkpoint`, whoever calls it: a user's callback, Lightning's, or ours.
+    """Replaces `trainer.save_checkpoint`, for all its callers (user callbacks, Lightning's, ours).
 
-    Between `on_before_optimizer_step` and the end of the optimizer's step some callbacks have taken notice of the step
-    and others have not, weights may have changed and counters have not: no resume from there could be right.
+    Between `on_before_optimizer_step` and the end of the optimizer's step some callbacks have processed the step and
+    others have not, and weights may have changed while counters have not: a checkpoint from there could not be resumed
+    correctly.
 
     Args:
         trainer: whose method is replaced, until `remove`.
-        is_updating: whether an update is under way.
+        is_updating: whether an update is in progress.
     """
 
     def __init__(self, trainer: AnyTrainer, is_updating: Callable[[], bool]) -> None:
@@ -38,11 +39,11 @@ class SavesBetweenUpdates:
         self._pending.append((filepath, weights_only, storage_options))
 
     def flush(self) -> None:
-        """Writes what was put off."""
+        """Writes the deferred checkpoints."""
         pending, self._pending = self._pending, []
         for call in pending:
             self._save(*call)
 
     def remove(self) -> None:
-        """Leaves the trainer as it was."""
+        """Restores the trainer's method."""
         self._trainer.__dict__.pop("save_checkpoint", None)

@@ -1,4 +1,4 @@
-"""Held-out accuracy, measured by sampling with the very weights that are validated."""
+"""Validation: held-out accuracy, sampled with the current weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lit_async_rl.types import Prompt, PromptBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One held-out completion, to look at."""
+    """One held-out completion with its reward."""
 
     prompt: Prompt
     completion: str
@@ -29,9 +29,10 @@ class Sample:
 
 
 class Validator(torch.nn.Module):
-    """Samples, scores and averages over all ranks; correct are rewards of at least `data.validation.success_reward`.
+    """Samples and scores held-out prompts and averages over all ranks.
 
-    Each validation draws the same random numbers, so that differences between two come from the policies.
+    A completion is correct if its reward is at least `data.validation.success_reward`. Every validation uses the same
+    random numbers, so that differences between two are due to the policies.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Validator(torch.nn.Module):
         self._whole: list[PreTrainedModel] = []  # in a list, because it is not a part of the module
 
     def begin(self, module: Any) -> None:
-        """Forgets the last validation; of a sharded policy every rank gets a whole copy, as long as this one lasts."""
+        """Resets the metrics; gathers a whole copy of a sharded policy on every rank."""
         for metric in (self.reward, self.pass_at_1, self.pass_at_k):
             metric.reset()
         self.samples = []
@@ -50,7 +51,7 @@ class Validator(torch.nn.Module):
             self._whole = [_whole_copy(module)]
 
     def end(self) -> None:
-        """Frees the copy."""
+        """Releases the copy."""
         self._whole = []
 
     @torch.no_grad()
@@ -81,7 +82,7 @@ class Validator(torch.nn.Module):
         rewards = [[completion.reward for completion in completions] for completions in found]
         if any(reward is None for row in rewards for reward in row):
             asked = [(prompt, text) for prompt, row in zip(batch.prompts, texts, strict=True) for text in row]
-            scored = iter(data.score(asked))
+            scored = iter(data.held_out.score(asked, data.note_progress))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(batch.prompts, texts, rewards, strict=True):
             self._file(prompt, row, row_rewards, data.validation.success_reward)
@@ -114,7 +115,7 @@ class Validator(torch.nn.Module):
 
 @torch.no_grad()
 def _whole_copy(module: Any) -> PreTrainedModel:
-    """The policy with all of its weights on this device. A collective."""
+    """The unsharded policy on this device. A collective."""
     data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
     dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")
     lm = load_policy(data.model, dtype=dtype, random_init=True, device=str(module.device))

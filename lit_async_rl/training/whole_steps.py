@@ -1,4 +1,4 @@
-"""A LightningModule whose optimizer steps are whole: when it trains, when it saves, and after a resume."""
+"""LightningModule with complete optimizer steps: in training, in checkpoints, and after a resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_async_rl.types import RolloutBatch
 
 
 class WholeSteps(pl.LightningModule):
-    """Guards the micro-batches of each step, and has checkpoints begin where a step does.
+    """Checks the micro-batches of each step, and aligns checkpoints with the start of a step.
 
     A subclass calls `guard.admit` in its `training_step`.
 
@@ -28,13 +28,12 @@ class WholeSteps(pl.LightningModule):
         self._saves: SavesBetweenUpdates | None = None
 
     def setup(self, stage: str) -> None:
-        """Begins to watch."""
         if stage == "fit":
             self.guard = guard = StepGuard()
             self._saves = SavesBetweenUpdates(self.trainer, lambda: guard.is_updating(self.trainer.global_step))
 
     def on_after_backward(self) -> None:
-        """Runs after every callback's."""
+        """Runs after all callbacks."""
         self.guard.accumulated()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -42,25 +41,24 @@ class WholeSteps(pl.LightningModule):
         self.guard.check_whole()
 
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
-        """Writes the checkpoints that were asked for in the middle of the update."""
+        """Writes checkpoints deferred during the update."""
         if self._saves is not None:
             self._saves.flush()
 
     def teardown(self, stage: str) -> None:
-        """Leaves the trainer as it was."""
         if self._saves is not None:
             self._saves.remove()
             self._saves = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the random state; within a step, that of its beginning."""
+        """Adds the random state; within a step, that of its start."""
         began = self.guard.random_state if self.guard.is_within(self.trainer.global_step) else None
         checkpoint["random_state"] = torch.get_rng_state() if began is None else began
         checkpoint["micro_batches_per_step"] = self.trainer.accumulate_grad_batches
         count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the random state; Lightning counts in the micro-batches of this run."""
+        """Restores the random state; converts Lightning's counters to this run's micro-batches."""
         if self._trainer is not None:  # an export has none
             now = self.trainer.accumulate_grad_batches
             count_whole_steps(checkpoint, checkpoint.get("micro_batches_per_step", now), now)

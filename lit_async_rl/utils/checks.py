@@ -1,29 +1,55 @@
-"""Ranges that many settings have in common."""
+"""Range checks of settings, with one form of message: `data.max_staleness must be >= 0, got -1`."""
 
 from __future__ import annotations
 
+import math
+import re
 
-def check_positive(part: str, **settings: int | float) -> None:
-    """Refuses numbers that are not positive.
+_BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
+_INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")
+
+
+def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
+    """Refuses settings outside of a range. NaN is outside of every range; None (a setting left unset) passes.
+
+    Example: `check_range("data", ">= 0", max_staleness=-1)` raises `data.max_staleness must be >= 0, got -1`.
 
     Args:
-        part: of the YAML that the settings stand in, such as `data`.
-        settings: by name.
+        owner: path in the YAML or name of the class that has the settings, such as `data` or `AdaptiveStaleness`; empty
+            for a setting of the top level.
+        rule: `positive`, `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`, `in (0, 1]`), or
+            several joined by ` and ` (`>= 0 and finite`).
+        settings: values by name.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a value is outside of the range; the message names setting, rule and value.
     """
     for name, value in settings.items():
-        if value <= 0:
-            raise ValueError(f"{part}.{name} must be positive, got {value}")
+        if value is not None and not all(_holds(part, value) for part in rule.split(" and ")):
+            setting = f"{owner}.{name}" if owner else name
+            raise ValueError(f"{setting} must be {rule}, got {value}")
+
+
+def _holds(rule: str, value: int | float) -> bool:
+    if rule == "positive":
+        return value > 0
+    if rule == "finite":
+        return math.isfinite(value)
+    if bound := _BOUND.fullmatch(rule):
+        operator, limit = bound[1], float(bound[2])
+        return {">=": value >= limit, ">": value > limit, "<=": value <= limit, "<": value < limit}[operator]
+    if interval := _INTERVAL.fullmatch(rule):
+        low, high = float(interval[2]), float(interval[3])
+        above = value >= low if interval[1] == "[" else value > low
+        return above and (value <= high if interval[4] == "]" else value < high)
+    raise ValueError(f"unknown rule {rule!r}")
+
+
+def check_positive(part: str, **settings: int | float) -> None:
+    """Refuses numbers that are not positive, see `check_range`."""
+    check_range(part, "positive", **settings)
 
 
 def check_not_negative(part: str, **settings: int | float) -> None:
-    """Refuses negative numbers, see `check_positive`.
-
-    Raises:
-        ValueError: one is negative.
-    """
-    for name, value in settings.items():
-        if value < 0:
-            raise ValueError(f"{part}.{name} must be >= 0, got {value}")
+    """Refuses negative numbers, see `check_range`."""
+    check_range(part, ">= 0", **settings)

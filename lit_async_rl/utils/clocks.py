@@ -1,4 +1,4 @@
-"""A clock that stands still while the process does, so that nobody is taken for hung who was not allowed to run."""
+"""Clock that excludes time in which the process was stopped, so that a stopped process does not count as hung."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class AwakeClock:
-    """Seconds in which this process ran: SIGSTOP, Ctrl-Z and a suspended job do not count.
+    """Monotonic clock without the time in which this process did not run (SIGSTOP, Ctrl-Z, suspend).
 
-    A thread looks at the time every `BEAT_S`; so does every reader. Where nobody looked for more than `STILL_S` the
-    process stood still, which one line in the log says.
+    A thread reads the time every `BEAT_S`, as does every caller. A gap of more than `STILL_S` between two readings
+    counts as a stop and is logged.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class AwakeClock:
         threading.Thread(target=self._beat, name="clock", daemon=True).start()
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since an arbitrary origin."""
         with self._lock:
             now = time.monotonic()
             gap, self._seen = now - self._seen, now
@@ -36,7 +36,7 @@ class AwakeClock:
             return now - self._lost_s
 
     def close(self) -> None:
-        """Ends the thread; from now on it is an ordinary clock."""
+        """Ends the thread; the clock then counts all time."""
         self._closed.set()
 
     def _beat(self) -> None:

@@ -1,8 +1,8 @@
-"""Digests of checkpoints: written with the file, checked before anything in it is used.
+"""Digests of checkpoints, written with the file and verified before its content is used.
 
-A checkpoint file is a zip archive, and its digest is the archive's comment: one file, renamed as one, so that no crash
-leaves a file and a digest that disagree, and any reader of zip archives (`torch.load`) passes over it. The digest is
-XXH3 (128 bits) of the archive without the comment. It finds damage; it is no signature.
+A checkpoint file is a zip archive, and its digest is the archive's comment: one file, renamed atomically, so a crash
+cannot leave file and digest inconsistent, and other readers of zip archives (`torch.load`) ignore it. The digest is
+XXH3 (128 bits) of the archive without the comment. It detects damage; it is not a signature.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _checked: dict[str, tuple[int, int, int]] = {}  # inode, size and time of files 
 
 
 class DigestWriter:
-    """Writes to a binary file and digests what it writes.
+    """Binary file writer that computes a digest of what it writes.
 
     Args:
         file: opened for writing, and empty.
@@ -41,32 +41,30 @@ class DigestWriter:
         self._file, self._hash = file, xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
-        """Writes all of it."""
         self._hash.update(data)
         self._file.write(data)
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Flushes the file."""
         self._file.flush()
 
     def finish_archive(self) -> None:
-        """Adds the digest as the comment of the zip archive that was written."""
+        """Writes the digest as the comment of the zip archive."""
         self._file.seek(-2, os.SEEK_END)  # the length of its comment, 0 so far
         self._file.write(struct.pack("<H", COMMENT) + MARK + self._hash.hexdigest().encode())
 
 
 def check_file(file: Path, where: str) -> None:
-    """Refuses a checkpoint file that is damaged, foreign, or that would execute something when it is loaded.
+    """Refuses a checkpoint file that is damaged, not a checkpoint, or would execute code when loaded.
 
-    Reads a file once; another call for the same file costs nothing.
+    Each file is read once; further calls for the same file are free.
 
     Args:
         file: exists.
-        where: how messages begin.
+        where: prefix of messages.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: the file is refused; says why.
     """
     status = file.stat()
     seen = status.st_ino, status.st_size, status.st_mtime_ns
@@ -107,10 +105,10 @@ def _check_digest(file: BinaryIO, where: str) -> None:
 
 
 def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
-    """Refuses what a `PolicyModule` did not save.
+    """Refuses content that a `PolicyModule` did not save.
 
     Raises:
-        ValueError: one of the needed keys is not there.
+        ValueError: a required key is missing.
     """
     if not isinstance(checkpoint, dict) or any(name not in checkpoint for name in needed):
         found = sorted(map(str, checkpoint))[:8] if isinstance(checkpoint, dict) else type(checkpoint).__name__
@@ -118,10 +116,10 @@ def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
 
 
 def read_safely(file: Path, where: str) -> Any:
-    """What a file of `torch.save` holds, without the values of tensors; executes nothing.
+    """Content of a `torch.save` file on the meta device (no tensor values); never executes code.
 
     Raises:
-        ValueError: it cannot be read, or only by executing something.
+        ValueError: the file cannot be read without executing code, or not at all.
     """
     try:
         with warnings.catch_warnings():

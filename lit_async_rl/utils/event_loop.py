@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and how other threads use it."""
+"""An asyncio event loop in its own thread, with thread-safe calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoopThread:
     """Daemon thread that runs an event loop until `close`.
 
     Args:
-        name: of the thread, and in messages.
+        name: of the thread, also in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,10 +31,10 @@ class LoopThread:
         self._closed = threading.Event()
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Runs `coroutine` and waits for its result, which it passes on; so it does its error.
+        """Runs `coroutine` in the loop; returns its result or raises its error.
 
         Raises:
-            StalledError: `what` did not end within `timeout_s`.
+            StalledError: `what` did not finish within `timeout_s`.
             EngineError: `close` was called meanwhile.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -47,13 +47,18 @@ class LoopThread:
         future.cancel()
         raise StalledError(f"{what} did not end within {timeout_s:g} s")
 
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the loop runs a coroutine within `timeout_s`: none that it runs blocks it."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        return bool(concurrent.futures.wait([future], timeout_s).done)
+
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Calls `callback` in the loop's thread; not after `close`."""
+        """Schedules `callback` in the loop's thread; ignored after `close`."""
         if not self._closed.is_set():
             self._loop.call_soon_threadsafe(callback, *args)
 
     def close(self, last: Coroutine[Any, Any, Any]) -> None:
-        """Ends all tasks, runs `last`, and joins the thread. Safe to call twice."""
+        """Cancels all tasks, runs `last`, and joins the thread. Safe to call twice."""
         if self._closed.is_set():
             last.close()
             return

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, and what happens when the disk is full."""
+"""Atomic file replacement, and handling of full disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk, or a quota, is behind an error."""
+    """Whether an error was caused by a full disk or an exceeded quota."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.errno in FULL:
@@ -28,7 +28,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[BinaryIO]:
-    """A file beside `target` that takes its place when all is on the disk; after an error nothing is left of it."""
+    """Context of a file that atomically replaces `target` on success; removed after an error."""
     part = part_name(target)
     try:
         with part.open("wb") as file:
@@ -44,7 +44,7 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def tolerate_full_disk(what: str) -> Iterator[None]:
-    """Goes on without what could not be written, and says so in one line, if a full disk is the reason."""
+    """Context that turns a full disk into a warning; other errors are raised."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def tolerate_full_disk(what: str) -> Iterator[None]:
 
 
 def append(path: Path, text: str) -> None:
-    """Adds text to the end of a file: all of it, or nothing.
+    """Appends text to a file: all of it, or nothing.
 
     Raises:
         OSError: it cannot be written.
@@ -71,10 +71,10 @@ def append(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """Makes a folder, if need be, and a file in it: an unwritable one is noticed at the start, not at the first save.
+    """Creates a folder, and a temporary file in it, so that an unwritable one fails at the start of a run.
 
     Raises:
-        OSError: nothing can be written there; says to which setting's folder.
+        OSError: the folder is not writable; names the setting.
     """
     probe = folder / f".{os.getpid()}.probe"
     try:
@@ -86,7 +86,7 @@ def check_writable(folder: Path, what: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renamed files in a folder last through a loss of power."""
+    """Flushes a folder to disk, so that renames in it survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""One run in one folder: a lock that other processes see, and that the kernel takes back when its owner is killed."""
+"""Exclusive use of a run's folder: a lock between processes that the kernel releases when its owner dies."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _guard = threading.Lock()
 
 
 class FolderLock:
-    """Exclusive use of a folder among processes, until `release`; several owners in one process share it.
+    """Lock of a folder among processes, until `release`; several owners within one process share it.
 
     Args:
-        folder: exists, and can be written to.
-        what: the setting that names it, for the message.
+        folder: exists and is writable.
+        what: setting that names it, for messages.
 
     Raises:
-        OSError: another process has it; says which one.
+        OSError: another process holds the lock; says which one.
     """
 
     def __init__(self, folder: str | Path, what: str) -> None:
@@ -40,7 +40,7 @@ class FolderLock:
             _held[self._folder] = (lock or _acquire(self._folder, what), owners + 1)
 
     def release(self) -> None:
-        """Gives the folder back. Safe to call twice."""
+        """Releases the lock. Safe to call twice."""
         with _guard:
             if self._folder is None:
                 return
@@ -55,7 +55,7 @@ class FolderLock:
 
 @contextmanager
 def locked(folders: Iterable[tuple[str, Path]]) -> Iterator[None]:
-    """Exclusive use of several folders, each with the setting that names it."""
+    """Context that locks several folders, each with the setting that names it."""
     with ExitStack() as stack:
         for what, folder in folders:
             stack.callback(FolderLock(folder, what).release)
@@ -88,12 +88,12 @@ def _owner(folder: Path) -> str:
 
 
 def part_name(target: Path) -> Path:
-    """Where this process writes what is to become `target`: beside it, with host and process in the name."""
+    """Temporary name beside `target` while this process writes it; contains host and process id."""
     return target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.part")
 
 
 def remove_stale_parts(folder: Path) -> None:
-    """Removes what processes of this machine that are gone left half written: files of `part_name`."""
+    """Removes partial files (see `part_name`) of dead processes of this machine."""
     ours = re.compile(rf"\..+\.(?:{re.escape(socket.gethostname())}-)?(\d+)\.part")
     for path in folder.glob(".*.part"):
         match = ours.fullmatch(path.name)

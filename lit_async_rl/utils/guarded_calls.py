@@ -1,9 +1,9 @@
-"""Calls that may hang, made in a thread that can be left to itself, and bounded by a timeout.
+"""Calls with timeouts: made in a worker thread that is abandoned if the call hangs.
 
 | who | waits for | woken by |
 |---|---|---|
-| the caller (trainer or producer) | the call's result, or its next question; `Limit.seconds` at most | the worker |
-| a worker | its next call; an item that it asked the caller for | the caller, always: also when it gives up |
+| the caller (trainer or producer) | the call's result or next question, at most `Limit.seconds` | the worker |
+| a worker | its next call; an item it requested from the caller | the caller, also when it times out |
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a call may take.
+    """Time limit of a call.
 
     Args:
-        seconds: in which nothing happens; each item that the call takes counts as something.
+        seconds: maximum time without progress; each item consumed by the call is progress.
         message: of the error.
-        progress: another sign that something happens: its value changes.
+        progress: optional counter; a change of its value is also progress.
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class Limit:
 
 
 class _Worker:
-    """Daemon thread that makes one call after the other; not used any more after one that hangs."""
+    """Daemon thread that executes calls in order; discarded after one that hangs."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
@@ -74,9 +74,10 @@ class _Reply:
 
 
 class _Fed(Iterator[T]):
-    """Iterated over in the worker; each item is made in the caller's thread, when it is asked for and not before.
+    """Iterator consumed in the worker; each item is produced in the caller's thread on request.
 
-    Gathering a shard is a collective, which belongs to the trainer's thread, and the shard lives until the next one.
+    Gathering a shard is a collective, which must run in the trainer's thread, and a shard is valid only until the next
+    one.
     """
 
     def __init__(self, replies: SimpleQueue[Any]) -> None:
@@ -98,7 +99,7 @@ def call(function: Callable[[], T], limit: Limit) -> T:
     """The result of `function()`, or its error.
 
     Raises:
-        StalledError: it did not return in time. It is left to itself.
+        StalledError: it did not return in time; its thread is abandoned.
     """
     replies = _begin(function, SimpleQueue())
     reply: _Reply = _wait(replies, limit)
@@ -106,10 +107,10 @@ def call(function: Callable[[], T], limit: Limit) -> T:
 
 
 def feed(function: Callable[[Iterator[Any]], T], items: Iterable[Any], limit: Limit) -> T:
-    """The result of `function(items)`, where `items` is read in this thread.
+    """The result of `function(items)`, where `items` is iterated in this thread.
 
     Raises:
-        StalledError: it did nothing for too long. It is left to itself, and gets an error for an item.
+        StalledError: no progress in time; its thread is abandoned and gets an error as the next item.
     """
     replies: SimpleQueue[Any] = SimpleQueue()
     fed, source = _Fed[Any](replies), iter(items)
@@ -123,7 +124,7 @@ def feed(function: Callable[[Iterator[Any]], T], items: Iterable[Any], limit: Li
 
 
 def _begin(function: Callable[[], Any], replies: SimpleQueue[Any]) -> SimpleQueue[Any]:
-    """Grad mode, and the current device, are a thread's own."""
+    """Sets grad mode and current device, which are thread-local."""
     grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -172,11 +173,11 @@ def _result(reply: _Reply) -> Any:
 
 
 class LastKnown(Generic[T]):
-    """A value that is asked for again and again, of somebody who may hang: then the last one it gave.
+    """Value of a function that may hang, polled repeatedly: falls back to its last value.
 
     Args:
-        function: gives the value.
-        value: the first one.
+        function: returns the value.
+        value: initial value.
     """
 
     def __init__(self, function: Callable[[], T], value: T) -> None:
@@ -185,7 +186,7 @@ class LastKnown(Generic[T]):
         self._asking = threading.Lock()
 
     def get(self) -> T:
-        """The value, or the last one where it does not come within `LOOK_S`. Raises what the function raises."""
+        """The value, or the last one if it takes longer than `LOOK_S`. Raises what the function raises."""
         if not self._asking.acquire(blocking=False):  # another thread does
             return self._value
         try:

@@ -1,19 +1,18 @@
-"""Calls that may never return, or run somebody else's code: in a process of their own, which is killed from outside.
+"""Calls that may hang or run untrusted code, in child processes that are killed on timeout.
 
-A thread cannot be stopped, and one power of huge integers inside a library holds the interpreter's lock, so that every
-other thread stands still, the one with the clock included. The parent trusts nothing in the child: it waits for a reply
-until a deadline and never for the end of a pipe (a process forked by the child may hold it open), then kills the
-child's whole process group. Replies are lines of JSON with the number of their request. Pebble and loky, which also
-kill workers, unpickle what these send: a crafted return value would run code in the parent.
+A thread cannot be stopped, and a single big-integer power inside a library can hold the GIL, which stops every other
+thread, timers included. The parent does not trust the child: it waits for a reply until a deadline, never for the end
+of a pipe (a process forked by the child may keep it open), then kills the child's process group. Replies are lines of
+JSON with the number of their request. Pebble and loky, which also kill workers, unpickle their results: a crafted
+return value would run code in the parent.
 
-Requests are pickled, because rewards get whatever the prompt source put into `Prompt.metadata`; only the child reads
-them, and they come from its parent's memory.
+Requests are pickled, because rewards get arbitrary values in `Prompt.metadata`; only the child unpickles them, and they
+come from its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import itertools
 import json
@@ -29,52 +28,51 @@ import weakref
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.processes import die_with_parent
+
 START_S = 300.0  # for what the child imports
 POLL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
 EXIT_S = 1.0  # from the end of the child's pipe to that of the child
 REAP_S = 5.0
 MAX_REPLY = 2**24  # bytes
 MAX_MESSAGE = 1000  # characters
-PR_SET_PDEATHSIG = 1
 _MODULE = __name__
 
 
 class IsolatedCallError(RuntimeError):
-    """The isolated function raised, or returned what JSON cannot express; the message names it and its error."""
+    """The isolated function raised, or returned a value that JSON cannot represent; names the function."""
 
 
 class IsolatedFunction:
-    """A function that runs in a child process, one for each thread that calls it, started when first needed.
+    """Function executed in a child process; each calling thread has its own, started on the first call.
 
     Args:
-        make: a function of a module, by its name `package.module:make`; it is called once in the child, within
-            `START_S`, and returns what is then called with picklable arguments and returns what JSON can express
-            (tuples become lists). Imports belong there.
-        timeout_s: longest that a call may take.
-        arguments: what `make` is called with.
-        max_memory_gb: memory that the child may use beyond what it has after `make`; None sets no limit.
+        make: factory, given as `package.module:make`; called once in the child, within `START_S`. The function it
+            returns takes picklable arguments and returns JSON values (tuples become lists). Imports belong in the
+            factory.
+        timeout_s: timeout of a call.
+        arguments: of `make`.
+        max_memory_gb: memory the child may allocate after `make`; None sets no limit.
 
     Raises:
         ValueError: a limit is not positive.
     """
 
     def __init__(self, make: str, timeout_s: float, *arguments: str, max_memory_gb: float | None = None) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        if max_memory_gb is not None and max_memory_gb <= 0:
-            raise ValueError(f"max_memory_gb must be positive, got {max_memory_gb}")
+        check_range("IsolatedFunction", "positive", timeout_s=timeout_s, max_memory_gb=max_memory_gb)
         self.timeout_s = timeout_s
         memory = 0 if max_memory_gb is None else int(max_memory_gb * 2**30)
         self._command = [make, str(timeout_s), str(memory), *arguments]
         self._local = threading.local()
 
     def __call__(self, *args: Any) -> Any:
-        """The function's value.
+        """Calls the function.
 
         Raises:
-            TimeoutError: the call took too long, or its process was killed, for example for the memory it used.
-            IsolatedCallError: the function raised, or its value is none that can be sent.
-            RuntimeError: the child could not be started, ended by itself, or sent something that is no reply.
+            TimeoutError: the call timed out, or its process was killed, for example for its memory use.
+            IsolatedCallError: the function raised, or its value cannot be sent.
+            RuntimeError: the child could not be started, exited, or sent an invalid reply.
         """
         request = pickle.dumps(args)
         child: _Child | None = getattr(self._local, "child", None)
@@ -120,10 +118,10 @@ class _Child:
         return self._receive(number, deadline, timeout_s)
 
     def _receive(self, number: int, deadline: float, timeout_s: float) -> dict[str, Any]:
-        """The reply of that number.
+        """The reply to that request.
 
         Raises:
-            TimeoutError, RuntimeError: there is none; the child is dead now.
+            TimeoutError, RuntimeError: there is none; the child was killed.
         """
         data = bytearray()
         while not data.endswith(b"\n"):
@@ -145,10 +143,10 @@ class _Child:
         return dict(reply)
 
     def _wait(self, pipe: int, event: int, deadline: float, timeout_s: float) -> None:
-        """Until the pipe is ready.
+        """Waits until the pipe is ready.
 
         Raises:
-            TimeoutError, RuntimeError: the deadline has passed, or the child has died.
+            TimeoutError, RuntimeError: the deadline passed, or the child died.
         """
         poll = select.poll()
         poll.register(pipe, event)
@@ -164,7 +162,7 @@ class _Child:
                 raise TimeoutError(f"{self.name} did not return within {timeout_s:g} s; its process was killed")
 
     def _fail(self) -> NoReturn:
-        """The child has ended, or is about to, or only its pipe has."""
+        """Raises the reason why the child's pipe was closed."""
         deadline = time.monotonic() + EXIT_S
         while not (is_dead := _is_dead(self._process)) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -178,7 +176,7 @@ class _Child:
 
 
 def _is_dead(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended; leaves it a zombie where it can, so that no other process gets its group's number."""
+    """Whether a child has ended; does not reap it where possible, so that its group id is not reused."""
     if not hasattr(os, "waitid"):  # macOS
         return process.poll() is not None
     try:
@@ -188,7 +186,7 @@ def _is_dead(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends a child with all processes of its group; one that left the group holds nobody up."""
+    """Kills a child with its process group; does not wait for processes that left the group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,11 +200,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments: str) -> None:
-    """The child's loop."""
-    if sys.platform == "linux":  # the parent may be killed while a call hangs
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return
+    """Request loop of the child."""
+    if not die_with_parent(parent):  # which may be killed while a call hangs
+        return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -235,7 +231,7 @@ def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Of address space, beyond what is used already. Linux; elsewhere the kernel ignores it."""
+    """Limits the address space beyond what is already used. Linux; ignored by other kernels."""
     import resource
 
     with open("/proc/self/statm") as file:

@@ -1,4 +1,4 @@
-"""Lightning is published as two packages whose classes are not each other's; the stabilizers work with both."""
+"""Type aliases over the two Lightning packages (`lightning`, `pytorch_lightning`), whose classes differ."""
 
 from typing import Any, TypeAlias
 

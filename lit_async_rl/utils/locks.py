@@ -1,4 +1,4 @@
-"""A lock that a busy loop cannot keep from others, and a counter that others wait for."""
+"""A fair mutex, and a bounded counter with waiting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lit_async_rl.errors import StalledError
 
 
 class FairLock:
-    """A lock that a busy loop takes again and again, and others in between: whoever waits comes next.
+    """Fair mutex: a waiting thread acquires before the decode loop's next turn.
 
-    A plain lock would not do: the loop that has just released it takes it again before a waiting thread wakes up.
+    With a plain lock, a loop that releases and re-acquires it starves the waiting threads.
 
     Args:
-        timeout_s: longest wait of anybody.
-        what: names in an error what is waited for, and the setting that bounds it.
+        timeout_s: timeout of `hold`.
+        what: what is waited for and the setting that bounds it, for messages.
     """
 
     def __init__(self, timeout_s: float = 600.0, what: str = "a lock") -> None:
@@ -26,10 +26,10 @@ class FairLock:
 
     @contextmanager
     def hold(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Holds the lock; waits for at most one turn of a loop.
+        """Context that holds the lock; waits for at most one turn of the loop.
 
         Raises:
-            StalledError: that turn did not end within `timeout_s`, or that of the constructor.
+            StalledError: the lock was not acquired within `timeout_s`, by default that of the constructor.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
@@ -49,10 +49,10 @@ class FairLock:
 
 
 class Room:
-    """Counts what waits to be used, and lets nobody add to it while it is full. An error or `close` lets everybody go.
+    """Bounded counter of pending items; adders wait while it is full. An error or `close` unblocks all waiters.
 
     Args:
-        size: most that may wait.
+        size: maximum count.
     """
 
     def __init__(self, size: int) -> None:
@@ -63,7 +63,7 @@ class Room:
         self._changed = threading.Condition()
 
     def wait(self, timeout_s: float) -> bool:
-        """Returns when there is room; False if there was none in time.
+        """Waits until there is room; False on timeout.
 
         Raises:
             RuntimeError: `close` was called with an error, which is the cause.
@@ -75,20 +75,20 @@ class Room:
             return in_time
 
     def add(self, number: int) -> None:
-        """Something was added (1) or used (-1)."""
+        """Counts an item as added (1) or used (-1)."""
         with self._changed:
             self._num_inside += number
             self._changed.notify_all()
 
     def close(self, error: BaseException | None = None) -> None:
-        """From now on nobody waits."""
+        """Unblocks all waiters, now and later."""
         with self._changed:
             self._closed, self._error = True, self._error or error
             self._changed.notify_all()
 
     @contextmanager
     def closed_by_errors(self) -> Iterator[None]:
-        """An error raised inside lets everybody go, with the error."""
+        """Context in which an exception closes the counter with it."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Warnings that may come thousands of times a minute."""
+"""Rate limit for warnings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NUM_LINES, WINDOW_S = 10, 10.0
 
 
 class LimitedLog:
-    """Writes at most `NUM_LINES` warnings in any `WINDOW_S` seconds, and how many were left out before.
+    """Logs at most `NUM_LINES` warnings in any `WINDOW_S` seconds, and the number of suppressed ones.
 
     Args:
-        log: where they go.
+        log: destination.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -23,7 +23,7 @@ class LimitedLog:
         self._num_left_out = 0
 
     def warning(self, message: str, *args: object) -> None:
-        """As of a logger."""
+        """Logs a warning, as `logging.Logger.warning`."""
         with self._lock:
             now = time.monotonic()
             if len(self._written) == NUM_LINES and now - self._written[0] < WINDOW_S:

@@ -1,4 +1,4 @@
-"""Modules of version 0.1 that hold public classes, importable under their old names with one warning each."""
+"""Import of modules of version 0.1 under their old names, with a deprecation warning each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MOVED = {
     "replay_buffer": "replay.buffer",
     "replay_weighting": "replay.weighting",
     "ring": "scheduling.ring",
-    "rollback": "stabilizers.alarm_actions",
+    "rollback": "stabilizers.rollback",
     "sharding": "models.sharding",
     "simulated_engine": "simulation.engine",
     "simulated_environment": "simulation.environment",
@@ -71,7 +71,7 @@ MOVED = {
 
 
 class _MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes last on `sys.meta_path`, so that it is asked only for modules that do not exist."""
+    """Last finder on `sys.meta_path`: only asked for modules that do not exist."""
 
     def find_spec(
         self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None

@@ -17,9 +17,10 @@ from lit_async_rl.assets import asset
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.environments.base import GymnasiumEnvironment, GymnasiumPrompts, Observation
+from lit_async_rl.environments.base import Observation
 from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
@@ -70,8 +71,8 @@ def slow_gigpo(rows, omega, gamma, standardize):
     for i, row in enumerate(rows):
         result.append([])
         for k, (state, _) in enumerate(row):
-            anchored = [led_to(other, j) for other in rows for j in range(len(other)) if other[j][0] == state]
-            result[i].append(relative(totals[i], totals) + omega * relative(led_to(row, k), anchored))
+            same_state = [led_to(other, j) for other in rows for j in range(len(other)) if other[j][0] == state]
+            result[i].append(relative(totals[i], totals) + omega * relative(led_to(row, k), same_state))
     return result
 
 

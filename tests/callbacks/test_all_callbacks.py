@@ -82,7 +82,7 @@ CASES = [
         lambda: CollapseAlarm(LowerStaleness(), min_ess_ratio=0.99, patience=1, cooldown_steps=0),
         ("collapse/ess_ratio", "collapse/kl", "collapse/reward", "collapse/entropy", "collapse/num_alarms"),
         """{class_path: lit_async_rl.callbacks.CollapseAlarm, init_args: {max_kl: null, min_ess_ratio: 0.1,
-            action: {class_path: lit_async_rl.stabilizers.alarm_actions.RollBack, init_args: {every_n_steps: 10}}}}""",
+            action: {class_path: lit_async_rl.stabilizers.rollback.RollBack, init_args: {every_n_steps: 10}}}}""",
     ),
     Case(
         lambda: AdaptiveStaleness(target_ess_ratio=0.0),

@@ -12,8 +12,9 @@ from test_all_callbacks import BoundedRows
 from torch import nn
 
 from lit_async_rl.callbacks import CollapseAlarm, GradientAlignmentControl
-from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, RollBack, RollBackToCheckpoint
+from lit_async_rl.stabilizers.alarm_actions import LowerStaleness
 from lit_async_rl.stabilizers.gradients import GradSpaces
+from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALWAYS = dict(min_ess_ratio=None, max_kl=None, max_grad_norm_factor=None, patience=1)  # `max_reward_drop` is broken
@@ -148,7 +149,7 @@ def test_a_checkpoint_with_fewer_parameter_groups_is_left_alone(tmp_path):
     action.healthy = lambda trainer, pl_module: setattr(action, "path", str(tmp_path / "two.ckpt"))
     alarm = CollapseAlarm(action, **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=99)
     fit(Disturbed(), Keep(), alarm, data=BoundedRows(), max_steps=6)
-    assert "nothing good to roll back to" in alarm.reports[0]
+    assert "No healthy state was saved yet" in alarm.reports[0]
 
 
 def test_a_copy_of_another_run_is_not_rolled_back_to():
@@ -166,7 +167,7 @@ def test_a_copy_of_another_run_is_not_rolled_back_to():
     fit(Good(), alarm, data=BoundedRows(), max_steps=3)
     module = Hopeless()
     fit(module, alarm, data=BoundedRows(), max_steps=1)
-    assert "nothing good to roll back to" in alarm.reports[-1]
+    assert "No healthy state was saved yet" in alarm.reports[-1]
 
 
 def test_lower_staleness_needs_a_bound_from_the_start():

@@ -8,8 +8,9 @@ import torch
 from foreign_modules import Regression, fit, weights
 
 from lit_async_rl.callbacks import CollapseAlarm
-from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, RollBack, RollBackToCheckpoint, Stop
+from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, Stop
 from lit_async_rl.stabilizers.collapse import CollapseWatch, StepHealth
+from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
 
 NOTHING = dict(min_ess_ratio=None, max_kl=None, max_grad_norm_factor=None)
 

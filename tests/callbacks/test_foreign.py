@@ -155,7 +155,7 @@ def test_two_of_a_kind_for_two_optimizers_keep_their_states_apart():
 @pytest.mark.parametrize("choice", ["nobody", 2])
 @pytest.mark.parametrize("kind", [GradientAlignmentControl, ESSLearningRate, GradientClipping, CollapseAlarm])
 def test_a_choice_that_means_nothing_is_refused_by_name(choice, kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__}: optimizer="):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\.optimizer="):
         fit(Two(), kind(optimizer=choice))
 
 

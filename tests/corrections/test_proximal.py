@@ -1,4 +1,4 @@
-"""Anchors, and which of them go with which losses and corrections."""
+"""Proximal policies, and their compatibility with losses and corrections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lit_async_rl.losses import (
 from lit_async_rl.losses.aggregation import FixedLength, SequenceMean, TokenMean
 from lit_async_rl.training.compatibility import check_compatibility
 
-ANCHORS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
+PROXIMALS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
 
 
 def make(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,10 +46,10 @@ def decoupled_gradient(
     logprobs, behavior, staleness = make(seed)
     logprobs.requires_grad_()
     mask = torch.ones(3, 5, dtype=torch.bool)
-    anchor = proximal(logprobs.detach(), behavior, staleness)
+    proximal_logprobs = proximal(logprobs.detach(), behavior, staleness)
     inputs = LossInputs(
         logprobs=logprobs,
-        anchor_logprobs=anchor,
+        proximal_logprobs=proximal_logprobs,
         behavior_logprobs=behavior,
         advantages=advantages(seed),
         loss_mask=mask,
@@ -59,7 +59,7 @@ def decoupled_gradient(
     )
     per_token = loss(inputs).per_token
     if correction is not None:
-        per_token = per_token * correction(anchor - behavior, mask).weights
+        per_token = per_token * correction(proximal_logprobs - behavior, mask).weights
     per_token.sum().backward()
     assert logprobs.grad is not None
     return logprobs.grad, logprobs.detach() - behavior
@@ -72,32 +72,32 @@ def advantages(seed: int) -> torch.Tensor:
 @given(seed=st.integers(0, 2**31))
 def test_interpolated_ratio_is_the_staleness_th_root(seed: int) -> None:
     logprobs, behavior, staleness = make(seed)
-    anchor = InterpolatedProximal()(logprobs, behavior, staleness)
+    proximal_logprobs = InterpolatedProximal()(logprobs, behavior, staleness)
     for row in range(3):
         for t in range(5):
             d = staleness[row, t].item()
             expected = (logprobs - behavior)[row, t].item() / d if d else 0.0
-            assert (logprobs - anchor)[row, t].item() == pytest.approx(expected, abs=1e-12)
+            assert (logprobs - proximal_logprobs)[row, t].item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_interpolated_anchor_is_current_when_fresh_and_behavior_one_version_later() -> None:
+def test_interpolated_proximal_is_current_when_fresh_and_behavior_one_version_later() -> None:
     logprobs, behavior, _ = make(0)
     zero = torch.zeros(3, 5, dtype=torch.long)
     assert torch.equal(InterpolatedProximal()(logprobs, behavior, zero), logprobs)
     assert torch.equal(InterpolatedProximal()(logprobs, behavior, zero + 1), behavior)
 
 
-@pytest.mark.parametrize("proximal", ANCHORS, ids=lambda p: type(p).__name__)
-def test_anchors_carry_no_gradient_and_agree_on_policy(proximal: Proximal) -> None:
+@pytest.mark.parametrize("proximal", PROXIMALS, ids=lambda p: type(p).__name__)
+def test_proximals_carry_no_gradient_and_agree_on_policy(proximal: Proximal) -> None:
     logprobs, _, staleness = make(1)
-    anchor = proximal(logprobs.clone().requires_grad_(), logprobs, staleness)
-    assert not anchor.requires_grad
-    torch.testing.assert_close(anchor, logprobs)
+    proximal_logprobs = proximal(logprobs.clone().requires_grad_(), logprobs, staleness)
+    assert not proximal_logprobs.requires_grad
+    torch.testing.assert_close(proximal_logprobs, logprobs)
 
 
 @given(seed=st.integers(0, 2**31))
 def test_without_bounds_every_way_of_decoupling_gives_the_same_gradient(seed: int) -> None:
-    """(pi / anchor) x (anchor / mu) = pi / mu: unclipped and untruncated, the anchor does not matter."""
+    """(pi / pi_prox) x (pi_prox / mu) = pi / mu: unclipped and untruncated, the proximal policy cancels."""
     free, whole = PPOClip(clip_low=math.inf, clip_high=math.inf), TokenTruncatedIS(cap=math.inf)
     plain, log_ratio = decoupled_gradient(free, BehaviorProximal(), None, seed)
     torch.testing.assert_close(plain, -log_ratio.exp() * advantages(seed))
@@ -118,7 +118,7 @@ def test_decoupled_ppo_is_ppo_when_the_proximal_policy_is_the_behavior_policy(se
 
 
 @given(seed=st.integers(0, 2**31))
-def test_with_the_current_anchor_no_clip_acts_and_only_the_correction_weighs(seed: int) -> None:
+def test_with_the_current_proximal_no_clip_acts_and_only_the_correction_weighs(seed: int) -> None:
     grad, log_ratio = decoupled_gradient(PPOClip(), CurrentProximal(), TokenTruncatedIS(cap=2.0), seed)
     torch.testing.assert_close(grad, -log_ratio.exp().clamp(max=2.0) * advantages(seed))
 
@@ -150,12 +150,12 @@ def test_methods_are_allowed(loss: PolicyLoss, proximal: Proximal, correction: C
         (PPOClip(), BehaviorProximal(), IcePop(), "IcePop.*BehaviorProximal.*is 1 here"),
         (Reinforce(), BehaviorProximal(), IcePop(), "IcePop.*BehaviorProximal"),
         (PPOClip(), CurrentProximal(), None, "PPOClip.*CurrentProximal.*ratio is always 1"),
-        (GSPO(), InterpolatedProximal(), None, "GSPO.*InterpolatedProximal.*to the anchor is missing"),
+        (GSPO(), InterpolatedProximal(), None, "GSPO.*InterpolatedProximal.*proximal to behavior policy is missing"),
         (M2PO(), CurrentProximal(), IcePop(), "M2PO.*CurrentProximal.*Use BehaviorProximal"),
         (TOPR(), InterpolatedProximal(), IcePop(), "TOPR.*InterpolatedProximal.*Use BehaviorProximal"),
-        (TrajectoryBalance(), CurrentProximal(), IcePop(), "TrajectoryBalance.*anchored at the reference"),
+        (TrajectoryBalance(), CurrentProximal(), IcePop(), "TrajectoryBalance.*ratio to the reference"),
         (OAPL(), CurrentProximal(), IcePop(), "OAPL.*Use BehaviorProximal"),
-        (Reinforce(), CurrentProximal(), None, "Reinforce.*CurrentProximal.*nothing reads the anchor"),
+        (Reinforce(), CurrentProximal(), None, "Reinforce.*CurrentProximal.*nothing reads the proximal policy"),
         (Reinforce(), InterpolatedProximal(), IcePop(), "Reinforce.*InterpolatedProximal.*Use CurrentProximal"),
     ],
 )

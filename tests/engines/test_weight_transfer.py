@@ -86,7 +86,7 @@ def test_floating_point_weights_travel_in_the_dtype_asked_for():
 
 
 def test_wrong_things_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"transfer\.shard_gb must be > 0, got 0"):
+    with pytest.raises(ValueError, match=r"transfer\.shard_gb must be positive, got 0"):
         FileTransfer(shard_gb=0.0)
     with pytest.raises(ValueError, match=r"transfer\.dtype .* got 'float33'"):
         SharedMemoryTransfer(dtype="float33")

@@ -12,8 +12,9 @@ from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.environments.base import Environment, Episode, GymnasiumEnvironment, Observation
+from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.gymnasium import GymnasiumEnvironment
 from lit_async_rl.errors import EnvironmentFailure, ProducerError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.tasks import Addition, Calculator

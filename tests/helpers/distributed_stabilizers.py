@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Subset
 
 from lit_async_rl.callbacks import CollapseAlarm, ESSLearningRate, GradientAlignmentControl, GradientClipping
 from lit_async_rl.models.sharding import FSDPStrategy
-from lit_async_rl.stabilizers.alarm_actions import RollBack
 from lit_async_rl.stabilizers.alignment import CappedResidual
+from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import SignalCollector
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -11,7 +11,8 @@ from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded
-from lit_async_rl.simulation.engine import LogNormal, SimulatedEngine
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import LogNormal
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 

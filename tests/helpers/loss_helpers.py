@@ -20,13 +20,13 @@ def make_inputs(seed: int, shape: tuple[int, int] = (4, 6), spread: float = 0.5)
     def normal() -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    anchor = -0.05 - torch.rand(shape, generator=generator, dtype=torch.float64) * 3
-    logprobs = (anchor + spread * normal()).clamp(max=-0.01)
+    proximal = -0.05 - torch.rand(shape, generator=generator, dtype=torch.float64) * 3
+    logprobs = (proximal + spread * normal()).clamp(max=-0.01)
     advantages = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, normal())
     return LossInputs(
         logprobs=logprobs.requires_grad_(),
-        anchor_logprobs=anchor,
-        behavior_logprobs=anchor + 0.1 * normal(),
+        proximal_logprobs=proximal,
+        behavior_logprobs=proximal + 0.1 * normal(),
         advantages=advantages,
         loss_mask=torch.rand(shape, generator=generator) < 0.7,
         staleness=torch.randint(0, 5, shape, generator=generator),
@@ -47,7 +47,7 @@ def run(loss: PolicyLoss, inputs: LossInputs) -> tuple[LossOutput, Tensor]:
 def as_batch(inputs: LossInputs) -> slow.Batch:
     return slow.Batch(
         logprobs=inputs.logprobs.tolist(),
-        anchor=inputs.anchor_logprobs.tolist(),
+        proximal=inputs.proximal_logprobs.tolist(),
         behavior=inputs.behavior_logprobs.tolist(),
         advantages=inputs.advantages.tolist(),
         cotangents=inputs.token_weights.tolist(),
@@ -67,7 +67,7 @@ def junk_at(inputs: LossInputs, where: Tensor, seed: int) -> LossInputs:
     return replace(
         inputs,
         logprobs=spoil(inputs.logprobs.detach()),
-        anchor_logprobs=spoil(inputs.anchor_logprobs),
+        proximal_logprobs=spoil(inputs.proximal_logprobs),
         behavior_logprobs=spoil(inputs.behavior_logprobs),
         advantages=spoil(inputs.advantages),
         staleness=torch.where(where, -(10**9), inputs.staleness),

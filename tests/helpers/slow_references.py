@@ -18,7 +18,7 @@ Result = tuple[Matrix, Matrix]
 @dataclass(frozen=True)
 class Batch:
     logprobs: Matrix
-    anchor: Matrix
+    proximal: Matrix
     behavior: Matrix
     advantages: Matrix
     cotangents: Matrix
@@ -29,7 +29,7 @@ class Batch:
         return [t for t, trains in enumerate(self.mask[row]) if trains]
 
     def log_ratio(self, row: int, t: int) -> float:
-        return self.logprobs[row][t] - self.anchor[row][t]
+        return self.logprobs[row][t] - self.proximal[row][t]
 
     def all_tokens(self) -> list[tuple[int, int]]:
         return [(row, t) for row in range(len(self.mask)) for t in self.tokens(row)]
@@ -148,7 +148,7 @@ def gspo_token(loss, batch, row, t):
 def sequence_ratio(batch: Batch, row: int) -> float:
     product = 1.0
     for t in batch.tokens(row):
-        product *= math.exp(batch.logprobs[row][t]) / math.exp(batch.anchor[row][t])
+        product *= math.exp(batch.logprobs[row][t]) / math.exp(batch.proximal[row][t])
     return product
 
 
@@ -189,7 +189,7 @@ def unclipped(batch: Batch, row: int, t: int, keep: bool, kl: float) -> tuple[fl
 
 
 def _change(batch: Batch, row: int, t: int) -> float:
-    return math.exp(batch.logprobs[row][t]) - math.exp(batch.anchor[row][t])
+    return math.exp(batch.logprobs[row][t]) - math.exp(batch.proximal[row][t])
 
 
 @token_wise
@@ -209,7 +209,7 @@ def ipo(loss, batch, row, t):
 
 @token_wise
 def dppo_binary_kl(loss, batch, row, t):
-    p, q = math.exp(batch.anchor[row][t]), math.exp(batch.logprobs[row][t])
+    p, q = math.exp(batch.proximal[row][t]), math.exp(batch.logprobs[row][t])
     divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     advantage = batch.advantages[row][t]
     away = (advantage > 0 and q > p) or (advantage < 0 and q < p)

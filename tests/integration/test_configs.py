@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_async_rl.cli.app import AsyncRLCLI, evaluate, export, main
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.commands import evaluate, export, main
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]
@@ -42,9 +43,9 @@ def test_added_behind_the_quick_start_it_builds(path, tmp_path):
 
 
 def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
-    off = ["--trainer.callbacks", "[]", *("--trainer.enable_checkpointing", "false")]
+    off = ["--trainer.enable_checkpointing", "false"]
     cli = AsyncRLCLI([*BASE, *logs(tmp_path), *off, "--trainer.enable_progress_bar", "false"])
-    assert not {"Progress", "SaveOnSigterm"} & {type(c).__name__ for c in cli.trainer.callbacks}
+    assert not {"Progress", "SaveOnSigterm", "ModelCheckpoint"} & {type(c).__name__ for c in cli.trainer.callbacks}
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS_HUB))
@@ -75,7 +76,7 @@ def test_two_processes_train_from_the_command_line(name, tmp_path):
     for dimension, size in zip(("data_parallel_size", "tensor_parallel_size"), sizes, strict=False):
         flags += [f"--trainer.strategy.init_args.{dimension}", str(size)]
     strategy = ["--config", f"configs/strategies/{name}.yaml", *TINY, *flags, *logs(tmp_path)]
-    often = ["--trainer.callbacks.every_n_train_steps", "2"]  # of the last callback so far
+    often = ["--defaults.checkpoint.init_args.every_n_train_steps", "2"]
     command = [sys.executable, "scripts/train.py", *BASE, *often, *strategy]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=350, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -93,7 +94,7 @@ def test_two_processes_train_from_the_command_line(name, tmp_path):
 
 
 def test_train_evaluate_export_and_chat(tmp_path, capsys):
-    main([*BASE, *TINY, *logs(tmp_path), "--trainer.callbacks.init_args.every_n_train_steps", "2"])
+    main([*BASE, *TINY, *logs(tmp_path), "--defaults.checkpoint.init_args.every_n_train_steps", "2"])
     printed = capsys.readouterr().out
     for line in (
         "held-out accuracy before, after",
@@ -139,7 +140,7 @@ def test_other_loggers_run_beside_the_csv_log(name, tmp_path):
 
 def test_a_lora_run_trains_and_exports_merged_weights(tmp_path):
     lora = ["--config", "configs/lora.yaml"]
-    main([*BASE, *lora, *TINY, *logs(tmp_path), "--trainer.callbacks.init_args.every_n_train_steps", "2"])
+    main([*BASE, *lora, *TINY, *logs(tmp_path), "--defaults.checkpoint.init_args.every_n_train_steps", "2"])
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     out = tmp_path / "merged"
     export([*BASE, *lora, "--ckpt_path", str(checkpoint), "--out", str(out)])

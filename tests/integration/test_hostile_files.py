@@ -13,7 +13,7 @@ import torch
 from flow import fit, make_data, make_module
 from test_resume import saving
 
-from lit_async_rl.cli.app import main
+from lit_async_rl.cli.commands import main
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import ProducerError
 from lit_async_rl.models.sharded_checkpoint import check_folder
@@ -163,7 +163,7 @@ PROMPTS = {
     "surrogate": (r'{"prompt": "\ud800"}', "line 2 holds half of a character"),
     "surrogate in a key": (r'{"prompt": "1", "\udfff": 1}', "line 2 holds half of a character"),
     "deep": ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2 is nested too deeply"),
-    "a number of 5000 digits": ('{"prompt": ' + "1" * 5000 + "}", "line 2 is no JSON"),
+    "a number of 5000 digits": ('{"prompt": ' + "1" * 5000 + "}", "line 2 is not valid JSON"),
 }
 
 

@@ -19,7 +19,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.weights import stream_weights
-from lit_async_rl.simulation.engine import Constant, SimulatedEngine
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.tasks.calculator import Calculator
 
 pytestmark = pytest.mark.timeout(120)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from benchmarks.state_machine.machine import KINDS, Driver, StateMachine, Violation
-from benchmarks.state_machine.trainer import VirtualSettings
+from benchmarks.state_machine.driver import KINDS, Driver
+from benchmarks.state_machine.machine import StateMachine, Violation
+from benchmarks.state_machine.modules import VirtualSettings
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.rollouts.group_book import GroupBook
 from lit_async_rl.scheduling.admission import Admission

@@ -192,7 +192,7 @@ def test_a_loss_that_forgets_the_mask_is_masked_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.loss))
-def test_zero_advantages_move_nothing_but_a_pull_to_the_anchor(case: Case) -> None:
+def test_zero_advantages_move_nothing_but_a_pull_to_the_proximal_logprobs(case: Case) -> None:
     inputs = make_inputs(6)
     inputs = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
     _, grad = run(case.loss, inputs)

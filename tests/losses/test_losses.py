@@ -113,7 +113,7 @@ def test_on_policy_every_loss_is_reinforce(case: Case) -> None:
     inputs = make_inputs(0)
     inputs = replace(
         inputs,
-        anchor_logprobs=inputs.logprobs.detach(),
+        proximal_logprobs=inputs.logprobs.detach(),
         behavior_logprobs=inputs.logprobs.detach(),
         advantages=inputs.advantages[:, :1].expand(4, 6),
         token_weights=inputs.token_weights[:, :1].expand(4, 6),  # as every average does; GSPO spreads over a completion
@@ -165,7 +165,7 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(case: Case, size: f
     far = (size * torch.cat([signs[:2], torch.ones(1, 6), -torch.ones(1, 6)])).float()
     inputs = LossInputs(
         **{name: value.float() if value.is_floating_point() else value for name, value in vars(inputs).items()}
-        | {"logprobs": -torch.rand(4, 6), "anchor_logprobs": -far, "behavior_logprobs": -far}
+        | {"logprobs": -torch.rand(4, 6), "proximal_logprobs": -far, "behavior_logprobs": -far}
     )
     output, grad = run(case.loss, inputs)
     assert output.per_token.isfinite().all()

@@ -19,24 +19,24 @@ betas = st.floats(0.01, 2.0)
 
 
 def make(seed, estimator):
-    """log pi (with gradient), log of the anchor, mask, rewards, and the loss's inputs."""
+    """log pi (with gradient), log of the proximal, mask, rewards, and the loss's inputs."""
     generator = torch.Generator().manual_seed(seed)
     logprobs = (-3 * torch.rand(2 * K, T, generator=generator, dtype=torch.float64)).requires_grad_()
-    anchor = -3 * torch.rand(2 * K, T, generator=generator, dtype=torch.float64)
+    proximal = -3 * torch.rand(2 * K, T, generator=generator, dtype=torch.float64)
     mask = torch.arange(T) < torch.randint(1, T + 1, (2 * K, 1), generator=generator)
     rewards = torch.rand(2 * K, generator=generator, dtype=torch.float64)
     advantages = torch.tensor(estimator(rewards.view(2, K).tolist()), dtype=torch.float64).view(-1, 1)
     inputs = LossInputs(
         logprobs=logprobs,
-        anchor_logprobs=anchor,
-        behavior_logprobs=anchor,
+        proximal_logprobs=proximal,
+        behavior_logprobs=proximal,
         advantages=advantages.expand(2 * K, T),
         loss_mask=mask,
         staleness=torch.zeros(2 * K, T, dtype=torch.long),
         token_weights=mask.double() / (2 * K),
         group_index=torch.arange(2 * K) // K,
     )
-    return logprobs, anchor, mask, rewards, inputs
+    return logprobs, proximal, mask, rewards, inputs
 
 
 def value_and_gradient(loss, inputs, logprobs):
@@ -52,9 +52,9 @@ def sums(values, mask):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), beta=betas)
 def test_trajectory_balance_is_the_papers_square_and_has_its_closed_form_gradient(seed, beta):
-    logprobs, anchor, mask, rewards, inputs = make(seed, GroupMean())
+    logprobs, proximal, mask, rewards, inputs = make(seed, GroupMean())
     value, gradient = value_and_gradient(TrajectoryBalance(beta), inputs, logprobs)
-    log_pi, log_ref = sums(logprobs, mask), sums(anchor, mask)
+    log_pi, log_ref = sums(logprobs, mask), sums(proximal, mask)
     log_z = (log_ref - log_pi + rewards / beta).view(2, K).mean(1).repeat_interleave(K).detach()
     paper = (log_z + log_pi - log_ref - rewards / beta).square().mean()
     (paper_gradient,) = torch.autograd.grad(paper, logprobs)
@@ -72,10 +72,10 @@ def test_trajectory_balance_is_the_papers_square_and_has_its_closed_form_gradien
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), beta=betas, tau=betas)
 def test_oapl_is_the_papers_square_and_has_its_gradient(seed, beta, tau):
-    logprobs, anchor, mask, rewards, inputs = make(seed, LogMeanExp(tau))
+    logprobs, proximal, mask, rewards, inputs = make(seed, LogMeanExp(tau))
     value, gradient = value_and_gradient(OAPL(beta), inputs, logprobs)
     soft = tau * ((rewards / tau).view(2, K).logsumexp(1) - math.log(K)).repeat_interleave(K)
-    paper = (beta * (sums(logprobs, mask) - sums(anchor, mask)) - (rewards - soft)).square().mean()
+    paper = (beta * (sums(logprobs, mask) - sums(proximal, mask)) - (rewards - soft)).square().mean()
     (paper_gradient,) = torch.autograd.grad(paper, logprobs)
     torch.testing.assert_close(value, paper.detach(), rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(gradient, paper_gradient, rtol=1e-7, atol=1e-9)
@@ -84,10 +84,10 @@ def test_oapl_is_the_papers_square_and_has_its_gradient(seed, beta, tau):
 def test_the_optimum_of_each_is_the_reference_tilted_by_reward():
     """At pi* = ref exp(r / beta) / Z both losses and their gradients are 0, whatever was sampled."""
     rewards = torch.tensor([0.0, 1.0, 0.3, 0.8, 0.1, 0.9, 0.2, 0.7, 0.4, 0.6], dtype=torch.float64)
-    _, anchor, mask, _, inputs = make(0, GroupMean())
+    _, proximal, mask, _, inputs = make(0, GroupMean())
     for loss, shift in ((TrajectoryBalance(0.5), 0.7), (OAPL(0.5), 0.0)):
         advantages = rewards - rewards.view(2, K).mean(1).repeat_interleave(K) if shift else rewards
-        tilted = (anchor + ((advantages / 0.5 + shift) / mask.sum(-1))[:, None]).requires_grad_()
+        tilted = (proximal + ((advantages / 0.5 + shift) / mask.sum(-1))[:, None]).requires_grad_()
         best = LossInputs(**{**vars(inputs), "logprobs": tilted, "advantages": advantages[:, None].expand(2 * K, T)})
         value, gradient = value_and_gradient(loss, best, tilted)
         assert value < 1e-20

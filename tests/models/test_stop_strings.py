@@ -175,7 +175,7 @@ def test_a_resumed_completion_goes_on_to_the_same_end_in_the_embedded_engine(mod
 
 
 def test_stop_strings_are_texts_that_are_not_empty():
-    with pytest.raises(ValueError, match=r"sampling\.stop must be a list of texts that are not empty, got \('a', ''\)"):
+    with pytest.raises(ValueError, match=r"sampling\.stop must be a list of non-empty strings, got \('a', ''\)"):
         SamplingParams(stop=("a", ""))
     with pytest.raises((ValueError, TypeError)):
         SamplingParams(stop="\n")  # would be one stop string for each character

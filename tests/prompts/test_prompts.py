@@ -194,10 +194,10 @@ def test_an_empty_file_is_refused(kind, make):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"question": "q", "answer": 1}\n\n{"question": \n', "line 3 is no JSON"),
-        (b'{"question": "q", "answer": 1}\n[1, 2]\n', "line 2 is no JSON object"),
+        (b'{"question": "q", "answer": 1}\n\n{"question": \n', "line 3 is not valid JSON"),
+        (b'{"question": "q", "answer": 1}\n[1, 2]\n', "line 2 is not a JSON object"),
         (b'\n{"question": "q", "answer": 1}\n{"answer": 1}\n', "line 3, prompt_field='question'"),
-        (b'{"question": "q\xff"}\n', "line 1 is no JSON"),
+        (b'{"question": "q\xff"}\n', "line 1 is not valid JSON"),
     ],
 )
 def test_a_wrong_line_is_numbered(content, words, tmp_path):
@@ -208,7 +208,7 @@ def test_a_wrong_line_is_numbered(content, words, tmp_path):
 
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path):
-    with pytest.raises(ValueError, match="is no Parquet file"):
+    with pytest.raises(ValueError, match="is not a Parquet file"):
         ParquetPrompts(write_jsonl(tmp_path / "rows.parquet"))
 
 

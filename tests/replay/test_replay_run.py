@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_async_rl.cli.app import main
+from lit_async_rl.cli.commands import main
 from lit_async_rl.replay.tape import Tape
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ import pytest
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.errors import ProducerError
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.simulation.engine import Constant, SimulatedEngine
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -68,8 +68,8 @@ def test_a_fractional_ratio_bounds_what_is_under_way_and_its_age(groups, ratio, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((2, 1, False, 1.5), "between 0 and max_staleness=1"),
-        ((2, 1, True, 0.5), "fixed_lag"),
+        ((2, 1, False, 1.5), r"async_ratio must be in \[0, 1\], got 1\.5"),
+        ((2, 1, True, 0.5), "in_order=True"),
         ((2, 1, False, -0.1), "0"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_slow_group_does_not_hold_up_those_behind_it():
     assert admission.choose() == slow
 
 
-@pytest.mark.parametrize(("groups", "bound", "name"), [(0, 1, "groups_per_step"), (1, -1, "max_staleness")])
+@pytest.mark.parametrize(("groups", "bound", "name"), [(0, 1, "groups_per_round"), (1, -1, "max_staleness")])
 def test_bad_settings_are_named(groups, bound, name):
     with pytest.raises(ValueError, match=name):
         Admission(groups, bound)

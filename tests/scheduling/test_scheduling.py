@@ -15,7 +15,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.scheduling.policies import FixedLag, Ring
 from lit_async_rl.scheduling.ring import RingAdmission
-from lit_async_rl.simulation.engine import Constant, LogNormal, Pareto, SimulatedEngine, Stragglers
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
 from lit_async_rl.simulation.virtual import VirtualRun
 
 LATENCIES = st.sampled_from([Constant(1.0), LogNormal(1.0, 1.5), Pareto(1.0, 1.2), Stragglers(1.0, 0.05, 30.0)])
@@ -112,7 +113,7 @@ def test_what_a_group_costs_does_not_grow_with_their_number():
     ("settings", "message"),
     [
         (dict(redundant_groups=-1), r"data\.admission\.redundant_groups must be >= 0, got -1"),
-        (dict(async_ratio=5.0), r"data\.admission\.async_ratio must be at most data\.max_staleness=4, got 5.0"),
+        (dict(async_ratio=5.0), r"data\.admission\.async_ratio must be <= data\.max_staleness=4, got 5.0"),
         (dict(max_staleness=-1), r"data\.max_staleness must be >= 0 .*, got -1"),
         (dict(admission=FixedLag(), engine=EmbeddedEngine()), r"data\.admission=FixedLag needs .*in_flight"),
     ],

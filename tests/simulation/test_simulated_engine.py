@@ -8,7 +8,8 @@ import time
 import pytest
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.simulation.engine import Constant, LogNormal, Pareto, SimulatedEngine, Stragglers
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
 from lit_async_rl.simulation.run import SimulatedRun
 
 

@@ -137,5 +137,5 @@ def test_malenia_gives_every_source_the_same_weight(lengths, data):
             alone = iter(inner([n for m in members for n in lengths[m]], [len(lengths[m]) for m in members]))
             for m in members:
                 assert weights[m] == pytest.approx([next(alone) / len(set(names)) for _ in lengths[m]])
-    with pytest.raises(ValueError, match=r"SourceMean.key='kind': a prompt's metadata has only \['task'\]"):
+    with pytest.raises(ValueError, match=r"SourceMean.key='kind' is missing in the metadata.*\['task'\]"):
         SourceMean("kind").of_step(groups)

@@ -196,5 +196,5 @@ def test_lengths_can_be_mixed_and_problems_of_one_length_stay_what_they_were():
     assert set(lengths) == {3, 4, 5, 6, 7}
     assert min(lengths.count(n) for n in range(3, 8)) > 30
     assert [SortDigits(7, size=9)[n] for n in range(9)] == [SortDigits(7, size=9, min_digits=7)[n] for n in range(9)]
-    with pytest.raises(ValueError, match="min_digits must be between 2 and num_digits=7, got 8"):
+    with pytest.raises(ValueError, match=r"SortDigits\.min_digits must be in \[2, 7\], got 8"):
         SortDigits(7, min_digits=8)

@@ -52,17 +52,6 @@ def test_an_entropy_bonus_raises_entropy():
     assert entropies[1.0] > entropies[0.0] + 0.05
 
 
-def test_warmup_reaches_the_learning_rate_and_stays():
-    rates = []
-
-    class Rates(pl.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            rates.append(optimizer.param_groups[0]["lr"])
-
-    fit(make_module(warmup_steps=4, learning_rate=1e-4), make_data(), 6, [Rates()])
-    assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4])
-
-
 def test_gradient_checkpointing_changes_no_result():
     plain, checkpointed = make_module(), make_module(gradient_checkpointing=True)
     for module in (plain, checkpointed):

@@ -111,7 +111,12 @@ time.sleep(0.2)
 os._exit(0)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=100, cwd=Path(__file__).parent
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     pids = [int(line) for line in done.stdout.split()]
     assert len(pids) == 2

@@ -9,8 +9,9 @@ import pytest
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.engines.vllm.installation import check_vllm
 from lit_async_rl.engines.vllm.requests import sampling_arguments
-from lit_async_rl.engines.vllm.startup import check_vllm, engine_environment
+from lit_async_rl.engines.vllm.startup import engine_environment
 from lit_async_rl.models.loading import eos_token_ids, load_policy, stored_eos_token_ids
 
 

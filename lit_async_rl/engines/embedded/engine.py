@@ -1,14 +1,14 @@
-"""The default engine: a decode loop over slots, in this process, for any Hugging Face causal LM.
+"""Default engine: a continuous-batching decode loop in this process, for any Hugging Face causal LM.
 
-Each turn of the loop samples one token for every active row. Rows are independent: one that finishes is replaced by a
-waiting one, so nobody waits for the longest completion of a batch. A prompt is read once and its keys and values are
-copied to all of its samples.
+Each iteration samples one token for every active row. Rows are independent: a finished row is replaced by a queued
+sample at once, so no sample has to wait for the longest completion of a batch. Each prompt is prefilled once; its KV
+cache is copied to every sample.
 
 | who | waits for | woken by |
 |---|---|---|
 | `poll` (producer's thread) | something to decode | `submit`, `close` |
-| `submit`, `abort`, `load_weights` (trainer's thread) | the end of the current token | the loop, which goes second |
-| `load_weights` without in-flight updates | one of two older updates to be used | the loop, `close`, an error |
+| `submit`, `abort`, `load_weights` (trainer's thread) | the current decode step | the loop, which yields the lock |
+| `load_weights` without in-flight updates | one of two pending updates to be applied | the loop, `close`, an error |
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, 
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.locks import FairLock, Room
 
 MAX_PENDING_UPDATES = 2
@@ -37,20 +38,20 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(RolloutEngine):
-    """Generates inside `poll`, with its own copy of the weights and its own random numbers.
+    """Generates inside `poll`, with its own copy of the weights and its own random number generator.
 
     Args:
         num_slots: rows decoded together.
-        seed: of the random numbers.
-        in_flight_weight_updates: True: new weights are used from the next token on, running completions keep the keys
-            and values they have. False: what one `submit` queued is a batch, which begins when all before it is
-            finished; an update takes its place between two batches. What is sampled then depends only on the seed,
-            the id of the first request of each batch and the order of calls, never on timing, also after a resume.
+        seed: of the random number generator.
+        in_flight_weight_updates: True: new weights are used from the next token on; running completions keep their KV
+            cache. False: the requests of one `submit` are a batch that starts when all earlier ones are finished, and
+            updates are applied between batches. Samples then depend only on the seed, the id of the first request of
+            each batch and the order of calls, not on timing, also after a resume.
         device: `auto` is the first accelerator, or the CPU.
         dtype: of the weights; log-probabilities are float32 always.
         num_threads: torch threads of the thread that polls, and of threads started later; None leaves it alone.
         max_model_len: tokens of prompt and completion together; None is the model's own limit.
-        update_timeout_s: longest wait of `load_weights`, and of anybody for the current token.
+        update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step.
 
     Raises:
         ValueError: a setting is out of range.
@@ -67,10 +68,8 @@ class EmbeddedEngine(RolloutEngine):
         max_model_len: int | None = None,
         update_timeout_s: float = 600.0,
     ) -> None:
-        least = {"num_slots": (num_slots, 1), "max_model_len": (max_model_len, 2), "num_threads": (num_threads, 1)}
-        for name, (value, minimum) in least.items():
-            if value is not None and value < minimum:
-                raise ValueError(f"data.engine.{name} must be >= {minimum}, got {value}")
+        check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
+        check_range("data.engine", ">= 2", max_model_len=max_model_len)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
         self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len
@@ -86,13 +85,13 @@ class EmbeddedEngine(RolloutEngine):
 
     @classmethod
     def from_module(cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0) -> EmbeddedEngine:
-        """Samples with the live weights of `lm`, without a copy; for `run` in the thread that owns it."""
+        """Samples from the live weights of `lm` without copying them; call `run` in the thread that owns `lm`."""
         engine = cls(num_slots=num_slots, seed=seed, num_threads=None)
         engine._adopt(lm, owns_weights=False)
         return engine
 
     def fresh(self, out_of_memory: bool = False) -> EmbeddedEngine:
-        """The same again, with half the slots after it ran out of memory; later ones keep to them."""
+        """A new engine with the same settings; after running out of memory, with half the slots from then on."""
         engine = super().fresh(out_of_memory)
         if not isinstance(engine, EmbeddedEngine):
             raise InvariantError("a fresh engine of another kind")
@@ -103,7 +102,7 @@ class EmbeddedEngine(RolloutEngine):
         return engine
 
     def setup(self, model: str) -> None:
-        """Loads the architecture; the weights come by `load_weights`."""
+        """Loads the architecture; `load_weights` loads the weights."""
         self._adopt(load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False), owns_weights=True)
 
     def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
@@ -115,23 +114,20 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and completion together."""
         if self._max_model_len is None:
             raise SetupError("the engine was used before its setup")
         return self._max_model_len
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent decoding."""
         return self._busy_s
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled so far."""
         return self._num_tokens
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests, all at once.
+        """Queues requests atomically.
 
         Raises:
             ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
@@ -143,27 +139,24 @@ class EmbeddedEngine(RolloutEngine):
             self._work.set()
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends these requests and drops what they have."""
         gone = set(request_ids)
         with self._lock.hold():
             self._queue.drop(gone)
             self._active_slots.drop(gone)
 
     def partial_completions(self) -> list[Completion]:
-        """What the active rows have so far."""
+        """Partial completions of the active rows."""
         with self._lock.hold():
             return self._active_slots.partial_completions()
 
     def random_state(self) -> Tensor:
-        """Of all rows together."""
         return self._active_slots.generator.get_state()
 
     def set_random_state(self, state: Tensor) -> None:
-        """Of all rows together."""
         self._active_slots.generator.set_state(state)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Decodes until a completion has finished or the time is up."""
+        """Decodes until a completion is finished or `timeout_s` has passed."""
         if self.num_threads is not None and not self._threads_set:
             torch.set_num_threads(self.num_threads)
             self._threads_set = True
@@ -195,7 +188,7 @@ class EmbeddedEngine(RolloutEngine):
         return finished
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Uses these weights from the next token on, or after what was submitted before (see the class).
+        """Samples from these weights from the next token on, or after all earlier requests (see the class).
 
         Raises:
             ValueError: names or shapes are not the model's; the engine then keeps the weights it has.
@@ -238,13 +231,13 @@ class EmbeddedEngine(RolloutEngine):
         return self._slots
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """All completions of each request, by sample index; blocks until done. For use without a producer."""
+        """All completions of each request, by sample index; blocks until they are finished. Needs no producer."""
         self._active_slots.forget_prompts()  # the weights may be somebody else's, who has changed them
         with evaluation_mode(self._active_slots.lm):
             return run_requests(self, requests)
 
     def close(self) -> None:
-        """Lets `poll` and `load_weights` return and frees the model."""
+        """Unblocks `poll` and `load_weights` and releases the model."""
         self._closed = True
         self._work.set()
         self._update_room.close()

@@ -1,4 +1,4 @@
-"""Keys and values of rows that come and go, behind the cache interface of transformers.
+"""KV cache with one row per slot, behind the cache interface of transformers.
 
 n active rows in slots 0..n-1, S slots, M positions, Hk key-value heads, D head size.
 """
@@ -18,14 +18,14 @@ BLOCK = 32  # positions
 
 
 class SlotCache:
-    """One row of keys and values per slot, left-aligned.
+    """KV cache of S slots, left-aligned.
 
-    Attention reads all M positions of every row, so M is kept at what the longest row needs, in whole blocks: reading
-    one dense stretch of memory is twice as fast as reading a part of each row. A change of M copies everything, which
-    costs about as much as reading it twice; it happens once in `BLOCK` tokens.
+    Attention reads all M positions of every row, so M is the length of the longest row, rounded up to whole blocks:
+    reading one contiguous block of memory is twice as fast as gathering parts of it. Changing M copies the cache, which
+    costs about as much as two reads; it happens once every `BLOCK` tokens.
 
-    In prefill mode (`begin_prefill`) keys and values are handed back as they come and remembered, so that one prompt's
-    can be copied to the slots of all its samples; otherwise each call writes one position of every active row.
+    In prefill mode (`begin_prefill`) new keys and values are returned as they are and kept, so that those of a prompt
+    can be copied to the slots of all its samples; otherwise each call appends one position to every active row.
 
     Attributes:
         max_len: M.
@@ -46,11 +46,11 @@ class SlotCache:
     # -- called by transformers ---------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given explicitly."""
+        """Always 0: positions are passed explicitly."""
         return 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Adds the new keys and values, returns all that the layer attends to."""
+        """Appends the new keys and values and returns all that the layer attends to."""
         if self._prefill is not None:
             self._prefill.append((key, value))
             return key, value
@@ -60,7 +60,7 @@ class SlotCache:
         return keys[..., : sizes[0]], values[..., : sizes[1]]
 
     def write(self, new: Float[Tensor, "n both D"], layer: int) -> tuple[Tensor, Tensor]:
-        """The same for one position of every row, key heads before value heads."""
+        """Appends one position to every row; `new` has the key heads before the value heads."""
         buffer, num_rows = self._buffers[layer], len(new)
         num_heads, size = buffer.shape[2], buffer.shape[4]
         if num_heads not in self._places:
@@ -74,11 +74,11 @@ class SlotCache:
     # -- called by the engine -----------------------------------------------------------------------------------------
 
     def begin_prefill(self) -> None:
-        """The next forward is a prefill."""
+        """Switches the next forward pass to prefill."""
         self._prefill = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
-        """Copies row `source[j]` of the prefill to slot `slots[j]`; `fit` has made room."""
+        """Copies row `source[j]` of the prefill to slot `slots[j]`; call `fit` first."""
         if self._prefill is None:
             raise InvariantError("a prompt was copied before it was read")
         fresh, self._prefill = self._prefill, None
@@ -92,20 +92,20 @@ class SlotCache:
                 part[slots, :, : new.shape[2], : new.shape[3]] = new.index_select(0, source)
 
     def begin_decode(self, positions: Int[Tensor, " n"]) -> None:
-        """The next forward adds one token to each active row, at `positions`."""
+        """Switches the next forward pass to decoding: one token per active row, at `positions`."""
         self._positions, self._places = positions, {}
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies slots to other slots, all at once."""
+        """Copies slots to other slots in one operation."""
         for buffer in self._buffers:
             buffer[:, targets] = buffer[:, sources]
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drops all keys and values."""
         self._buffers, self.max_len = [], 0
 
     def fit(self, length: int) -> bool:
-        """Makes M fit for rows of `length` positions; whether that cut off what other slots still held."""
+        """Resizes M for rows of `length` positions; returns whether this truncated other slots."""
         wanted = -(-length // BLOCK) * BLOCK
         if 3 / 4 * self.max_len < wanted <= self.max_len:
             return False

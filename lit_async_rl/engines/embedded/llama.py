@@ -1,8 +1,8 @@
-"""The forward pass of Llama-like models for decoding: the arithmetic of transformers in a quarter of the operations.
+"""Decoding forward pass of Llama-like models: the arithmetic of transformers with a quarter of the operations.
 
-A small model's token costs more Python and kernel launches than arithmetic, so everything that a decoder does not need
-(mask building, head repetition, outputs, hooks) is left out. Reads the module's own parameters, so it is always up to
-date. n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head size.
+The time of a small model's token is dominated by Python and kernel launches, so everything a decoder does not need
+(mask construction, repeated heads, output objects, hooks) is left out. Uses the module's own parameters, so weight
+updates need no copy. n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class LlamaForward:
-    """Hidden states of a supported model, with keys and values in a `SlotCache`."""
+    """Hidden states of a supported model, with a `SlotCache`."""
 
     def __init__(self, lm: PreTrainedModel, owns_weights: bool = False) -> None:
         if not self.supports(lm):
@@ -54,7 +54,7 @@ class LlamaForward:
 
     @staticmethod
     def supports(lm: PreTrainedModel) -> bool:
-        """These classes with plain linear layers (no LoRA), SwiGLU, and rotations that do not depend on length."""
+        """Whether the model is of a supported class: plain linear layers (no LoRA), SwiGLU, static rotary embedding."""
         if type(lm) not in _FAMILIES or lm.config.hidden_act != "silu":
             return False
         model: Any = lm.base_model
@@ -80,7 +80,7 @@ class LlamaForward:
         return self._norm(self._model.norm, x)
 
     def _reserve(self, like: Tensor, num_positions: int) -> None:
-        """Rotations for all positions, once."""
+        """Computes the rotary embeddings of all positions once."""
         if len(self._cos) >= num_positions and self._cos.dtype == like.dtype:
             return
         num_positions *= 2
@@ -119,7 +119,7 @@ class LlamaForward:
 
 
 class Joined:
-    """Linear layers with the same input as one product.
+    """Linear layers with the same input, computed as one matrix product.
 
     Args:
         linears: the layers.
@@ -136,7 +136,7 @@ class Joined:
         self._bias = _side_by_side(biases) if owns_weights and biases else None
 
     def __call__(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
-        """The outputs of all layers, one after the other."""
+        """Outputs of all layers, in order."""
         if self._weight is None:
             return torch.cat([_linear(linear, x) for linear in self._linears], -1)
         return F.linear(x, self._weight, self._bias)
@@ -148,7 +148,7 @@ def _attend(
     values: Float[Tensor, "n Hk M D"],
     mask: Float[Tensor, "rows 1 M"],
 ) -> Float[Tensor, "n Hk G D"]:
-    """Attention of one new token. On the CPU two batched products beat the fused kernel, which is made for many."""
+    """Attention of one new token; on CPU two batched products are faster than the fused kernel."""
     if not _is_plain(query):
         mask = mask.view(*query.shape[:2], 1, -1)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
@@ -171,7 +171,7 @@ def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _plus_linear(x: Tensor, module: Any, y: Tensor) -> Tensor:
-    """Adds module(y) to x, in place where nothing is to be cast."""
+    """Returns x + module(y), in place if no cast is needed."""
     if torch.is_autocast_enabled(x.device.type) or module.bias is not None:
         return x + _linear(module, y)
     x.flatten(0, 1).addmm_(y.flatten(0, 1), module.weight.t())

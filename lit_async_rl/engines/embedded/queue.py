@@ -1,4 +1,4 @@
-"""What waits for slots of the embedded engine, and what may start when. No threads: the engine's lock is held."""
+"""FIFO request queue with priorities and barriers; not thread-safe (the engine's lock is held)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that wait for all requests before them to finish."""
+    """Barrier: new weights, applied when all earlier requests are finished."""
 
     version: int
     weights: dict[str, Tensor]
@@ -32,19 +32,19 @@ class Update:
 
 @dataclass(frozen=True)
 class NewBatch:
-    """Waits for all requests before it, and gives those after it random numbers of their own."""
+    """Barrier: re-seeds the random number generator when all earlier requests are finished."""
 
     seed: int
 
 
 class RequestQueue:
-    """First in, first out, except that requests of a higher priority come first; none goes past a barrier.
+    """FIFO queue; a higher priority goes first, but never past a barrier.
 
-    Reading a prompt costs about as much as decoding a token of all rows, so slots are filled several at a time: as soon
-    as an eighth of them is free, or all that waits fits.
+    Prefilling a prompt costs about as much as decoding one token of all rows, so slots are filled several at a time: as
+    soon as an eighth of them is free, or everything queued fits.
 
     Args:
-        num_slots: rows that decode together.
+        num_slots: rows decoded together.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -55,9 +55,9 @@ class RequestQueue:
         return len(self._items)
 
     def push_requests(self, requests: Sequence[GenerationRequest], seed: int | None = None) -> None:
-        """All samples of these requests, behind all others of at least their priority.
+        """Queues all samples of these requests, behind all others of at least their priority.
 
-        With a seed they are a batch, which waits for all before it and has random numbers of its own.
+        With a seed they form a batch: it starts when all earlier requests are finished, with its own random numbers.
         """
         if requests and seed is not None:
             self.push_barrier(NewBatch(random.Random(f"{seed} {requests[0].id}").getrandbits(63)))
@@ -72,16 +72,16 @@ class RequestQueue:
         return isinstance(item, Pending) and item.request.priority < request.priority
 
     def push_barrier(self, barrier: Update | NewBatch) -> None:
-        """Something that waits until all before it is finished, at the end."""
+        """Appends a barrier, which is reached when everything before it is finished."""
         self._items.append(barrier)
 
     def drop(self, request_ids: set[int]) -> None:
-        """Forgets these requests."""
+        """Removes these requests."""
         kept = (item for item in self._items if not (isinstance(item, Pending) and item.request.id in request_ids))
         self._items = deque(kept)
 
     def take_barrier(self, num_active: int) -> Update | NewBatch | None:
-        """The head of the queue, if it is one and has nothing left to wait for."""
+        """Pops the head of the queue if it is a barrier that has been reached."""
         if num_active or not self._items or isinstance(self._items[0], Pending):
             return None
         barrier = self._items.popleft()
@@ -90,10 +90,10 @@ class RequestQueue:
         return barrier
 
     def take_requests(self, num_active: int) -> list[Pending]:
-        """Requests from the head that fit into the free slots and are worth reading their prompts now.
+        """Pops the requests to prefill now.
 
-        A request that does not fit waits for more free slots, because its prompt is best read once; when a quarter of
-        the slots would be left idle it is split.
+        A request that does not fit waits for more free slots, so that its prompt is prefilled once; it is split when
+        waiting would leave a quarter of the slots idle.
         """
         free = self.num_slots - num_active
         if num_active and free < self.num_slots / 8 and not self._all_fit(free):
@@ -121,7 +121,7 @@ class RequestQueue:
 
 
 def check_request(request: GenerationRequest, max_model_len: int, vocab_size: int) -> None:
-    """Refuses what could never be generated.
+    """Refuses a request that can never be served.
 
     Raises:
         ValueError: prompt and completion do not fit, or a token of the prompt is not in the vocabulary.

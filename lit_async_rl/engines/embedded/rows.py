@@ -1,4 +1,4 @@
-"""What an embedded engine knows of each row that it decodes, as tensors: S slots, C columns for completion tokens."""
+"""Per-row state of the embedded engine as tensors: S slots, C columns for completion tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 
 
 class RowState:
-    """Tensors with one entry for each slot, so that the work of one token does not grow with Python.
+    """Tensors with one entry per slot, so that the Python cost of a token does not grow with the rows.
 
-    A slot without a completion (`alive` 0) takes part in the arithmetic, but its entries stay as they are.
+    Entries of a free slot (`alive` 0) take part in the arithmetic but do not change.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -41,14 +41,14 @@ class RowState:
         self._truncates = self._greedy = False
 
     def params(self, rows: slice | Tensor) -> RowParams:
-        """How to draw."""
+        """Sampling parameters of the rows."""
         values = (self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
         return RowParams(*values, self._truncates, self._greedy)
 
     def open(
         self, rows: Int[Tensor, " n"], sampling: SamplingParams, stops: Sequence[int], prompt: tuple[int, ...]
     ) -> None:
-        """Begins completions of one prompt; the next token is drawn after its last one."""
+        """Starts completions of one prompt; the next token is sampled after its last one."""
         self._reserve(sampling.max_tokens + 1, len(stops))  # the last column is written by rows that are finished
         self.alive[rows] = 1
         self.position[rows], self.last[rows] = len(prompt) - 1, prompt[-1]
@@ -62,7 +62,7 @@ class RowState:
         self.stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=rows.device)
 
     def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
-        """Notes a token of each row; returns which of them are finished, and which of these by a stop token."""
+        """Appends one token per row; returns the finished rows, and which of them ended with a stop token."""
         index, column, alive = self.all_rows[rows], self.count[rows], self.alive[rows]
         self.tokens[index, column] = tokens
         self.logprobs[index, column] = logprobs
@@ -74,7 +74,7 @@ class RowState:
         return (stopped | (count >= self.max_tokens[rows])) & (alive > 0), stopped
 
     def completions(self, rows: Sequence[int]) -> list[Tokens]:
-        """Tokens, log-probabilities and versions of each of `rows`: all at once, because each transfer costs time."""
+        """Tokens, log-probabilities and versions of `rows`, in one transfer from the device."""
         index = torch.tensor(rows, dtype=torch.long, device=self.count.device)
         counts = self.count[index].tolist()
         width = max(counts, default=0)
@@ -85,7 +85,7 @@ class RowState:
         ]
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
-        """Copies rows to other slots, which the sources leave."""
+        """Moves rows to other slots."""
         for values in (
             *(self.position, self.last, self.count, self.max_tokens, self.stops),
             *(self.tokens, self.versions, self.logprobs),
@@ -95,11 +95,11 @@ class RowState:
         self.alive[targets], self.alive[sources] = 1, 0
 
     def longest(self) -> int:
-        """Highest position of any living row."""
+        """Highest position of any active row."""
         return int((self.position * self.alive).max())
 
     def forget_settings(self) -> None:
-        """Says that no row lives."""
+        """Resets the flags derived from sampling parameters; call it when no row is active."""
         self._truncates = self._greedy = False
 
     def _reserve(self, columns: int, num_stops: int) -> None:

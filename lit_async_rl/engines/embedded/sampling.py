@@ -1,4 +1,4 @@
-"""Drawing tokens: n rows, V vocabulary. Log-probabilities are those of the distribution really drawn from."""
+"""Sampling of tokens: n rows, V vocabulary. Log-probabilities are those of the truncated, tempered distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowParams:
-    """`SamplingParams` of each row, as tensors.
+    """`SamplingParams` of every row, as tensors.
 
     Attributes:
         truncates: False promises that no row has top-k, top-p or min-p, which saves sorting.
@@ -27,9 +27,9 @@ class RowParams:
 
 
 def processed_logprobs(logits: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "n V"]:
-    """Float32 log-probabilities after temperature, then top-k, top-p and min-p; -inf where nothing can be drawn.
+    """Float32 log-probabilities after temperature, top-k, top-p and min-p; -inf for excluded tokens.
 
-    Greedy rows (temperature 0) get those of temperature 1.
+    Greedy rows (temperature 0) use temperature 1.
     """
     temperature = params.temperature
     if params.greedy:
@@ -39,7 +39,7 @@ def processed_logprobs(logits: Float[Tensor, "n V"], params: RowParams) -> Float
 
 
 def _truncate(log_p: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "n V"]:
-    """Top-k, then top-p among those left, then min-p; each keeps at least the likeliest token."""
+    """Applies top-k, then top-p to the remaining tokens, then min-p; each keeps at least the likeliest token."""
     ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(log_p.shape[-1], device=log_p.device)
     top_k = torch.where(params.top_k > 0, params.top_k, log_p.shape[-1])
@@ -55,12 +55,11 @@ def _truncate(log_p: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "
 def draw(
     log_p: Float[Tensor, "n V"], params: RowParams, generator: torch.Generator
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """One token for each row, and its log-probability.
+    """Samples one token per row, with its log-probability.
 
-    Inverse of the cumulative distribution: one random number for each row, not one for each token of the vocabulary.
-    Summed in double precision, because neither a float32 sum over a large vocabulary nor a float32 random number (24
-    bits) would give unlikely tokens their probability. A token of probability 0 adds nothing to the sum and is never
-    found.
+    Uses the inverse CDF: one random number per row instead of one per vocabulary entry. Summation is in double
+    precision: neither a float32 sum over a large vocabulary nor a float32 random number (24 bits) would give unlikely
+    tokens their probability. A token of probability 0 is never sampled.
     """
     cdf = log_p.exp().cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(log_p), 1, dtype=torch.float64, device=log_p.device, generator=generator)

@@ -1,7 +1,7 @@
-"""The rows that an embedded engine decodes together.
+"""Rows that an embedded engine decodes together.
 
-A row that finishes leaves a hole, which takes part in the arithmetic until the next prompt fills it: cheaper than
-closing the ranks for every completion. Where holes are many they are closed all at once.
+A finished row stays in the arithmetic until the next prompt takes its slot, which is cheaper than compacting the rows
+after every completion. They are compacted at once when many have accumulated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lit_async_rl.types import FinishReason
 
 
 class Slots:
-    """Prefill, decode and bookkeeping; no threads.
+    """Prefill, decoding and bookkeeping of the rows; not thread-safe.
 
     Args:
         lm: the model; read in evaluation mode, without gradients.
@@ -69,21 +69,21 @@ class Slots:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the model can read are smaller than this."""
+        """Size of the input embedding; token ids must be smaller."""
         embeddings: Any = self.lm.get_input_embeddings()
         return embeddings.weight.shape[0]
 
     @property
     def num_active(self) -> int:
-        """Rows being decoded."""
+        """Number of rows being decoded."""
         return self._num_active
 
     def forget_prompts(self) -> None:
-        """Reads prompts anew: the weights have changed."""
+        """Invalidates cached prompts after a change of weights."""
         self._prompts = [None] * self._num_slots
 
     def begin_batch(self, seed: int) -> None:
-        """What follows will not depend on what went before."""
+        """Re-seeds and clears all state, so that what follows is independent of earlier requests."""
         if self._num_active:
             raise InvariantError(f"{self._num_active} slots are in use")
         self.generator.manual_seed(seed)
@@ -94,9 +94,9 @@ class Slots:
 
     @torch.no_grad()
     def admit(self, pending: Sequence[Pending], version: int) -> list[Completion]:
-        """Begins completions and samples their first tokens; returns what is finished already.
+        """Starts completions and samples their first tokens; returns those that are already finished.
 
-        A prompt is read once. Where a slot still has its keys and values they are copied, and the prompt's last token
+        Each prompt is prefilled once. If a slot still holds its KV cache, that is copied, and the prompt's last token
         is decoded together with those of all other rows.
         """
         num_rows = sum(item.num_samples for item in pending)
@@ -166,7 +166,7 @@ class Slots:
         return output.last_hidden_state
 
     def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
-        """Draws a token for each of `rows`, notes it, and closes the rows that are finished."""
+        """Samples a token for each of `rows`, appends it, and closes the finished rows."""
         params = self._rows.params(rows)
         tokens, logprobs = draw(processed_logprobs(logits, params), params, self.generator)
         done, stopped = self._rows.append(rows, tokens, logprobs, version)
@@ -201,7 +201,7 @@ class Slots:
         self._num_active += begin
 
     def partial_completions(self) -> list[Completion]:
-        """What every active row has so far."""
+        """Partial completions of all active rows."""
         rows = [row for row, owner in enumerate(self._owners) if owner is not None]
         return self._completions(rows, ["abort"] * len(rows))
 
@@ -228,7 +228,7 @@ class Slots:
             self._stop_check.end()
 
     def _close_holes(self) -> None:
-        """Moves the last rows into the holes."""
+        """Compacts the rows: the last ones move to the free slots."""
         holes = [row for row in range(self._num_active) if self._owners[row] is None]
         tails = [row for row in range(self._num_active, len(self._owners)) if self._owners[row] is not None]
         sources, targets = self._index(tails), self._index(holes)

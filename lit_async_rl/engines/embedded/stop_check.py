@@ -1,4 +1,4 @@
-"""Finds the rows of an embedded engine whose newest token completes a stop string."""
+"""Stop strings of the embedded engine: finds rows whose newest token completes one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_async_rl.models.stop_strings import StopStrings
 
 
 class StopCheck:
-    """Costs nothing while no active row has stop strings, and one look-up per token while no token can end one.
+    """Free without stop strings; otherwise one lookup per token that cannot complete a stop string.
 
     Args:
         lm: the model; its tokenizer is loaded for the first request with stop strings.
@@ -28,7 +28,7 @@ class StopCheck:
         self._candidates: Bool[Tensor, " V"] | None = None  # tokens that can end a stop string of an active row
 
     def begin(self, stops: tuple[str, ...], vocab_size: int) -> None:
-        """A row that stops there is active from now on."""
+        """Registers a row with stop strings."""
         if not stops:
             return
         if self._finder is None:
@@ -37,13 +37,13 @@ class StopCheck:
         self._candidates = table if self._candidates is None else self._candidates | table
 
     def end(self) -> None:
-        """No row is active."""
+        """Unregisters all rows."""
         self._candidates = None
 
     def stopped(
         self, rows: slice | Tensor, tokens: Int[Tensor, " n"], owners: Sequence[tuple[GenerationRequest, int] | None]
     ) -> Bool[Tensor, " n"] | None:
-        """Which of `rows`, whose newest tokens are `tokens`, have just completed a stop string; None for none.
+        """Mask of `rows` whose newest tokens complete a stop string; None if none does.
 
         Args:
             rows: slots.

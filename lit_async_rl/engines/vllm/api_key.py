@@ -1,7 +1,7 @@
-"""Runs inside a vLLM server: the API key guards everything that it can be asked.
+"""ASGI middleware of a vLLM server: requires the API key on every path.
 
-vLLM itself guards only some paths (/v1, /inference); whoever reaches the port could pause it, or make it load files.
-Found by its name: `--middleware lit_async_rl.engines.vllm.api_key.RequireKey`.
+vLLM itself guards only some paths (/v1, /inference); without this, any client could pause the server or make it load
+files. Loaded by name: `--middleware lit_async_rl.engines.vllm.api_key.RequireKey`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ OPEN = ("/health", "/ping")
 
 
 class RequireKey:
-    """ASGI middleware: 401 without the key in the environment variable VLLM_API_KEY.
+    """ASGI middleware: responds 401 without the key in the environment variable VLLM_API_KEY.
 
     Raises:
-        KeyError: there is no such variable.
+        KeyError: the variable is not set.
     """
 
     def __init__(self, app: Any) -> None:
@@ -25,7 +25,7 @@ class RequireKey:
         self._expected = b"Bearer " + os.environ["VLLM_API_KEY"].encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers itself where the key is wrong."""
+        """Responds 401 to a wrong or missing key; otherwise passes the request on."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             found = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(found, self._expected):

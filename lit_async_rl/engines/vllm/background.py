@@ -1,4 +1,4 @@
-"""What engines share that generate by themselves, in other processes: their book of requests, and failed updates."""
+"""Base class of engines that generate in other processes: request book and failed weight updates."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Transfer = TypeVar("Transfer", bound=WeightTransfer)
 
 
 class BackgroundEngine(RolloutEngine, Generic[Transfer]):
-    """A `RequestBook` stands between the threads that call and whatever generates.
+    """Engine around a `RequestBook`, which the calling threads share with whatever generates.
 
-    Subclasses say how requests start and end there (`_launch`, `_cancel`) and how weights get there (`_publish`). What
-    breaks is written into the book; then every call from outside raises it, and nothing is sampled any more.
+    Subclasses start and end requests (`_launch`, `_cancel`) and publish weights (`_publish`). The first failure is
+    recorded in the book; from then on every call raises it, and nothing is sampled.
 
     Args:
-        name: what generates, in messages.
-        transfer: how weights get there.
-        in_flight_weight_updates: False: all running requests finish first, under the old weights.
-        clear_cache: whether running completions compute their keys and values again after an update.
+        name: of the generating side, for messages.
+        transfer: moves weights there.
+        in_flight_weight_updates: False: running requests finish under the old weights before an update.
+        clear_cache: whether running completions recompute their KV cache after an update.
     """
 
     def __init__(self, name: str, transfer: Transfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
@@ -39,24 +39,23 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         self._max_model_len = self._vocab_size = 0
 
     def _read_config(self, model: str) -> Any:
-        """The text model's configuration. Raises FileNotFoundError: there is no such model."""
+        """Text configuration of the model. Raises FileNotFoundError if there is no such model."""
         config: Any = load_config(model).get_text_config()
         self._vocab_size = int(config.vocab_size)
         return config
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and completion together."""
         return self._max_model_len
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Moves the weights while the old ones generate, then pauses generation until they are loaded.
+        """Stages the weights while generation continues, then pauses it until they are loaded.
 
         Raises:
-            EngineError: they were not loaded; nothing is sampled any more.
-            StalledError: a step took too long, or requests did not finish in time; the same holds.
+            EngineError: loading failed; the engine samples nothing any more.
+            StalledError: a step timed out, or requests did not finish in time; the engine samples nothing any more.
         """
         stream = iter(weights)
         try:
@@ -77,7 +76,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
 
     @abstractmethod
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
-        """Makes `weights` those to sample from; seconds without generation. After an error nothing may be sampled."""
+        """Publishes `weights`; returns the seconds without generation. After an error nothing may be sampled."""
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 
@@ -95,34 +94,32 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
 
     @abstractmethod
     def _launch(self, requests: Sequence[GenerationRequest]) -> None:
-        """Enters requests into the book and starts them."""
+        """Registers requests in the book and starts them."""
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Samples that have finished; waits for the first."""
         return self._book.take(timeout_s)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Ends these requests and drops what they have."""
         gone = set(request_ids)
         self._cancel(gone)
         self._book.drop(gone)
 
     @abstractmethod
     def _cancel(self, request_ids: set[int]) -> None:
-        """Ends those of these requests that run, or wait to."""
+        """Cancels those of these requests that run or are queued."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raises what broke it."""
+        """Raises the recorded failure."""
         self._book.check()
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which requests ran, weight updates not counted."""
+        """Seconds in which requests were running, without weight updates."""
         return self._book.busy_s
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled so far, as far as reported; servers report finished requests only."""
+        """Tokens reported so far; servers report finished requests only."""
         return self._book.num_tokens

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, check_positive
+from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
@@ -27,37 +27,37 @@ from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import SharedMemoryTransfer, WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.utils.checks import check_range
 
 
 class VLLMEngine(BackgroundEngine[WeightTransfer]):
-    """vLLM (0.32 or newer) in child processes of the trainer.
+    """Samples with vLLM (0.32 or newer) in child processes of the trainer.
 
-    What a token's keys and values were computed from when weights change is a choice. `clear_cache=False`: running
-    completions keep them, as in PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. `clear_cache=True`:
-    vLLM computes them again from the new weights, as if the new policy had written the text so far. The recorded
-    log-probabilities are those that were sampled from either way. A later request never reads a prompt's keys and
-    values from before the version it was submitted under.
+    `clear_cache` decides about the KV cache of running completions when weights change. False: they keep it, as in
+    PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. True: vLLM recomputes it with the new weights, as
+    if the new policy had written the text so far. The recorded log-probabilities are those of the sampling distribution
+    either way. A later request never reuses a prompt's KV cache from before the version it was submitted under.
 
-    Not reproducible to the bit: what is computed together depends on timing.
+    Not reproducible to the bit: the composition of batches depends on timing.
 
     Args:
-        in_flight_weight_updates: False: all running requests finish first, under the old weights.
+        in_flight_weight_updates: False: running requests finish under the old weights before an update.
         clear_cache: see above.
-        transfer: how weights reach vLLM's processes; None is `SharedMemoryTransfer()`.
+        transfer: moves weights to vLLM's processes; None is `SharedMemoryTransfer()`.
         dtype: of weights and computation.
         tensor_parallel_size: GPUs that share the model.
-        device_ids: GPUs to use; None takes the first. State it where the trainer uses GPUs of the same machine.
-        gpu_memory_utilization: share of each GPU's memory for weights and cache.
-        kv_cache_memory_gb: GiB of the cache, instead of what that share leaves; on a CPU None is 1.
+        device_ids: GPUs to use; None takes the first. Set it if the trainer uses GPUs of the same machine.
+        gpu_memory_utilization: share of each GPU's memory for weights and KV cache.
+        kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
         max_num_seqs: samples decoded together.
-        max_model_len: tokens of prompt and completion together; None is the model's own limit.
-        enforce_eager: neither compiles nor captures graphs; always so on a CPU.
-        enable_prefix_caching: samples of a prompt share its keys and values.
-        seed: of vLLM's random numbers.
+        max_model_len: maximum tokens of prompt and completion; None is the model's context length.
+        enforce_eager: disables compilation and CUDA graphs; always on on a CPU.
+        enable_prefix_caching: samples of a prompt share its KV cache.
+        seed: of vLLM's random number generator.
         num_threads: of each worker on a CPU.
-        startup_timeout_s: longest wait of `setup`.
-        update_timeout_s: longest wait for a step of `load_weights`.
-        engine_args: any other field of vLLM's `AsyncEngineArgs`.
+        startup_timeout_s: timeout of `setup`.
+        update_timeout_s: timeout of each step of `load_weights`.
+        engine_args: other fields of vLLM's `AsyncEngineArgs`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -83,7 +83,9 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         update_timeout_s: float = 600.0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        check_positive(
+        check_range(
+            "data.engine",
+            "positive",
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_gb=kv_cache_memory_gb,
@@ -121,7 +123,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
     def setup(self, model: str) -> None:
-        """Starts vLLM with the architecture of `model`; weights come by `load_weights`. Raises: see `start_vllm`."""
+        """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
         environment = self.transfer.environment()
@@ -145,7 +147,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         return pause_s
 
     def _drain(self) -> None:
-        """Without in-flight updates: waits for all requests and holds back what is submitted meanwhile."""
+        """Waits for all requests and holds back new ones, unless updates are in flight."""
         if self.in_flight_weight_updates:
             return
         with self._lock:
@@ -157,7 +159,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             )
 
     def _update(self, version: int) -> float:
-        """The pause, in seconds. After an error nothing resumes vLLM, whose model may be half loaded."""
+        """Performs the update; returns the pause in seconds. vLLM stays paused after an error: weights may be mixed."""
         began, vllm = time.monotonic(), self._vllm
         # Not `llm.pause_generation`: it adds a sleep of 20 ms, which only matters to the order of outputs.
         vllm.call(vllm.llm.engine_core.pause_scheduler_async("keep", self.clear_cache), "pausing vLLM")
@@ -172,7 +174,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         return pause_s
 
     def partial_completions(self) -> list[Completion]:
-        """What running samples have so far, each token with its version, and what waits for `poll`."""
+        """Partial completions with a version per token, and finished ones that `poll` has not returned yet."""
         if self._vllm.is_dead:  # a last checkpoint must not fail with it
             return self._book.finished
         partial = self._vllm.call(self._runner.partial_completions(), "reading partial completions")
@@ -192,7 +194,6 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         self._vllm.soon(self._runner.launch, requests, str(self._version))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Samples that have finished; waits for the first."""
         if self._vllm.is_dead:
             self._check()
         return super().poll(timeout_s)
@@ -210,7 +211,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         super()._check()
 
     def close(self) -> None:
-        """Ends vLLM's processes; lets `poll` and `load_weights` return."""
+        """Stops vLLM's processes and unblocks `poll` and `load_weights`."""
         self._book.close()
         if self._process is not None:
             self._process.close()

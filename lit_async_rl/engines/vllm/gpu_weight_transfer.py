@@ -1,7 +1,7 @@
-"""Weights from GPU to GPU by vLLM's own backends, for the engines of `weight_transfer`.
+"""GPU-to-GPU weight transfer through vLLM's own backends, see `lit_async_rl.engines.vllm.weight_transfer`.
 
-Written from the interface of vLLM 0.32; neither class has been run, for want of GPUs. `SharedMemoryTransfer` and
-`FileTransfer` have, and work for GPU engines, too.
+Written against the interface of vLLM 0.32; neither class has been run on GPUs yet. `SharedMemoryTransfer` and
+`FileTransfer` are tested, and work for GPU engines too.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl, WeightTransfer, as_dtype, chunks
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.utils.checks import check_range
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 class _VLLMBackend(WeightTransfer):
-    """Common to vLLM's own GPU backends: a stream, sent in pieces while the engine is paused; delivered once."""
+    """Base class: sends the weights in chunks while the engine is paused; they can be delivered once."""
 
     backend: str
 
     def __init__(self, chunk_gb: float, dtype: str | None) -> None:
-        if chunk_gb <= 0:
-            raise ValueError(f"transfer.chunk_gb must be > 0, got {chunk_gb}")
+        check_range("transfer", "positive", chunk_gb=chunk_gb)
         self.chunk_gb, self.dtype = chunk_gb, as_dtype(dtype)
         self._weights: Iterable[tuple[str, Tensor]] | None = None
         self._is_open = False
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Which of vLLM's backends its workers open.
+        """Selects vLLM's weight transfer backend.
 
         Raises:
             ValueError: there is no GPU.
@@ -50,11 +50,11 @@ class _VLLMBackend(WeightTransfer):
         return {"weight_transfer_config": {"backend": self.backend}}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keeps the stream."""
+        """Stores the iterator for `deliver`."""
         self._weights = weights
 
     def deliver(self, control: EngineControl) -> None:
-        """Sends the stream, a piece at a time."""
+        """Sends the weights chunk by chunk."""
         if self._weights is None:
             raise InvariantError("a stream of weights can be delivered once")
         weights, self._weights = self._weights, None
@@ -67,7 +67,7 @@ class _VLLMBackend(WeightTransfer):
         control.collective_rpc("finish_weight_update", {})
 
     def release(self) -> None:
-        """Drops the stream, if it was not delivered."""
+        """Drops weights that were not delivered."""
         self._weights = None
 
     @abstractmethod
@@ -98,11 +98,11 @@ class IpcTransfer(_VLLMBackend):
         self._has_allowed = False
 
     def environment(self) -> dict[str, str]:
-        """Lets vLLM unpickle memory handles."""
+        """Allows vLLM to unpickle memory handles."""
         return {INSECURE: "1"}
 
     def close(self) -> None:
-        """Ends what `_open` allowed."""
+        """Withdraws that permission in the trainer."""
         super().close()
         if self._has_allowed:
             os.environ.pop(INSECURE, None)
@@ -164,7 +164,7 @@ class NcclTransfer(_VLLMBackend):
             background.shutdown(wait=False)  # after an error of ours the workers never answer
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the process group."""
         super().close()
         if self._group is not None:
             self._group.destroy()

@@ -1,4 +1,4 @@
-"""vLLM's `AsyncLLM` in a thread and event loop of its own, and how other threads talk to it."""
+"""Runs vLLM's `AsyncLLM` in an event loop and thread of its own, with thread-safe calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LOOK_S = 1.0  # between two looks at whether vLLM's processes are alive
 
 
 class VLLMProcess(EngineControl):
-    """One `AsyncLLM`; its model is in child processes, which end with this one.
+    """One `AsyncLLM`; its model runs in child processes that end with this one.
 
     Args:
         arguments: fields of vLLM's `AsyncEngineArgs`.
-        update_timeout_s: longest that a call may take.
+        update_timeout_s: timeout of a call.
     """
 
     def __init__(self, arguments: dict[str, Any], update_timeout_s: float) -> None:
@@ -37,11 +37,11 @@ class VLLMProcess(EngineControl):
         self._children: list[Any] = []
 
     def start(self, timeout_s: float) -> None:
-        """Returns when vLLM can take requests.
+        """Starts vLLM and returns when it accepts requests.
 
         Raises:
-            StalledError: it could not within `timeout_s`.
-            EngineError: it said why it cannot.
+            StalledError: it did not start within `timeout_s`.
+            EngineError: it failed to start; its error is the cause.
         """
         others = set(multiprocessing.active_children())
         self._thread.start()
@@ -77,15 +77,15 @@ class VLLMProcess(EngineControl):
 
     @property
     def is_dead(self) -> bool:
-        """Whether vLLM's processes are gone, though nobody closed them."""
+        """Whether vLLM's processes have ended without `close`."""
         return self.llm is not None and not self._closed.is_set() and self.llm.errored
 
     def call(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
-        """Runs `coroutine` in the loop and waits for its result, which it passes on; so it does its error.
+        """Runs `coroutine` in the loop; returns its result or raises its error.
 
         Raises:
-            StalledError: `what` did not end within `update_timeout_s`.
-            EngineError: vLLM's processes died meanwhile, or `close` was called.
+            StalledError: `what` did not finish within `update_timeout_s`.
+            EngineError: vLLM's processes died, or `close` was called.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         deadline = time.monotonic() + self.update_timeout_s
@@ -98,15 +98,15 @@ class VLLMProcess(EngineControl):
         return future.result()
 
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Calls `callback` in the loop's thread."""
+        """Schedules `callback` in the loop's thread."""
         self.loop.call_soon_threadsafe(callback, *args)
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        """Calls a method of every worker."""
+        """Calls a method on every worker."""
         self.call(self.llm.collective_rpc(method, kwargs=kwargs), f"vLLM's {method}")
 
     def close(self) -> None:
-        """Ends processes and thread. Safe to call twice, and from any thread but the loop's."""
+        """Stops the processes and joins the thread. Safe to call twice, and from any thread but the loop's."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -123,7 +123,7 @@ class VLLMProcess(EngineControl):
 
 
 async def _cancel_all() -> None:
-    """Ends our requests and vLLM's reader of answers, which would else report the shutdown as a failure."""
+    """Cancels our requests and vLLM's output handler, which would report the shutdown as a failure."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

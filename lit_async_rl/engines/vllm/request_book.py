@@ -1,4 +1,4 @@
-"""Which requests of an engine are running, what has finished, what broke: shared by the threads around an engine."""
+"""Thread-safe record of an engine's running requests, finished samples and first failure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lit_async_rl.errors import EngineError
 
 
 class RequestBook:
-    """Counts and keeps; every method may be called by any thread.
+    """Counts requests and tokens and queues finished samples; all methods are thread-safe.
 
     Args:
-        name: what broke, in messages.
+        name: of the engine, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,14 +30,14 @@ class RequestBook:
         self._busy_s = 0.0
 
     def begin(self, request_ids: Iterable[int]) -> None:
-        """These requests run."""
+        """Marks requests as running."""
         with self._changed:
             if not self._running:
                 self._busy_since = time.monotonic()
             self._running.update(request_ids)
 
     def add(self, request_id: int, num_tokens: int, completions: list[Completion]) -> None:
-        """Counts tokens and keeps completions; of an ended request it only counts."""
+        """Counts tokens and queues completions; those of an ended request are counted only."""
         with self._changed:
             self.num_tokens += num_tokens
             if completions and request_id in self._running:
@@ -45,7 +45,7 @@ class RequestBook:
                 self._changed.notify_all()
 
     def end(self, request_ids: Iterable[int]) -> None:
-        """These requests are done with."""
+        """Marks requests as finished."""
         with self._changed:
             was_busy = bool(self._running)
             self._running.difference_update(request_ids)
@@ -54,13 +54,13 @@ class RequestBook:
             self._changed.notify_all()
 
     def drop(self, request_ids: set[int]) -> None:
-        """Ends these requests and forgets what they have."""
+        """Ends requests and drops their completions."""
         with self._changed:
             self.end(request_ids)
             self._finished = deque(c for c in self._finished if c.request_id not in request_ids)
 
     def take(self, timeout_s: float) -> list[Completion]:
-        """What has finished since the last call; waits for the first. Empty after `close`.
+        """Completions finished since the last call; waits for the first. Empty after `close`.
 
         Raises:
             EngineError: `fail` was called.
@@ -76,12 +76,12 @@ class RequestBook:
 
     @property
     def finished(self) -> list[Completion]:
-        """What the next `take` would return."""
+        """Completions that the next `take` will return."""
         with self._changed:
             return list(self._finished)
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Returns when nothing runs; False if that was not in time.
+        """Waits until no request runs; False if the timeout passed first.
 
         Raises:
             EngineError: `fail` or `close` was called.
@@ -92,19 +92,19 @@ class RequestBook:
         return bool(idle)
 
     def fail(self, error: BaseException) -> None:
-        """Everybody who waits gets this error. The first counts; those that follow from it do not."""
+        """Records the engine's error and raises it in all waiting threads; only the first is kept."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Lets everybody go."""
+        """Unblocks all waiters."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises what broke the engine.
+        """Raises the recorded failure.
 
         Raises:
             EngineError: `fail` or `close` was called.
@@ -116,17 +116,17 @@ class RequestBook:
             raise EngineError(f"{self.name} was closed")
 
     def pause(self, seconds: float) -> None:
-        """Takes back what was counted as busy while nothing could run."""
+        """Subtracts seconds in which running requests were paused from `busy_s`."""
         with self._changed:
             self._busy_s -= seconds if self._running else 0.0
 
     @property
     def num_running(self) -> int:
-        """Requests that run."""
+        """Number of running requests."""
         return len(self._running)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which something ran."""
+        """Seconds in which at least one request was running."""
         with self._changed:
             return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)

@@ -1,4 +1,4 @@
-"""Our requests in vLLM's words, and its answers in ours."""
+"""Conversion between our requests and completions and those of vLLM."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lit_async_rl.models.stop_strings import StopStrings
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams`.
 
-    Where there are stop strings vLLM decodes the text, to end there by itself; `end_at_stop` has the last word. vLLM
-    samples greedily only once: see `SampleBuffer.add`.
+    With stop strings vLLM detokenizes, in order to stop by itself; `end_at_stop` makes the final decision. vLLM samples
+    a greedy completion only once, see `SampleBuffer.add`.
     """
     sampling = request.sampling
     stops: dict[str, Any] = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
@@ -37,10 +37,10 @@ def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int])
 
 
 def end_at_stop(completion: Completion, request: GenerationRequest, finder: StopStrings | None) -> Completion:
-    """A completion up to the token that completes its first stop string.
+    """Truncates a completion at the token that completes its first stop string.
 
-    vLLM does not know of one that begins in what was sampled before an interruption, notices one late whose last token
-    also begins the next character, and ignores all of them where it was started without a tokenizer.
+    vLLM misses stop strings that begin in tokens resumed from an earlier run, detects one late if its last token also
+    begins the next character, and ignores all of them if it was started without a tokenizer.
     """
     if finder is None or not request.sampling.stop:
         return completion
@@ -54,7 +54,7 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
 
 
 class SampleBuffer:
-    """What one sample of a request has so far; vLLM sends the tokens in pieces."""
+    """Accumulates the tokens of one sample, which vLLM sends in chunks."""
 
     def __init__(self, request: GenerationRequest, sample_index: int, finder: StopStrings | None = None) -> None:
         self.request, self.sample_index, self._finder = request, sample_index, finder
@@ -62,10 +62,10 @@ class SampleBuffer:
         self._logprobs: list[float] = []
 
     def add(self, output: Any) -> list[Completion]:
-        """Adds a `vllm.CompletionOutput`; the completion, if it is the last one.
+        """Appends a `vllm.CompletionOutput`; returns the completion with the last one.
 
         Raises:
-            EngineError: vLLM ended the request for a reason of its own.
+            EngineError: vLLM ended the request for an unexpected reason.
         """
         self._token_ids += output.token_ids
         self._logprobs += [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]
@@ -91,11 +91,11 @@ class SampleBuffer:
 
 
 def partial_completions(request: GenerationRequest, state: Any) -> list[Completion]:
-    """What a running sample has so far.
+    """Partial completion of a running sample.
 
     Args:
-        request: that it is of.
-        state: vLLM's own `RequestState` of the sample, which is ahead of what it has sent to us.
+        request: of the sample.
+        state: vLLM's `RequestState` of the sample, which may be ahead of its output.
     """
     token_ids = tuple(state.detokenizer.output_token_ids)
     starts = state.weight_version_starts  # (tag, first token) whenever the tag changes
@@ -117,11 +117,11 @@ def partial_completions(request: GenerationRequest, state: Any) -> list[Completi
 
 
 class RequestRunner:
-    """One asyncio task for each request of an `AsyncLLM`; called in the thread of its loop.
+    """One asyncio task per request of an `AsyncLLM`; called in the thread of its loop.
 
     Args:
-        process: has the `AsyncLLM`.
-        book: where completions, token counts and errors go.
+        process: owns the `AsyncLLM`.
+        book: receives completions, token counts and errors.
         eos_token_ids: end a completion.
         model: Hugging Face name or folder; its tokenizer is loaded for the first request with stop strings.
     """
@@ -133,7 +133,7 @@ class RequestRunner:
         self._requests: dict[int, GenerationRequest] = {}
 
     def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
-        """Starts requests. Prompts share cached keys and values only with those of the same `salt`."""
+        """Starts requests. Prompts share their KV cache only with those of the same `salt`."""
         if self._finder is None and any(request.sampling.stop for request in requests):
             self._finder = StopStrings.of_model(self.model)
             # vLLM was started without a tokenizer: prompts and completions are token ids
@@ -143,12 +143,12 @@ class RequestRunner:
             self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
 
     def cancel(self, request_ids: set[int]) -> None:
-        """Ends requests; vLLM then aborts them."""
+        """Cancels requests, which makes vLLM abort them."""
         for request_id in request_ids & self._tasks.keys():
             self._tasks[request_id].cancel()
 
     async def partial_completions(self) -> list[Completion]:
-        """What every running sample has so far."""
+        """Partial completions of all running samples."""
         found = []
         for state in self.process.llm.output_processor.request_states.values():
             id_given_by_us = (state.parent_req or state).external_req_id  # each sample is a child with an id of its own

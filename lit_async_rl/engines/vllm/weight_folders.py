@@ -1,7 +1,7 @@
-"""Folders with weights on their way to an engine, and those that killed runs have left behind.
+"""Temporary folders of weights, and removal of those left behind by killed runs.
 
-A run holds the lock of its folders (`flock`, which the kernel releases when the process ends, however it does). A lock
-that can be taken therefore belongs to a run that is dead, on whatever machine or in whatever container it was.
+A run holds the lock of its folders (`flock`, released by the kernel when the process ends). A lock that can be acquired
+therefore belongs to a dead run, on whatever machine or in whatever container it ran.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class WeightFolders:
-    """Makes the folders of one transfer, one after the other.
+    """Creates the folders of one transfer, one per update.
 
     Args:
-        parent: made if it is missing; None is the system's temporary folder.
+        parent: created if missing; None is the system's temporary folder.
     """
 
     def __init__(self, parent: str | None) -> None:
@@ -34,7 +34,7 @@ class WeightFolders:
         self._numbers = itertools.count()
 
     def make(self) -> Path:
-        """A new folder, which servers of other users can read; the first call deletes what dead runs have left."""
+        """Creates a folder readable by servers of other users; the first call removes those of dead runs."""
         parent = Path(tempfile.gettempdir() if self.parent is None else self.parent)
         if self._lock is None:
             parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class WeightFolders:
         return folder
 
     def close(self) -> None:
-        """Releases the lock; the folders are deleted by whoever asked for them. Safe to call twice."""
+        """Releases the lock; the caller removes the folders. Safe to call twice."""
         if self._lock is not None:
             Path(self._lock.lock_file).unlink(missing_ok=True)  # before others can take it
             self._lock.release()
@@ -60,7 +60,7 @@ def _lock_of(parent: Path, name: str) -> Path:
 
 
 def delete_abandoned(parent: Path) -> list[Path]:
-    """Deletes the folders of dead runs; returns them. Where there is no lock to take, nothing is deleted."""
+    """Removes and returns the folders of dead runs. Without file locking nothing is removed."""
     deleted = []
     for path in sorted(parent.glob(f".{PREFIX}*.lock")):
         lock = FileLock(path, thread_local=False)

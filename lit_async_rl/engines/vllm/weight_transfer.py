@@ -24,22 +24,23 @@ from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_folders import WeightFolders
 from lit_async_rl.errors import SetupError
+from lit_async_rl.utils.checks import check_range
 
 EXTENSION = "lit_async_rl.engines.vllm.worker.WorkerExtension"
 
 
 class EngineControl(ABC):
-    """What a transfer asks of an engine, or of several as one. Which version the weights are is not said here.
+    """Interface of an engine, or of several as one, for weight transfers.
 
     Attributes:
-        num_workers: worker processes that take part (tensor-parallel size, times the number of engines).
+        num_workers: participating worker processes (tensor-parallel size times number of engines).
     """
 
     num_workers: int
 
     @abstractmethod
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        """Calls a method of vLLM's worker, or of our extension of it, in every worker; returns when all have done it.
+        """Calls a method of vLLM's worker, or of our extension, on all workers; returns when all are done.
 
         Raises:
             RuntimeError: a worker raised.
@@ -47,11 +48,11 @@ class EngineControl(ABC):
 
 
 class WeightTransfer(ABC):
-    """One way to move weights; see the table above."""
+    """Base class of transfers; see the table of this module."""
 
     @abstractmethod
     def engine_arguments(self) -> dict[str, Any]:
-        """Fields of vLLM's `AsyncEngineArgs` that this way needs (a server's flags, with dashes)."""
+        """Fields of vLLM's `AsyncEngineArgs` that this transfer needs (with dashes: flags of a server)."""
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the engine's processes need."""
@@ -59,56 +60,54 @@ class WeightTransfer(ABC):
 
     @abstractmethod
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes the weights; the engine may still generate."""
+        """Reads the weights; the engine may still generate."""
 
     @abstractmethod
     def deliver(self, control: EngineControl) -> None:
-        """Makes the engine load what was staged; it must be paused. An error leaves its model half loaded."""
+        """Loads the staged weights into the paused engine. After an error its weights may be mixed."""
 
     @abstractmethod
     def release(self) -> None:
-        """Forgets what was staged."""
+        """Releases the staged weights."""
 
     def close(self) -> None:
-        """Frees everything. Safe to call twice."""
+        """Releases all resources. Safe to call twice."""
         self.release()
 
 
 class FileTransfer(WeightTransfer):
-    """Safetensors files in a folder that trainer and workers both see; may be delivered any number of times.
+    """Safetensors files in a folder visible to trainer and workers; may be delivered several times.
 
     Args:
-        folder: made if it is missing; each update has a subfolder of its own, deleted after use, or after `kill -9` by
-            the next run that uses the folder. None is the system's temporary folder. For engines on other machines, a
-            path on a shared file system.
-        shard_gb: a file holds at most this much (or one tensor), which is also what is held in memory.
-        dtype: floating-point weights travel in this dtype, such as bfloat16 for an engine that computes in it; None
-            leaves them as they are.
+        folder: created if missing; each update has a subfolder, removed after use, or after `kill -9` by the next run
+            that uses the folder. None is the system's temporary folder. For engines on other machines, a path on a
+            shared file system.
+        shard_gb: maximum size of a file (at least one tensor), which is also the memory needed.
+        dtype: floating-point weights are cast to it, such as bfloat16 for an engine that computes in it; None keeps
+            theirs.
 
     Raises:
-        ValueError: `shard_gb` is not positive, or `dtype` is no torch dtype.
+        ValueError: `shard_gb` is not positive, or `dtype` is not a torch dtype.
     """
 
     def __init__(self, folder: str | None = None, shard_gb: float = 1.0, dtype: str | None = None) -> None:
-        if shard_gb <= 0:
-            raise ValueError(f"transfer.shard_gb must be > 0, got {shard_gb}")
+        check_range("transfer", "positive", shard_gb=shard_gb)
         self.folder, self.shard_gb, self.dtype = folder, shard_gb, as_dtype(dtype)
         self._folders = WeightFolders(folder)
         self._staged: Path | None = None
 
     @property
     def staged(self) -> str:
-        """Folder with the newest weights."""
+        """Folder of the newest weights."""
         if self._staged is None:
             raise SetupError("weights are applied before they were staged")
         return str(self._staged)
 
     def engine_arguments(self) -> dict[str, Any]:
-        """The workers need our extension."""
         return {"worker_extension_cls": EXTENSION}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces what was staged before.
+        """Writes the files, in place of those staged before.
 
         Raises:
             OSError: the files cannot be written.
@@ -119,23 +118,23 @@ class FileTransfer(WeightTransfer):
             save_file(dict(shard), self._staged / f"{number:05}.safetensors")
 
     def deliver(self, control: EngineControl) -> None:
-        """Each worker reads the files."""
+        """Has every worker read the files."""
         control.collective_rpc("load_policy_weights", {"folder": self.staged})
 
     def release(self) -> None:
-        """Deletes the files."""
+        """Removes the files."""
         if self._staged is not None:
             shutil.rmtree(self._staged, ignore_errors=True)
             self._staged = None
 
     def close(self) -> None:
-        """Deletes the files, and the lock that says that they are in use."""
+        """Removes the files and releases their lock."""
         super().close()
         self._folders.close()
 
 
 class SharedMemoryTransfer(FileTransfer):
-    """Files in memory (`/dev/shm`): trainer and engine on one machine, CPU or GPU. Needs room for one set of weights.
+    """Files in `/dev/shm`: trainer and engine on one machine, CPU or GPU. Needs room for one copy of the weights.
 
     Args:
         shard_gb: as in `FileTransfer`.
@@ -150,7 +149,7 @@ def as_dtype(name: str | None) -> torch.dtype | None:
     """The torch dtype of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such dtype.
     """
     dtype = None if name is None else getattr(torch, name, None)
     if name is not None and not isinstance(dtype, torch.dtype):
@@ -163,8 +162,8 @@ def chunks(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Consecutive tensors of together at most `max_bytes`, or a single larger one.
 
-    Each is copied, because a gathered shard lives only until the next is asked for: to `device` and, if it is floating
-    point, to `dtype`.
+    Each is copied, because a gathered shard is valid only until the next one is requested: to `device` and, if it is
+    floating point, to `dtype`.
     """
     chunk: list[tuple[str, Tensor]] = []
     size = 0

@@ -1,8 +1,7 @@
-"""Extension of vLLM's worker processes: loads weights there. Imports little, because every worker imports it.
+"""Extension of vLLM's worker processes that loads weights. Imports little, because every worker imports it.
 
-Found by its name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's
-arguments, or `--worker-extension-cls` of a server. The trainer then calls, in all workers at once and between two
-decode steps,
+Loaded by name: `worker_extension_cls="lit_async_rl.engines.vllm.worker.WorkerExtension"` in the engine's arguments, or
+`--worker-extension-cls` of a server. The trainer then calls on all workers, between two decode steps,
 
     collective_rpc("load_policy_weights", kwargs={"folder": "/dev/shm/..."})
 
@@ -11,7 +10,6 @@ or, on a server, POST /collective_rpc {"method": "load_policy_weights", "kwargs"
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,8 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lit_async_rl.engines.vllm.weight_folders import PREFIX
-
-PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
+from lit_async_rl.utils.processes import die_with_parent
 
 # What trainer and server must agree on: fields of a transformers configuration.
 ARCHITECTURE = (
@@ -33,34 +30,31 @@ ARCHITECTURE = (
 )
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process as soon as its parent is gone, also after `kill -9`. Linux; elsewhere a no-op.
+def end_with_trainer() -> None:
+    """Has the kernel kill this process when the process that spawned it ends, also after `kill -9`.
 
     vLLM leaves its engine process, and the memory it holds, behind when the trainer is killed.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or not hasattr(os, "uname") or os.uname().sysname != "Linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None and not die_with_parent(parent.pid):
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the request
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: runs in every process of every vLLM on this machine, so only where asked."""
+    """Entry point `vllm.general_plugins`: every vLLM process runs it, so it acts only if the variable is set."""
     if os.environ.get("LIT_ASYNC_RL_DIE_WITH_PARENT") == "1":
-        die_with_parent()
+        end_with_trainer()
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in the safetensors files of a folder: names, dtypes, shapes and bytes, no code.
+    """(name, tensor) of every tensor in the safetensors files of a folder; reads data only, no code.
 
-    Whoever may ask a server for this names the folder. So that he cannot have it read other models on its disk, the
-    folder must be one that a trainer made, and hold real files, not links or pipes.
+    The client of a server chooses the folder. It must have been created by a trainer and hold regular files, no links
+    or pipes, so that a client cannot have other models on the server's disk read.
 
     Raises:
-        PermissionError: it is not such a folder.
-        FileNotFoundError: there are none.
+        PermissionError: the folder was not created by a trainer.
+        FileNotFoundError: it holds no safetensors files.
     """
     if not Path(folder).name.startswith(PREFIX) or Path(folder).is_symlink():
         raise PermissionError(f"{folder!r} is no folder of a trainer: its name must begin with {PREFIX}")
@@ -76,14 +70,14 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 
 class WorkerExtension:
-    """Becomes a base class of vLLM's worker, which has the attributes that are used here."""
+    """Mixin that vLLM adds to its worker class, which has the attributes used here."""
 
     model_runner: Any
     model_config: Any
     vllm_config: Any
 
     def describe_policy(self) -> dict[str, Any]:
-        """What a trainer must know before it uses a server."""
+        """Architecture and log-probability mode, which the trainer checks before it uses a server."""
         config = self.model_config.hf_text_config
         model = {name: getattr(config, name) for name in ARCHITECTURE}
         return {"model": model, "logprobs_mode": str(self.model_config.logprobs_mode)}
@@ -91,10 +85,10 @@ class WorkerExtension:
     def load_policy_weights(self, folder: str) -> None:
         """Replaces all weights by those in a folder of safetensors files.
 
-        Nothing may be generated meanwhile. After an error the model is half loaded: stop the engine.
+        No generation may run meanwhile. After an error the weights may be mixed: stop the engine.
 
         Raises:
-            RuntimeError: the folder lacks weights that the model has.
+            RuntimeError: the folder lacks weights of the model.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -112,7 +106,7 @@ class WorkerExtension:
 
 
 def repack_tied_head(model: nn.Module, tied: bool) -> None:
-    """Without it a tied head keeps, on a CPU, its packed copy of the embedding it was first loaded with."""
+    """Repacks a tied head on a CPU, which otherwise keeps a packed copy of the initial embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 
@@ -123,4 +117,4 @@ def repack_tied_head(model: nn.Module, tied: bool) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-die_with_parent()
+end_with_trainer()

@@ -1,4 +1,4 @@
-"""One vLLM server, spoken to over HTTP. Every call has a timeout; nothing here decides what a failure means."""
+"""HTTP client of one vLLM server. Every call has a timeout; the caller decides what a failure means."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lit_async_rl.models.stop_strings import StopStrings
 
 
 class ServerFailure(Exception):
-    """The server is gone, hung or broken, perhaps for now; another one can do its work."""
+    """The server is unreachable, hung or broken, possibly temporarily; another server can take over."""
 
 
 class ServerRefusal(Exception):
-    """The server answers, but cannot be used as it is: wrong key, another model, flags that are missing."""
+    """The server answers but cannot be used as configured: wrong key, other model, missing flags."""
 
 
 class ServerClient:
-    """A server and the ways in which it can fail.
+    """Client of one server.
 
     Args:
         url: `http://host:port`.
         api_key: sent with every request.
-        health_timeout_s: longest that a question to its engine, however busy, may take.
-        request_timeout_s: longest that a completion may take.
-        update_timeout_s: longest that loading weights may take.
+        health_timeout_s: timeout of a health check, which the engine answers, however busy.
+        request_timeout_s: timeout of a completion.
+        update_timeout_s: timeout of loading weights.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class ServerClient:
         self.stop_strings: StopStrings | None = None
 
     async def close(self) -> None:
-        """Closes its connections; the server then aborts what it was doing for us."""
+        """Closes the connections, which makes the server abort our requests."""
         if self._session is not None:
             await self._session.close()
 
     async def ask(self, method: str, path: str, timeout_s: float, body: Any = None) -> tuple[int, Any]:
-        """Status and decoded body of the answer.
+        """Status and decoded body of a response.
 
         Raises:
-            ServerFailure: there was none.
+            ServerFailure: there was no response.
             ServerRefusal: the key is wrong.
         """
         if self._session is None:  # belongs to the loop that it was made in
@@ -81,7 +81,7 @@ class ServerClient:
             return status, text
 
     async def done(self, method: str, path: str, timeout_s: float, body: Any = None) -> Any:
-        """The body of an answer that says that all went well."""
+        """Body of a successful response."""
         status, found = await self.ask(method, path, timeout_s, body)
         if status != 200:
             raise ServerFailure(f"{path.partition('?')[0]}: {message(status, found)}")
@@ -90,10 +90,10 @@ class ServerClient:
     # -- is it alive --------------------------------------------------------------------------------------------------
 
     async def probe(self) -> str:
-        """The tag of the weights it has. Its engine answers, not only the process that listens.
+        """Version tag of the server's weights; answered by the engine, not only by the HTTP process.
 
         Raises:
-            ServerFailure: it is gone or hangs.
+            ServerFailure: the server is unreachable or hangs.
         """
         return str((await self.done("GET", "/weight_info", self.health_timeout_s))["weight_version"])
 
@@ -102,11 +102,11 @@ class ServerClient:
     async def generate(
         self, request: GenerationRequest, eos_token_ids: Iterable[int], salt: str, run: str
     ) -> list[Completion]:
-        """All samples of a request. Prompts share cached keys and values only under the same `salt`.
+        """All samples of a request. Prompts share their KV cache only under the same `salt`.
 
         Raises:
-            ServerFailure: it could not finish them, or somebody else changed its weights.
-            ServerRefusal: it cannot do such a request, or does not tag tokens.
+            ServerFailure: the samples were not finished, or another client changed the weights.
+            ServerRefusal: the server does not support the request, or does not tag tokens.
         """
         body = {
             "token_ids": list(request.prompt_ids),
@@ -125,18 +125,18 @@ class ServerClient:
         return [end_at_stop(completion, request, self.stop_strings) for completion in completions]
 
     async def load(self, folder: str, tag: str, clear_cache: bool, abort: bool) -> float:
-        """Makes it load the weights in `folder`; seconds for which nothing was generated.
+        """Loads the weights in `folder` on the server; returns the seconds without generation.
 
-        After an error it may have loaded half of them and must not be used; the next call loads all again.
+        After an error the weights may be mixed and must not be used; the next call loads all of them again.
 
         Args:
-            folder: safetensors files, as the server's machine sees them.
-            tag: what tokens are tagged with from then on.
-            clear_cache: running requests compute their keys and values again.
-            abort: ends running requests, whosever they are.
+            folder: safetensors files, as seen by the server's machine.
+            tag: version tag of tokens sampled from then on.
+            clear_cache: running requests recompute their KV cache.
+            abort: aborts all running requests, of other clients too.
 
         Raises:
-            ServerFailure: it did not.
+            ServerFailure: loading failed.
         """
         clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
@@ -148,7 +148,7 @@ class ServerClient:
         return clock() - began
 
     async def _while_listening(self, work: Any) -> None:
-        """Waits for `work`, but not after the server has stopped to listen: loading may rightly take minutes."""
+        """Awaits `work` as long as the server accepts connections; loading may take minutes."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=self.health_timeout_s))[0]:
@@ -184,7 +184,7 @@ def _completion(request: GenerationRequest, index: int, choice: Mapping[str, Any
 
 
 def message(status: int, body: Any) -> str:
-    """What an answer says about its failure, on one line."""
+    """Error message of a response, on one line."""
     detail = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     if isinstance(detail, dict):
         detail = detail.get("message", detail)

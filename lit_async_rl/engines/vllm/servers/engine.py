@@ -1,10 +1,10 @@
-"""Any number of vLLM servers as the engine, over HTTP. The trainer does not import vLLM.
+"""vLLM servers as the engine, over HTTP. The trainer does not import vLLM.
 
 | who | waits for | woken by |
 |---|---|---|
 | `poll` (producer's thread) | a finished sample | the loop's thread, an error, `close` |
 | `setup`, `load_weights` (trainer's thread) | the servers; without in-flight updates all requests first | the same |
-| the loop's thread | the servers, calls from other threads | asyncio; see `server_fleet` |
+| the loop's thread | the servers, calls from other threads | asyncio; see `lit_async_rl.engines.vllm.servers.fleet` |
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import GenerationRequest, check_positive
+from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
@@ -25,35 +25,36 @@ from lit_async_rl.engines.vllm.worker import ARCHITECTURE
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.event_loop import LoopThread
 
 
 class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     """vLLM servers (0.32 or newer, `scripts/serve.py`), on this machine and on others.
 
-    Each prompt goes, with all its samples, to the server with the fewest tokens to do. A server that dies or hangs is
-    taken out and its requests are sampled again by others: no group is lost, none comes twice. A server that comes back
-    gets the newest weights before any request. What happens to servers is logged, one line each.
+    Each prompt goes, with all its samples, to the server with the fewest outstanding tokens. A server that dies or
+    hangs is taken out and its requests are sampled again by others: no group is lost or delivered twice. A server that
+    recovers gets the newest weights before any request. Each of these events is logged in one line.
 
-    A group that is sampled again is sampled afresh. Where servers die often, long completions are therefore rarer than
-    the policy would have them.
+    A group that is sampled again starts from its prompt. If servers die often, long completions are therefore
+    underrepresented.
 
     Weight updates work as in `VLLMEngine`, all servers at the same time; so do `in_flight_weight_updates` and
     `clear_cache`. Not reproducible to the bit.
 
     Args:
         servers: `host:port`, or `http(s)://host:port`.
-        in_flight_weight_updates: False: all running requests finish first, under the old weights.
-        clear_cache: whether running completions compute their keys and values again after an update.
-        transfer: how weights reach the servers; None is `SharedMemoryTransfer()`, for servers on this machine.
+        in_flight_weight_updates: False: running requests finish under the old weights before an update.
+        clear_cache: whether running completions recompute their KV cache after an update.
+        transfer: moves weights to the servers; None is `SharedMemoryTransfer()`, for servers on this machine.
             `FileTransfer` with a folder that all machines see under the same path serves others.
-        api_key_variable: environment variable with the servers' API key, if they want one.
-        probe_interval_s: pause between two looks at each server.
-        health_timeout_s: a server whose engine does not answer a simple question for so long counts as hung.
-        request_timeout_s: longest that the samples of a prompt may take.
-        update_timeout_s: longest that loading new weights may take, and that `load_weights` waits for requests.
-        startup_timeout_s: longest wait for servers that are just being started.
-        recovery_timeout_s: longest time without any server; then the run ends.
+        api_key_variable: environment variable with the servers' API key, if they require one.
+        probe_interval_s: pause between two health checks of a server.
+        health_timeout_s: timeout of a health check; after it the server counts as hung.
+        request_timeout_s: timeout of the samples of a prompt.
+        update_timeout_s: timeout of loading weights, and of the wait for requests before it.
+        startup_timeout_s: timeout of the wait for servers that are starting.
+        recovery_timeout_s: maximum time without any server before the run ends.
 
     Raises:
         ValueError: a setting is out of range, or a server is not given as `host:port`.
@@ -73,7 +74,9 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         startup_timeout_s: float = 600.0,
         recovery_timeout_s: float = 300.0,
     ) -> None:
-        check_positive(
+        check_range(
+            "data.engine",
+            "positive",
             probe_interval_s=probe_interval_s,
             health_timeout_s=health_timeout_s,
             request_timeout_s=request_timeout_s,
@@ -98,11 +101,11 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
     def setup(self, model: str) -> None:
-        """Waits for all servers and makes sure that they can serve `model`; the weights come by `load_weights`.
+        """Waits for all servers and checks that they serve `model`; `load_weights` loads the weights.
 
         Raises:
             FileNotFoundError: there is no such model.
-            EngineError: a server is not there in time, or cannot be used: says why.
+            EngineError: a server was not reachable in time, or cannot be used; says why.
         """
         self._model, config = model, self._read_config(model)
         expected = {name: getattr(config, name) for name in ARCHITECTURE}
@@ -129,7 +132,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         return self._thread
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
-        """A server that does not load them is taken out; only for the first weights that is an error."""
+        """Servers that fail to load are taken out; with the first weights that is an error."""
         loop, limit_s = self._loop, self.update_timeout_s
         if not self.in_flight_weight_updates:
             loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights (data.engine)")
@@ -158,7 +161,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leaves the servers, which go on running; lets `poll` and `load_weights` return."""
+        """Disconnects from the servers, which keep running; unblocks `poll` and `load_weights`."""
         self._book.close()
         if self._thread is not None:
             self._thread.close(self._fleet.close())

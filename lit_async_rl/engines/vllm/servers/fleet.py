@@ -1,16 +1,16 @@
-"""Several vLLM servers as one engine: requests, weights, and servers that die, hang and come back.
+"""Fleet of vLLM servers as one engine: dispatch of requests, weight updates, failing and recovering servers.
 
 Everything here runs in one event loop.
 
 | who | waits for | ends when |
 |---|---|---|
-| `_run`, one for each request that was sent | its answer | the server fails, or is taken out |
-| `_watch`, one for each server | its next look at the server | `close` |
+| `_run`, one per request sent | its response | the server fails, or is taken out |
+| `_watch`, one per server | the next health check | `close` |
 | `update` (for the trainer) | all servers that are in | each has loaded the weights or was taken out |
 
-A server is *in* or *out*. It is out at first, and after its first failure of any kind: it is gone, it does not answer
-in time, its weights are not ours. Its requests then go to others. It comes in again by one way only: it is the server
-we want, it has loaded the newest weights, and it has shown that it tags tokens with them.
+A server is *in* or *out*. It starts out, and is taken out at its first failure of any kind: unreachable, timed out, or
+wrong weights. Its requests then go to other servers. It is brought in again only after it has passed the handshake,
+loaded the newest weights, and tagged a sampled token with them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MAX_FAILURES = 5  # of one request on one server after the other: then it is the
 
 
 class ServerFleet:
-    """What happens to requests and weights.
+    """Dispatches requests and publishes weights.
 
     Args:
         clients: the servers.
-        book: where finished samples go, and what breaks the engine.
-        run: distinguishes our tags from those of other trainers.
+        book: receives finished samples and the engine's failure.
+        run: distinguishes our version tags from those of other trainers.
         clear_cache: see `VLLMServerEngine`.
-        probe_interval_s: pause between two looks at a server.
-        recovery_timeout_s: longest time without any server.
+        probe_interval_s: pause between two health checks of a server.
+        recovery_timeout_s: maximum time without any server.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class ServerFleet:
     # -- servers ------------------------------------------------------------------------------------------------------
 
     async def start(self, model: Mapping[str, Any], eos_token_ids: Sequence[int], timeout_s: float) -> int:
-        """Waits until each server is there; the smallest of their limits on prompt and completion together.
+        """Waits until all servers are ready; returns the smallest of their context limits.
 
         Raises:
-            EngineError: one is not there in time, or cannot be used.
+            EngineError: a server was not reachable in time, or cannot be used.
         """
         self._model, self._eos_token_ids = model, eos_token_ids
         waits = (wait_for_server(client, model, timeout_s) for client in self._clients.values())
@@ -93,7 +93,7 @@ class ServerFleet:
             self._check_alone()
 
     async def _probe(self, client: ServerClient) -> None:
-        """An engine that is loading cannot answer; whoever makes it load looks after it meanwhile."""
+        """Health check; its result is ignored while the server loads weights, as it cannot answer then."""
         number = self._num_changes
         problem = ""
         try:
@@ -117,7 +117,7 @@ class ServerFleet:
                 log.warning("vLLM server %s is still out: %s", client.url, error)
 
     async def _load_and_prove(self, client: ServerClient) -> float:
-        """Ends whatever the server was doing, loads the weights, and sees that a token is tagged with them."""
+        """Aborts all requests of the server, loads the weights, and checks that a token is tagged with them."""
         load = partial(client.load, self._folder, self._tag, self.clear_cache, abort=True)
         try:
             pause_s = await load()
@@ -132,7 +132,7 @@ class ServerFleet:
         self._dispatch()
 
     def take_out(self, url: str, why: str) -> None:
-        """Gives the requests of a server to others."""
+        """Moves the requests of a server to other servers."""
         if url not in self.pool.servers_in:
             return
         self._last_seen = asyncio.get_running_loop().time()
@@ -154,22 +154,22 @@ class ServerFleet:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Holds new requests back, and waits for all others."""
+        """Holds new requests back and waits for all others."""
         self.pool.hold()
         while not self.pool.is_idle:
             await asyncio.sleep(0.005)
             self._book.check()
 
     async def begin_update(self) -> None:
-        """From now on no server comes in: the folder with the newest weights may change."""
+        """Keeps servers from being brought in while the folder of the newest weights may change."""
         await self._changing.acquire()
         self._num_changes += 1
 
     async def update(self, version: int, folder: str) -> float:
-        """Makes all servers that are in load new weights; takes out those that fail. Seconds without generation.
+        """Loads new weights on all servers that are in; takes out those that fail. Returns the seconds paused.
 
         Raises:
-            EngineError: one did not load the first weights.
+            EngineError: a server did not load the first weights.
         """
         is_first, self._version, self._folder = self._version < 0, version, folder
         clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
@@ -195,7 +195,7 @@ class ServerFleet:
         return max(pauses, default=0.0)
 
     def end_update(self) -> None:
-        """Servers may come in again; requests that were held back start."""
+        """Allows servers to be brought in again and sends the requests held back."""
         self._changing.release()
         self.pool.release()
         self._dispatch()
@@ -203,12 +203,11 @@ class ServerFleet:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Sends requests, all in one go."""
         self.pool.submit(requests)
         self._dispatch()
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Forgets requests; closing their connections makes the servers abort them."""
+        """Cancels requests; closing their connections makes the servers abort them."""
         for assignment in self.pool.abort(request_ids):
             self._tasks.pop(assignment).cancel()
 
@@ -236,7 +235,7 @@ class ServerFleet:
             self._book.end([request.id])
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Whatever a task raises breaks the engine; nothing is lost in the loop."""
+        """Starts a task whose exception is recorded as the engine's failure."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._on_end)
         return task
@@ -246,5 +245,4 @@ class ServerFleet:
             self._book.fail(error)
 
     async def close(self) -> None:
-        """Closes all connections."""
         await asyncio.gather(*(client.close() for client in self._clients.values()))

@@ -1,4 +1,4 @@
-"""Is this the vLLM server we want? Asked before it gets any work, at the beginning and whenever it comes back."""
+"""Handshake with a vLLM server: checks model, flags and version tags before it gets requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STARTED_BY = "start it with scripts/serve.py"
 
 
 async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], timeout_s: float) -> int:
-    """What `check_server` says as soon as the server is there.
+    """Result of `check_server` as soon as the server is reachable.
 
     Raises:
-        EngineError: it is not there in time, or cannot be used.
+        EngineError: it was not reachable in time, or cannot be used.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
@@ -34,14 +34,14 @@ async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], tim
 
 
 async def check_server(client: ServerClient, expected: Mapping[str, Any]) -> int:
-    """The server's limit on prompt and completion together.
+    """Checks a server and returns its limit on prompt and completion tokens.
 
     Args:
         client: the server.
-        expected: what its model must be; some fields of a transformers configuration.
+        expected: fields of the transformers configuration that its model must have.
 
     Raises:
-        ServerFailure: it is not there, or its engine is dead.
+        ServerFailure: it is unreachable, or its engine is dead.
         ServerRefusal: it cannot serve this policy.
     """
     limit = client.health_timeout_s
@@ -78,11 +78,11 @@ def _check_policy(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None
 
 
 async def prove_version(client: ServerClient, run: str, version: int) -> None:
-    """Samples a token: is it tagged with this version?
+    """Samples a token and checks that it is tagged with this version.
 
     Raises:
-        ServerFailure: no token came.
-        ServerRefusal: it is tagged with something else, or not at all.
+        ServerFailure: no token was sampled.
+        ServerRefusal: it has another tag, or none.
     """
     request = GenerationRequest(id=-1, prompt_ids=(0,), num_samples=1, sampling=SamplingParams(max_tokens=1))
     try:

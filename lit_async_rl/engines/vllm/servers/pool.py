@@ -1,4 +1,4 @@
-"""Which server generates what. Bookkeeping only: no network, no clock, no threads, so that it can be tested alone."""
+"""Assignment of requests to servers. Bookkeeping only: no network, clock or threads, so that it can be tested alone."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from lit_async_rl.errors import InvariantError
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """One attempt at a request. Two attempts at the same request are different assignments."""
+    """One attempt at a request; two attempts at the same request are different assignments."""
 
     server: str
     request: GenerationRequest
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and completions, if each is as long as it may be."""
+        """Upper bound on the tokens of prompt and completions."""
         return len(self.request.prompt_ids) + self.request.num_samples * self.request.sampling.max_tokens
 
 
 class ServerPool:
-    """Sends each request, with all its samples, to the server that has the fewest tokens to do.
+    """Sends each request, with all its samples, to the server with the fewest outstanding tokens.
 
-    All samples of a prompt go to one server, which reads the prompt once. A request is in exactly one place: held,
-    waiting, or sent to one server that is in. Only the answer to its newest assignment counts, so what a server has
-    done twice, or too late, is never used twice.
+    All samples of a prompt go to one server, which prefills it once. A request is in exactly one place: held, queued,
+    or sent to one server that is in. Only the response to its newest assignment is accepted, so duplicate or late
+    responses are never used.
 
     Args:
-        servers: names; all are out at first.
+        servers: names; all start out.
     """
 
     def __init__(self, servers: Iterable[str]) -> None:
@@ -48,28 +48,28 @@ class ServerPool:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is waiting or sent; what is held does not count."""
+        """Whether no request is queued or sent; held ones do not count."""
         return not self._sent and not self._waiting
 
     def outstanding(self, server: str) -> int:
-        """Tokens that this server has yet to do, at most."""
+        """Upper bound on the tokens that a server has yet to generate."""
         return self._outstanding[server]
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """These wait behind all others, or are held."""
+        """Queues requests behind all others, or holds them."""
         (self._waiting if self._held is None else self._held).extend(requests)
 
     def hold(self) -> None:
-        """Keeps back what is submitted from now on."""
+        """Holds back requests submitted from now on."""
         self._held = [] if self._held is None else self._held
 
     def release(self) -> None:
-        """What was held now waits for a server."""
+        """Queues the requests held back."""
         self._waiting.extend(self._held or ())
         self._held = None
 
     def dispatch(self) -> list[Assignment]:
-        """Gives all that waits to servers; nothing if none is in."""
+        """Assigns all queued requests to servers; none if no server is in."""
         assignments = []
         while self._waiting and self._in:
             server = min(self._in, key=lambda name: (self._outstanding[name], name))
@@ -80,24 +80,24 @@ class ServerPool:
         return assignments
 
     def is_current(self, assignment: Assignment) -> bool:
-        """Whether an answer to this assignment would count."""
+        """Whether a response to this assignment would be accepted."""
         return self._sent.get(assignment.request.id) is assignment
 
     def accept(self, assignment: Assignment) -> bool:
-        """The answer is there; False if it does not count. True at most once for a request."""
+        """Accepts a response; False if it is outdated. True at most once per request."""
         if not self.is_current(assignment):
             return False
         self._forget(assignment)
         return True
 
     def bring_in(self, server: str) -> None:
-        """This server gets requests from now on."""
+        """Adds a server to those that get requests."""
         if server not in self._outstanding:
             raise InvariantError(f"{server} is not one of the servers")
         self._in.add(server)
 
     def take_out(self, server: str) -> list[Assignment]:
-        """This server gets no more requests; what it had waits again, before all others, in the old order."""
+        """Removes a server; its requests are queued again, before all others and in their old order."""
         self._in.discard(server)
         lost = [assignment for assignment in self._sent.values() if assignment.server == server]
         for assignment in lost:
@@ -106,7 +106,7 @@ class ServerPool:
         return lost
 
     def abort(self, request_ids: Collection[int]) -> list[Assignment]:
-        """Forgets these requests; what had been sent of them."""
+        """Removes requests; returns the assignments already sent."""
         sent = [self._sent[request_id] for request_id in request_ids if request_id in self._sent]
         for assignment in sent:
             self._forget(assignment)

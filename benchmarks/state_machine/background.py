@@ -1,0 +1,141 @@
+"""Listener, scorer and producer without threads: every transition is an explicit call.
+
+Producer, group book, intake, admission and the bookkeeping of listener and scorer are the real ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lit_async_rl.errors import InvariantError, RewardError
+from lit_async_rl.rewards.scorer import Scorer, score
+from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.rollouts.group_wait import GroupWait
+from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.types import Prompt
+from lit_async_rl.utils.clocks import AwakeClock
+from lit_async_rl.utils.log_limit import LimitedLog
+
+
+class _NoThread:
+    """In place of a thread."""
+
+    def __init__(self) -> None:
+        self._alive = False
+
+    def start(self) -> None:
+        self._alive = True
+
+    def join(self, timeout: float) -> None:
+        self._alive = False
+
+    def is_alive(self) -> bool:
+        return self._alive
+
+
+class VirtualListener(EngineListener):
+    """Polls when `turn` is called."""
+
+    def _new_thread(self) -> Any:
+        return _NoThread()
+
+    def turn(self) -> None:
+        """What the thread does in one turn of its loop."""
+        engine = self.engine
+        try:
+            if self.engine_error is None:
+                for completion in self._poll(engine):
+                    self._on_completion(completion)
+            self._on_turn()
+        except (RewardError, InvariantError, KeyError, ValueError) as error:
+            self.error = error
+
+
+class VirtualClock(AwakeClock):
+    """Stands still."""
+
+    def __init__(self) -> None:
+        """Needs no thread."""
+
+    def now(self) -> float:
+        """Always the same."""
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class VirtualScorer(Scorer):
+    """Scores one completion with each call of `step`."""
+
+    def __init__(self, max_tries: int | None) -> None:
+        self.reward, self.max_tries, self.timeout_s, self.num_workers = _reward, max_tries, 1.0, 1
+        self.clock = VirtualClock()
+        self.jobs: list[Any] = []
+        self.given_up: list[int] = []  # groups
+        self._busy_s, self._running, self._error, self._is_closed = 0.0, {}, None, False
+        self._workers, self._left_out, self._log = {}, [], LimitedLog(logging.getLogger(__name__))
+        self._jobs: Any = self
+
+    def put(self, job: Any) -> None:
+        """`submit` calls it, and so does a failure that gets another try."""
+        if job is not None:
+            self.jobs.append(job)
+
+    def step(self, chosen: int, fails: bool = False) -> None:
+        """Scores one of those that wait, or fails to."""
+        job = self.jobs.pop(chosen % len(self.jobs))
+        if not job.is_wanted():
+            return
+        try:
+            if fails:
+                self._fail(job, RewardError("a reward that fails"))
+                if job.num_tries == self.max_tries:
+                    self.given_up.append(job.give_up.args[0].index)
+            else:
+                job.done(score(_reward, job.prompt, job.completion))
+                self._left_out = []
+        except RewardError as error:
+            self._error = error
+
+
+def _reward(prompt: Prompt, completion: str) -> float:
+    return float(len(completion) % 2)
+
+
+class VirtualWait(GroupWait):
+    """Lets the background make its moves while the trainer waits."""
+
+    background: Callable[[], bool]
+
+    def until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
+        """What `ready` returns as soon as that is a number; None to stop.
+
+        Raises:
+            InvariantError: there is nothing left to wait for.
+        """
+        while True:
+            self._listener.check_thread()
+            if (found := ready()) is not None:
+                return found
+            if should_stop():
+                return None
+            self._listener.check_engine()
+            if not self.background():
+                raise InvariantError(f"the trainer waits for ever: {self._message(0.0)}")
+
+
+class VirtualProducer(Producer):
+    """A producer whose listener and waiting have no threads."""
+
+    def __init__(self, background: Callable[[], bool], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.changed = threading.Condition(threading.RLock())
+        self.listener: VirtualListener = VirtualListener(
+            settings["engine"], self.changed, self._collect, self.scorer.check
+        )
+        self.wait = VirtualWait(self.listener, self.book, self.scorer.clock, 1.0, lambda: self._num_scored)
+        self.wait.background = background

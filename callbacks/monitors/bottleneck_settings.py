@@ -1,0 +1,131 @@
+"""Settings worth changing for each side of a run that may be its limit, and for a run that collapses."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.scheduling.bottleneck import NOTHING, Intervals, Setting, Settings
+from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+MUCH_PADDING = 0.25  # share of the positions in a training pass
+
+
+@dataclass
+class StepLoad:
+    """What the ends of the steps of a window looked like."""
+
+    began: Intervals = NOTHING
+    num_steps: int = 0
+    num_unfinished: int = 0  # sum over steps
+    fewest_queued: int = 0
+    num_tokens: int = 0
+    num_positions: int = 0  # with padding
+
+    def add(self, batch: RolloutBatch) -> None:
+        self.num_tokens += int(batch.attention_mask.sum())
+        self.num_positions += batch.attention_mask.numel()
+
+    def look(self, stats: ProducerStats) -> None:
+        self.fewest_queued = min(self.fewest_queued, stats.num_queued) if self.num_steps else stats.num_queued
+        self.num_unfinished += stats.num_unfinished
+        self.num_steps += 1
+
+
+def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, num_ranks: int = 1) -> Settings:
+    """For each side a setting that is not yet at its end.
+
+    Args:
+        data: feeds the run.
+        pl_module: is trained.
+        load: of the window.
+        num_ranks: training processes on this machine.
+    """
+    workers, sync_steps = data.scoring.workers, data.weight_sync_steps
+    is_spare = num_busy_threads(data, pl_module, num_ranks) + num_ranks <= num_cores()
+    return Settings(
+        engine=_engine_setting(data, load.num_unfinished / max(1, load.num_steps), is_spare),
+        trainer=_trainer_setting(data, pl_module, 1 - load.num_tokens / max(1, load.num_positions), is_spare),
+        reward=Setting(name="data.scoring.workers", present=workers, suggested=2 * workers),
+        weight_sync=Setting(name="data.weight_sync_steps", present=sync_steps, suggested=2 * sync_steps),
+        staleness=_staleness_setting(data),
+        fresher=_fresher_setting(data, load.fewest_queued),
+    )
+
+
+def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
+    """What helps a run that collapses: VCPO, or less of what made it stale where that is on already."""
+    if isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None:
+        return "add --config configs/stabilizers/vcpo.yaml, and begin again from a checkpoint before the fall"
+    data = trainer.datamodule
+    bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
+    return f"lower model.learning_rate or data.max_staleness{bound}, and begin again from a checkpoint before the fall"
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: int) -> int:
+    """Threads that want a core at the same time: of trainers, engine and reward workers."""
+    trainers = num_ranks * (torch.get_num_threads() if pl_module.device.type == "cpu" else 1)
+    return trainers + _engine_threads(data.engine) + data.scoring.workers
+
+
+def _engine_threads(engine: RolloutEngine) -> int:
+    if isinstance(engine, EpisodeEngine):
+        return 1 + _engine_threads(engine.engine)
+    threads = getattr(engine, "num_threads", 1)  # of vLLM: of each worker on a CPU
+    return torch.get_num_threads() if threads is None else threads
+
+
+def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) -> Setting | None:
+    engine = data.engine
+    if not isinstance(engine, EmbeddedEngine):
+        return None
+    if unfinished * data.group_size > engine.num_slots:  # some always wait for a slot
+        return Setting(name="data.engine.num_slots", present=engine.num_slots, suggested=2 * engine.num_slots)
+    threads = engine.num_threads
+    if threads is not None and is_spare and engine.device in ("auto", "cpu") and not torch.cuda.is_available():
+        return Setting(name="data.engine.num_threads", present=threads, suggested=threads + 1)
+    return None
+
+
+def _trainer_setting(data: RolloutDataModule, pl_module: AnyModule, padding: float, is_spare: bool) -> Setting | None:
+    parts = data.micro_batches_per_step
+    if padding > MUCH_PADDING and not data.keep_groups_whole:  # shorter runs of rollouts sorted by length
+        return Setting(name="data.micro_batches_per_step", present=parts, suggested=2 * parts)
+    if parts > 1 and padding < MUCH_PADDING / 2:
+        return Setting(name="data.micro_batches_per_step", present=parts, suggested=parts // 2)
+    if isinstance(pl_module, PolicyModule) and pl_module.policy.causal_lm.is_gradient_checkpointing:
+        return Setting(name="model.gradient_checkpointing", present=True, suggested=False)
+    threads = torch.get_num_threads()
+    if pl_module.device.type == "cpu" and is_spare:
+        return Setting(name="num_threads", present=threads, suggested=threads + 1)
+    return None
+
+
+def _staleness_setting(data: RolloutDataModule) -> Setting:
+    bound = data.max_staleness
+    if bound and data.admission.in_order:
+        return Setting(name="data.admission", present=type(data.admission).__name__, suggested="Bounded")
+    if bound and not data.engine.in_flight_weight_updates:
+        return Setting(name="data.engine.in_flight_weight_updates", present=False, suggested=True)
+    return Setting(name="data.max_staleness", present=bound, suggested=max(1, 2 * bound))
+
+
+def _fresher_setting(data: RolloutDataModule, fewest_queued: int) -> Setting | None:
+    """A lower bound: whole rounds were always ready, of which one stays in reserve."""
+    bound, spare = data.max_staleness, fewest_queued // data.groups_per_round - 1
+    suggested = max(1, bound - spare)
+    return Setting(name="data.max_staleness", present=bound, suggested=suggested) if 0 < suggested < bound else None

@@ -1,0 +1,5 @@
+"""Training from Python: a Trainer with the default callbacks, and `fit`."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

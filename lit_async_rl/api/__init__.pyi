@@ -1,0 +1,2 @@
+from .run import fit as fit
+from .trainer import Trainer as Trainer

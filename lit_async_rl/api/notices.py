@@ -1,0 +1,31 @@
+"""Messages of libraries that say nothing to the user."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+
+from transformers.utils import logging as transformers_logging
+
+IRRELEVANT = (
+    ".*treespec.*",
+    ".*does not have many workers.*",
+    ".*in eval mode at the start of training.*",
+    ".*Total length of `list` across ranks is zero.*",  # there are no held-out prompts
+)
+
+
+def quiet() -> None:
+    """Keeps messages about internals out of the user's terminal."""
+    _filter_log()
+    transformers_logging.disable_progress_bar()
+    for message in IRRELEVANT:
+        warnings.filterwarnings("ignore", message=message)
+
+
+@functools.cache
+def _filter_log() -> None:
+    """Once: filters add up."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: "💡" not in record.getMessage())

@@ -1,0 +1,99 @@
+"""`fit`, the shortest way to train; and a whole run, which the command line shares."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_async_rl.api.defaults import meant
+from lit_async_rl.api.trainer import SETTINGS, Trainer
+from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.prompts.records import Records
+from lit_async_rl.rewards.scorer import Reward
+from lit_async_rl.training.module import PolicyModule
+
+OF_THE_MODULE = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]
+OF_THE_DATA = tuple(inspect.signature(RolloutDataModule.__init__).parameters)[2:]
+OF_THE_TRAINER = ("defaults", *SETTINGS)
+
+
+def fit(
+    model: str | PolicyModule,
+    prompts: Records,
+    reward: Reward | None = None,
+    *,
+    max_steps: int,
+    ckpt_path: str | None = None,
+    **settings: Any,
+) -> Trainer:
+    """Trains a language model and prints a summary.
+
+    Example: `fit("Qwen/Qwen2.5-0.5B-Instruct", prompts, reward, max_steps=200, learning_rate=1e-6, max_staleness=2)`.
+
+    Args:
+        model: Hugging Face name or folder, or a `PolicyModule`.
+        prompts: list of texts or dictionaries, `datasets.Dataset`, or source; see `InMemoryPrompts`.
+        reward: `reward(prompt, completion) -> float`, plain or `async`.
+        max_steps: optimizer steps.
+        ckpt_path: checkpoint to resume from.
+        **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
+
+    Returns:
+        The Trainer; `trainer.lightning_module` is the trained module.
+
+    Raises:
+        TypeError: none of the three has such an argument.
+        ValueError: a setting is out of range, or settings contradict each other.
+    """
+    is_module = isinstance(model, PolicyModule)
+    known = (() if is_module else OF_THE_MODULE) + OF_THE_DATA + OF_THE_TRAINER
+    for name in settings:
+        if name not in known:
+            if is_module and name in OF_THE_MODULE:
+                raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
+            raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
+    parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
+    trainer = Trainer(max_steps=max_steps, **parts[2])
+    data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
+    module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
+    run(trainer, module, data, ckpt_path)
+    print_summary(trainer)
+    return trainer
+
+
+def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:
+    """Measures held-out accuracy (where there are held-out prompts), trains, and measures again.
+
+    Returns:
+        The checkpoint that `SaveOnSigterm` saved if SIGTERM or Ctrl-C ended training; None otherwise.
+    """
+    validates = data.validation.source is not None
+    if validates:
+        trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
+    stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path)
+    if validates and stopped_at is None:
+        trainer.validate(module, data, verbose=False)
+    return stopped_at
+
+
+def print_summary(trainer: pl.Trainer) -> None:
+    """The table of `RunSummary`, if it is there."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunSummary):
+            callback.print(trainer)
+
+
+def _fit_until_stopped(
+    trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None
+) -> str | None:
+    savers = [c for c in trainer.callbacks if isinstance(c, SaveOnSigterm)]  # type: ignore[attr-defined]
+    try:
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+    except SIGTERMException:
+        if not any(saver.path for saver in savers):
+            raise
+    return next((saver.path for saver in savers if saver.path), None)

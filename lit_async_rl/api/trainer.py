@@ -1,0 +1,83 @@
+"""Lightning's Trainer with the default callbacks and settings of `configs/defaults.yaml`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from lit_async_rl.api.defaults import build, default_callbacks, defaults_file, meant
+from lit_async_rl.api.notices import quiet
+from lit_async_rl.errors import describe
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
+from lit_async_rl.training.csv_logger import CSVLog
+
+SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
+
+
+class Trainer(pl.Trainer):
+    """A Lightning Trainer that synchronizes weights, monitors the run and saves checkpoints.
+
+    The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
+    place. A CSV log is always written, beside other loggers, unless `logger=False`; checkpoints are written atomically.
+
+    Example: `Trainer(max_steps=200, defaults={"gradients": None, "samples": SampleLogger(every_n_steps=5)})`.
+
+    Args:
+        callbacks: beside the defaults.
+        defaults: other callbacks by the key of the default that they replace; None switches it off.
+        logger: one or several; None is a CSV log in `runs/`, False none.
+        **settings: of `lightning.pytorch.Trainer`.
+
+    Raises:
+        ValueError: Lightning refuses a setting, or there is no default of that name.
+        TypeError: the Trainer has no such setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        defaults: Mapping[str, Callback | None] | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        **settings: Any,
+    ) -> None:
+        quiet()
+        for name in settings:
+            if name not in SETTINGS:
+                raise TypeError(f"Trainer has no setting {name!r}{meant(name, SETTINGS)}")
+        settings = _with_defaults(settings)
+        own = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        own += default_callbacks(defaults or {}, own, settings)
+        if logger is None or logger is True:
+            logger = build(defaults_file()["trainer"]["logger"])
+        try:
+            super().__init__(callbacks=own, logger=logger, **settings)
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
+            raise ValueError(f"trainer ({chosen}): {describe(error)}") from error
+        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.strategy.checkpoint_io = AtomicCheckpointIO()
+        if self.loggers and not any(isinstance(one, CSVLogger) for one in self.loggers):
+            self.loggers = [*self.loggers, CSVLog(self.log_dir or "runs", name="csv")]
+
+
+def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's settings; validation that is counted in batches goes on over epochs, which rollouts do not have.
+
+    Raises:
+        ValueError: `val_check_interval` is 0.
+    """
+    interval = settings.get("val_check_interval")
+    if interval is not None and not interval:
+        raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
+    given = {name: value for name, value in defaults_file()["trainer"].items() if name != "logger"} | dict(settings)
+    if isinstance(interval, int):
+        given.setdefault("check_val_every_n_epoch", None)
+    return given

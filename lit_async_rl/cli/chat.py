@@ -1,0 +1,58 @@
+"""Type prompts at a trained policy.
+
+    lit-async-rl chat --model runs/my_policy
+    lit-async-rl chat --model runs/my_policy --prompt "31424210="
+
+`--model` is a Hugging Face folder or name (`lit-async-rl export` makes one from a checkpoint).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lit_async_rl.api.notices import quiet
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.types import Prompt
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Reads prompts from the terminal until it ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder or name")
+    parser.add_argument("--prompt", help="answer this one and end")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--max_tokens", type=int, default=64)
+    parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("--stop", nargs="+", default=[], help="texts that end an answer")
+    parser.add_argument("--chat_template", action="store_true", help="wrap the prompt as a user's turn")
+    given = parser.parse_args(args)
+    quiet()
+    try:
+        sampling = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, stop=tuple(given.stop))
+        codec, engine = (
+            TextCodec(given.model),
+            EmbeddedEngine.from_module(load_policy(given.model)),
+        )
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+
+    def answer(text: str) -> None:
+        as_chat = [{"role": "user", "content": text}] if given.chat_template else None
+        ids = codec.encode(Prompt(messages=as_chat) if as_chat else Prompt(text=text))
+        request = GenerationRequest(id=0, prompt_ids=ids, num_samples=given.num_samples, sampling=sampling)
+        for completion in engine.run([request])[0]:
+            print(codec.decode(completion.token_ids, sampling.stop))
+
+    if given.prompt is not None:
+        answer(given.prompt)
+        return
+    try:
+        while True:
+            answer(input("> "))
+    except (EOFError, KeyboardInterrupt):
+        print()

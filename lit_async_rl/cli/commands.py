@@ -1,0 +1,80 @@
+"""Commands that read a configuration: train, evaluate, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lit_async_rl.api import run as api
+from lit_async_rl.api.notices import quiet
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.error_report import one_line_errors
+from lit_async_rl.cli.interrupts import CtrlC, resume_command
+from lit_async_rl.cli.run_folders import run_folders
+from lit_async_rl.models.sharded_checkpoint import nothing_executed
+from lit_async_rl.models.weights import stream_weights
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
+    run: list[AsyncRLCLI] = []
+    with command(lambda: run[0].trainer.log_dir if run else None), CtrlC():
+        cli = AsyncRLCLI(args)
+        run.append(cli)
+        trainer, ckpt_path = cli.trainer, cli.config["ckpt_path"]
+        with run_folders(trainer, is_resumed=ckpt_path is not None):
+            stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path)
+        api.print_summary(trainer)
+        if stopped_at is not None and trainer.is_global_zero:
+            print(f"resume with: {resume_command(stopped_at, args)}")
+
+
+def evaluate(args: Sequence[str] | None = None) -> None:
+    """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
+    with command():
+        cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
+        if cli.datamodule.validation.source is None:
+            raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
+        metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
+        table = Table("prompt", "completion", "answer", "reward", title="samples")
+        one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
+        for sample in one_of_each[: cli.config["num_shown"]]:
+            row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
+            table.add_row(*map(escape, row))
+        console = Console()
+        console.print(table)
+        for name, value in metrics.items():
+            console.print(f"{name:12} {value:.4f}")
+
+
+def export(args: Sequence[str] | None = None) -> None:
+    """Writes a checkpoint as a Hugging Face folder."""
+    with command():
+        cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
+        if cli.config["ckpt_path"] is None:
+            raise ValueError("ckpt_path is not set: name the checkpoint to export")
+        if any(Path(cli.config["out"]).glob("*")):
+            raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
+        checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
+        cli.model.configure_model()
+        cli.model.on_load_checkpoint(checkpoint)
+        cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
+        lm = cli.model.policy.causal_lm
+        weights = {name: tensor.contiguous() for name, tensor in stream_weights(cli.model.policy)}
+        lm.save_pretrained(cli.config["out"], state_dict=weights)
+        cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
+        print(f"version {cli.model.version} written to {cli.config['out']}")
+
+
+@contextmanager
+def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Around a command: errors in one line, no notices about internals, and nothing that is loaded is executed."""
+    quiet()
+    with one_line_errors(folder), nothing_executed():
+        yield

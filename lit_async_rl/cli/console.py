@@ -1,0 +1,41 @@
+"""The console script: `lit-async-rl train --config ...`. Each command is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from lit_async_rl import __version__
+
+COMMANDS = {
+    "train": ("lit_async_rl.cli.commands", "main", "train a policy: --config file.yaml, see --help for all settings"),
+    "evaluate": ("lit_async_rl.cli.commands", "evaluate", "held-out accuracy of a checkpoint, with samples"),
+    "export": ("lit_async_rl.cli.commands", "export", "write a checkpoint as a Hugging Face folder"),
+    "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
+    "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
+    "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Calls the command that the first argument names with the others.
+
+    `sys.argv` stays as it is, because Lightning starts further processes with it.
+    """
+    command, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
+    if command in ("-h", "--help"):
+        print(usage())
+    elif command == "--version":
+        print(f"lit-async-rl {__version__}")
+    elif command in COMMANDS:
+        module, function, _ = COMMANDS[command]
+        getattr(importlib.import_module(module), function)(rest)
+    else:
+        sys.exit(f"error: there is no command {command!r}, only {', '.join(COMMANDS)} and --version")
+
+
+def usage() -> str:
+    """A line for each command."""
+    lines = [f"  {name:10} {summary}" for name, (_, _, summary) in COMMANDS.items()]
+    return "\n".join(["usage: lit-async-rl COMMAND [--help] ...", "", *lines, "  --version"])

@@ -1,0 +1,181 @@
+"""Each kind of advice is applied: throughput must not fall. Virtual time or counted work where timing must be exact."""
+
+import dataclasses
+import time
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from flow import fit, make_data, make_module
+
+from lit_async_rl import Bounded, FixedLag
+from lit_async_rl.callbacks import BottleneckVerdict, WeightSync
+from lit_async_rl.callbacks.monitors import bottleneck_settings as advice
+from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, what_to_turn
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.rewards.scorer import Scorer, score_all
+from lit_async_rl.scheduling.bottleneck import diagnose
+from lit_async_rl.simulation.engine import Constant, LogNormal, SimulatedEngine
+from lit_async_rl.simulation.run import SimulatedRun
+from lit_async_rl.stabilizers.collapse import CollapseTrend
+from lit_async_rl.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def module():
+    return make_module()
+
+
+def advised(side, data, module, **load):
+    """The setting that would be advised."""
+    return getattr(what_to_turn(data, module, StepLoad(num_steps=1, **load)), side)
+
+
+def run_of(latency, bound, **changes):
+    settings = dict(train_s=0.4, num_steps=200) | changes
+    return SimulatedRun(latency=latency(settings["train_s"] / 4), max_staleness=bound, **settings)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_a_higher_bound_where_both_sides_wait_for_each_other(bound, module):
+    run = run_of(LogNormal, bound)
+    before = run.ideal()
+    assert diagnose(before, what_to_turn(make_data(), module, StepLoad(num_steps=1))).side == "staleness bound"
+    setting = advised("staleness", make_data(max_staleness=bound), module)
+    assert (setting.name, setting.present) == ("data.max_staleness", bound)
+    assert dataclasses.replace(run, max_staleness=setting.suggested).ideal().wall_s < before.wall_s
+
+
+def test_bounded_admission_in_place_of_a_fixed_lag(module):
+    data = make_data(admission=FixedLag(), max_staleness=2)
+    assert str(advised("staleness", data, module)) == "change data.admission from FixedLag to Bounded"
+    walls = {}
+    for admission in (FixedLag(), Bounded()):
+        engine = SimulatedEngine(LogNormal(0.03), num_slots=4, in_flight_weight_updates=not admission.in_order, seed=3)
+        began = time.monotonic()
+        fit(make_module(), make_data(engine=engine, admission=admission, max_staleness=2), 6)
+        walls[type(admission)] = time.monotonic() - began
+    assert walls[Bounded] < 1.25 * walls[FixedLag]
+
+
+def test_more_slots_where_requests_wait_for_one(module):
+    data = make_data(engine=EmbeddedEngine(num_slots=4))
+    setting = advised("engine", data, module, num_unfinished=8)
+    assert str(setting) == "change data.engine.num_slots from 4 to 8"
+    request = GenerationRequest(0, tuple(range(1, 9)), SamplingParams(max_tokens=24), 16)
+    seconds = {}
+    for slots in (setting.present, setting.suggested):
+        engine = EmbeddedEngine.from_module(module.policy.causal_lm, num_slots=slots)
+        began = time.process_time()
+        engine.run([request])
+        seconds[slots] = time.process_time() - began
+    assert seconds[setting.suggested] < 1.1 * seconds[setting.present]
+
+
+@pytest.mark.parametrize(("cores", "is_advised"), [(1, False), (2, False), (3, False), (4, True), (64, True)])
+def test_more_threads_only_where_a_core_is_left_besides_trainer_engine_and_reward(
+    cores, is_advised, module, monkeypatch
+):
+    monkeypatch.setattr(advice, "num_cores", lambda: cores)
+    data = make_data()
+    assert advice.num_busy_threads(data, module, num_ranks=1) == 3
+    found = {advised("trainer", data, module), advised("engine", data, module)} - {None}
+    assert {setting.name for setting in found} == ({"num_threads", "data.engine.num_threads"} if is_advised else set())
+    busier = make_data(engine=EmbeddedEngine(num_threads=2), reward_workers=4)
+    assert advice.num_busy_threads(busier, module, num_ranks=2) == 2 + 2 + 4
+
+
+def test_fewer_passes_where_there_is_little_padding_and_more_where_there_is_much(module):
+    data = make_data(micro_batches_per_step=2)
+    few = advised("trainer", data, module, num_tokens=95, num_positions=100)
+    many = advised("trainer", data, module, num_tokens=50, num_positions=100)
+    assert (few.suggested, many.suggested) == (1, 4)
+    lengths = sorted([10, 12, 40, 100, 11, 14, 90, 42])
+    positions = {n: sum(max(lengths[k : k + 8 // n]) * (8 // n) for k in range(0, 8, 8 // n)) for n in (1, 2, 4)}
+    assert positions[4] < positions[2] < positions[1]  # positions that are computed for rollouts sorted by length
+
+
+def test_no_gradient_checkpointing(module):
+    checkpointed = make_module(gradient_checkpointing=True)
+    assert advised("trainer", make_data(), checkpointed).name == "model.gradient_checkpointing"
+    seconds = []
+    for one in (module, checkpointed):
+        ids, times = torch.randint(1, 10, (32, 64)), []
+        for _ in range(3):
+            began = time.process_time()
+            one.policy.causal_lm(input_ids=ids).logits.sum().backward()
+            times.append(time.process_time() - began)
+        seconds.append(min(times))
+    assert seconds[0] < 1.1 * seconds[1]
+
+
+def test_more_reward_workers(module):
+    def slow(prompt, completion):
+        time.sleep(0.02)
+        return 1.0
+
+    setting, seconds = advised("reward", make_data(), module), {}
+    assert str(setting) == "change data.scoring.workers from 1 to 2"
+    for workers in (setting.present, setting.suggested):
+        scorer = Scorer(slow, workers)
+        began = time.monotonic()
+        score_all(scorer, [(Prompt("1", "1"), "1")] * 16, lambda: None)
+        seconds[workers] = time.monotonic() - began
+        scorer.close()
+    assert seconds[2] < seconds[1]
+
+
+def test_publishing_less_often_is_named_as_the_setting_that_exists(module):
+    setting = advised("weight_sync", make_data(), module)
+    spent = []
+    for steps in (setting.present, setting.suggested):
+        sync = WeightSync()
+        data = make_data(engine=SimulatedEngine(Constant(0.001), load_s=0.1), **{setting.name.split(".")[1]: steps})
+        fit(make_module(), data, 4, callbacks=[sync])
+        spent.append(sync.total_s)
+    assert spent[1] < spent[0]
+
+
+def test_a_lower_bound_where_whole_rounds_are_always_ready(module):
+    setting = advised("fresher", make_data(max_staleness=6), module, fewest_queued=4 * 4)
+    assert (setting.present, setting.suggested) == (6, 3)
+    before = SimulatedRun(latency=Constant(0.05), max_staleness=6, train_s=0.4, num_steps=100).ideal()
+    after = SimulatedRun(latency=Constant(0.05), max_staleness=3, train_s=0.4, num_steps=100).ideal()
+    assert after.wall_s <= before.wall_s * 1.001
+    assert advised("fresher", make_data(max_staleness=6), module, fewest_queued=4) is None
+
+
+def test_a_collapse_is_a_tiny_sample_size_and_a_falling_reward_together_until_the_reward_is_back():
+    def observe(trend, ess, reward, steps=20):
+        return [trend.observe(ess, reward) for _ in range(steps)][-1]
+
+    trend = CollapseTrend()
+    assert observe(trend, 0.9, 0.8) is None
+    assert observe(trend, 0.01, 0.8) is None, "the reward holds"
+    assert observe(CollapseTrend(), 0.01, 0.0) is None, "there was nothing to lose"
+    assert "0.1 from 0.8" in observe(trend, 0.01, 0.1)
+    assert "0.01 of the completions" in observe(trend, 1.0, 0.1), "all samples equal: it has ended up there"
+    assert observe(trend, 0.9, 0.8) is None
+    assert observe(trend, 0.9, 0.1) is None, "a fall of another cause"
+
+
+class Falling(pl.Callback):
+    """Logs what monitors would log of a run that collapses."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        is_well = trainer.global_step <= 10
+        pl_module.log("importance/ess_ratio", 0.9 if is_well else 0.01)
+        pl_module.log("reward/mean", 0.8 if is_well else 0.1)
+
+
+def test_a_collapsing_run_is_told_so_with_the_file_that_helps_and_nothing_about_speed(capsys):
+    judge = BottleneckVerdict(every_n_steps=10)
+    data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), groups_per_step=1)
+    fit(make_module(), data, 20, callbacks=[Falling(), judge])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "whole"))]
+    assert "the trainer waits" in lines[0]
+    for line in lines[1:]:
+        assert "training is collapsing" in line
+        assert "--config configs/stabilizers/vcpo.yaml" in line
+        assert "change" not in line

@@ -1,0 +1,80 @@
+"""The console script: its commands, and how quickly it answers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lit_async_rl
+from lit_async_rl.cli.console import COMMANDS, main
+from lit_async_rl.cli.interrupts import resume_command
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code, *args):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *code, *args], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_version_and_usage(capsys):
+    main(["--version"])
+    main([])
+    printed = capsys.readouterr().out
+    assert f"lit-async-rl {lit_async_rl.__version__}\n" in printed
+    assert all(f"\n  {name} " in printed for name in COMMANDS)
+
+
+def test_an_unknown_command_is_named():
+    with pytest.raises(SystemExit, match="no command 'trian', only train, evaluate"):
+        main(["trian"])
+
+
+@pytest.mark.parametrize("command", ["chat", "tape"])
+def test_help_of_the_small_commands(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"lit-async-rl {command}" in capsys.readouterr().out
+
+
+def test_train_reads_the_other_arguments(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--config", "configs/quickstart.yaml", "--data.max_stalenes", "1"])
+    assert end.value.code
+    assert "no setting data.max_stalenes; did you mean data.max_staleness?" in capsys.readouterr().err
+
+
+def seconds(code):
+    """Processor time of the quickest of three."""
+    times = []
+    for _ in range(3):
+        before = os.times()
+        done = python(["-c", code])
+        assert done.returncode == 0, done.stderr
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    return min(times)
+
+
+def test_importing_the_package_takes_no_time_and_no_torch():
+    bare = seconds("pass")
+    assert seconds("import lit_async_rl") - bare < 0.1
+    light = "import sys, lit_async_rl as rl; assert 'Trainer' in dir(rl) and 'fit' in dir(rl); "
+    assert (
+        python(["-c", light + "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules)"]).returncode == 0
+    )
+
+
+def test_the_version_is_there_at_once():
+    assert seconds("from lit_async_rl.cli.console import main; main(['--version'])") < 0.3
+
+
+def test_the_resume_command_is_the_one_that_was_called(monkeypatch):
+    args = ["--config", "a.yaml", "--ckpt_path", "old"]
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/lit-async-rl", "train", *args])
+    assert resume_command("new", args) == "lit-async-rl train --config a.yaml --ckpt_path new"
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", *args])
+    assert resume_command("new") == "python scripts/train.py --config a.yaml --ckpt_path new"

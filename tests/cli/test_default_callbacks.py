@@ -1,0 +1,71 @@
+"""Default callbacks from the command line: each stands in the saved configuration, and has a key."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_async_rl.api.defaults import FILE, defaults_file
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.commands import main
+
+ROOT = Path(__file__).parents[2]
+BASE = ["--config", "configs/quickstart.yaml", "--data.validation.prompts", "null"]
+KEYS = list(defaults_file()["defaults"])
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def kinds(*flags):
+    return [type(c).__name__ for c in AsyncRLCLI([*BASE, *flags]).trainer.callbacks]
+
+
+def class_name(key):
+    return defaults_file()["defaults"][key]["class_path"]
+
+
+def test_the_file_is_the_one_in_configs():
+    assert FILE.samefile(ROOT / "configs/defaults.yaml")
+
+
+def test_they_stand_in_the_saved_configuration_which_trains_again(tmp_path):
+    tiny = ["--data.groups_per_step", "2", "--data.group_size", "2", "--trainer.max_steps", "1"]
+    tiny += ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.enable_progress_bar", "false"]
+    flags = ["--defaults.gradients", "null", "--defaults.samples.init_args.every_n_steps", "10"]
+    main([*BASE, *tiny, "--trainer.val_check_interval", "null", *flags])
+    saved = tmp_path / "quickstart/version_0/config.yaml"
+    chosen = yaml.safe_load(saved.read_text())["defaults"]
+    assert list(chosen) == KEYS
+    assert chosen["gradients"] is None
+    assert chosen["samples"]["init_args"] == {"every_n_steps": 10, "num_groups": 2}
+    assert chosen["checkpoint"]["init_args"]["save_top_k"] == -1
+    again = AsyncRLCLI(["--config", str(shutil.copy(saved, tmp_path / "again.yaml"))])
+    assert "GradientMonitor" not in [type(c).__name__ for c in again.trainer.callbacks]
+
+
+def test_each_is_switched_off_by_its_key():
+    assert {class_name(key) for key in KEYS} <= set(kinds())
+    off = kinds(*(word for key in KEYS if key != "weight_sync" for word in (f"--defaults.{key}", "null")))
+    assert "WeightSync" in off
+    assert not {class_name(key) for key in KEYS if key != "weight_sync"} & (set(off) - {"ModelCheckpoint"})
+
+
+@pytest.mark.parametrize("flag", ["--trainer.callbacks", "--trainer.callbacks+"])
+def test_own_callbacks_never_drop_them(flag):
+    found = kinds(flag, "LengthBiasMonitor")
+    assert {"LengthBiasMonitor", *map(class_name, KEYS)} <= set(found)
+
+
+def test_an_own_callback_of_the_same_class_takes_the_place():
+    found = kinds("--trainer.callbacks+=SampleLogger", "--trainer.callbacks.every_n_steps", "3")
+    assert found.count("SampleLogger") == 1
+
+
+def test_a_misspelt_key_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        AsyncRLCLI([*BASE, "--defaults.gradient", "null"])
+    assert "no setting defaults.gradient; did you mean defaults.gradients?" in capsys.readouterr().err

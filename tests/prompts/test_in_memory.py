@@ -1,0 +1,88 @@
+"""Prompts as Python values: lists, dictionaries, messages, data sets; errors name the index and the field."""
+
+import datasets
+import pytest
+
+from lit_async_rl.data.settings import Validation
+from lit_async_rl.prompts.in_memory import InMemoryPrompts, as_source
+from lit_async_rl.tasks import SortDigits
+from lit_async_rl.types import Prompt
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+ROWS = [{"prompt": "1+1=", "answer": 2, "level": "easy"}, {"prompt": "2+2=", "answer": "4", "level": "hard"}]
+
+
+def prompts(given):
+    source = as_source(given, "data.prompts")
+    return [source[n] for n in range(len(source))]
+
+
+def test_texts():
+    assert prompts(["a", "b"]) == [Prompt(text="a"), Prompt(text="b")]
+    assert prompts(("a",)) == [Prompt(text="a")]
+
+
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list], ids=["list", "Dataset"])
+def test_dictionaries_with_answer_and_metadata(kind):
+    given = ROWS if kind is list else [{**row, "answer": str(row["answer"])} for row in ROWS]
+    wanted = [Prompt(text=r["prompt"], answer=str(r["answer"]), metadata={"level": r["level"]}) for r in ROWS]
+    assert prompts(kind(given)) == wanted
+
+
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list], ids=["list", "Dataset"])
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_messages(kind, field):
+    assert prompts(kind([{field: MESSAGES, "answer": "4"}])) == [Prompt(messages=MESSAGES, answer="4")]
+
+
+def test_kinds_may_be_mixed_and_answers_left_out():
+    given = ["a", {"prompt": "b"}, {"messages": MESSAGES, "answer": None}, Prompt(text="c", answer="d")]
+    wanted = [Prompt(text="a"), Prompt(text="b"), Prompt(messages=MESSAGES), Prompt(text="c", answer="d")]
+    assert prompts(given) == wanted
+
+
+def test_a_source_is_taken_as_it_is():
+    source = SortDigits(4, size=10)
+    assert as_source(source, "data.prompts") is source
+    assert Validation(prompts=source).source is source
+    assert Validation(prompts=["a"]).source[0] == Prompt(text="a")
+    assert Validation().source is None
+
+
+def test_texts_as_messages_of_a_user():
+    assert InMemoryPrompts(["hi"], as_chat=True)[0] == Prompt(messages=[{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "data.prompts holds no prompts"),
+        (["a", 3], r"data.prompts\[1\] must be a text or a dictionary, got '3'"),
+        ([{"question": "a"}], r"data.prompts\[0\] must have 'prompt' or 'messages', got the keys \['question'\]"),
+        (["a", {"prompt": 3}], r"data.prompts\[1\]\['prompt'\] must be a text or a list of messages, got '3'"),
+        ([{"messages": "hi"}], r"data.prompts\[0\]\['messages'\] must be a list of messages, got 'hi'"),
+        ([{"messages": [{"role": "me"}]}], r"data.prompts\[0\]\['messages'\]: message 0 must have a role"),
+        ([{"prompt": "a", "messages": MESSAGES}], r"data.prompts\[0\] must have 'prompt' or 'messages'"),
+        ([{"prompt": "a", "answer": [1]}], r"data.prompts\[0\]\['answer'\] must be a text or a number, got '\[1\]'"),
+        ("train.jsonl", "data.prompts must be a list .* got the text 'train.jsonl'; JsonlPrompts"),
+        ((text for text in "ab"), "data.prompts must be a list .* got generator"),
+        (None, "data.prompts must be a list .* got NoneType"),
+        (
+            datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[1:])),
+            "data.prompts must be .* got a DatasetDict with the keys train: choose one",
+        ),
+    ],
+)
+def test_errors_name_index_and_field(given, message):
+    with pytest.raises(ValueError, match=message):
+        as_source(given, "data.prompts")
+
+
+def test_bad_prompts_can_be_left_out():
+    source = InMemoryPrompts(["a", {"prompt": 3}], on_bad_prompt="skip")
+    assert source[0] == Prompt(text="a")
+
+
+def test_a_held_out_prompt_is_named_as_such():
+    with pytest.raises(ValueError, match=r"data.validation.prompts\[1\] must be a text"):
+        Validation(prompts=["a", None])
