@@ -47,6 +47,7 @@ from lit_async_rl.cli.error_report import Parser, one_line_errors
 from lit_async_rl.cli.interrupts import CtrlC, fit_until_stopped, resume_command
 from lit_async_rl.cli.run_folders import run_folders
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.distributed.rendezvous import limit_rendezvous
 from lit_async_rl.errors import describe
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.weights import stream_weights
@@ -125,6 +126,7 @@ class AsyncRLCLI(LightningCLI):
         except (MisconfigurationException, TypeError, ValueError) as error:
             settings = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
             raise ValueError(f"trainer ({settings}): {describe(error)}") from error
+        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):

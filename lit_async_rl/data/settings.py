@@ -8,6 +8,8 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.utils.checks import check_not_negative, check_positive
 
+SECONDS = ("rollout_timeout_s", "rank_timeout_s", "start_timeout_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
@@ -68,6 +70,7 @@ class Limits:
             hanging; where several ranks train, also the seconds in which a rank that others wait for may make no
             progress (see docs/scaling.md).
         rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
+        start_timeout_s: seconds in which all training processes must have come together at the start.
         engine_restarts: an engine that hangs or breaks is replaced by a new one with the current weights, so often in a
             row (without a training step in between); then, or with 0 at once, the run ends.
 
@@ -77,9 +80,9 @@ class Limits:
 
     rollout_timeout_s: float = 600.0
     rank_timeout_s: float = 60.0
+    start_timeout_s: float = 300.0
     engine_restarts: int = 3
 
     def __post_init__(self) -> None:
-        seconds = dict(rollout_timeout_s=self.rollout_timeout_s, rank_timeout_s=self.rank_timeout_s)
-        check_positive("data.limits", **seconds)
+        check_positive("data.limits", **{name: vars(self)[name] for name in SECONDS})
         check_not_negative("data.limits", engine_restarts=self.engine_restarts)
