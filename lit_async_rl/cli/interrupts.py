@@ -44,6 +44,7 @@ class CtrlC:
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
+        SaveOnSigterm.signal_name = "SIGTERM"
         if self.was_pressed and (error is None or isinstance(error, SystemExit | KeyboardInterrupt)):
             raise SystemExit(CTRL_C_STATUS) from None
 
@@ -52,6 +53,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         self.was_pressed = True
+        SaveOnSigterm.signal_name = "Ctrl-C"
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise KeyboardInterrupt
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -13,6 +13,7 @@ from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.folder_lock import locked, remove_stale_parts
 
+CHECKPOINTS = "ModelCheckpoint.dirpath"  # Lightning warns where it is not empty
 TABLES = ("metrics.csv", "samples.jsonl")
 
 
@@ -33,7 +34,7 @@ def run_folders(trainer: Trainer, is_resumed: bool) -> Iterator[None]:
         return
     for what, folder in folders:
         check_writable(folder, what)
-    with locked(folders):
+    with locked(folders, beside=[CHECKPOINTS]):
         if trainer.log_dir is not None:
             log_dir = Path(trainer.log_dir)
             for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
@@ -58,7 +59,7 @@ def _folders(trainer: Trainer) -> list[tuple[str, Path]]:
     folders: list[tuple[str, str | Path | None]] = [("trainer.logger's folder", trainer.log_dir)]  # a collective
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint):
-            folders.append(("ModelCheckpoint.dirpath", callback.dirpath))
+            folders.append((CHECKPOINTS, callback.dirpath))
         if isinstance(callback, RolloutTape):
             folders.append(("RolloutTape.folder", callback.folder))
     return [(what, Path(folder)) for what, folder in folders if folder is not None]
