@@ -100,6 +100,8 @@ class WeightSync(pl.Callback):
     def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         """Counts on; finds the data module's state, which Lightning looks for under its class's name."""
         self._steps_before = checkpoint["steps_since_publication"]
+        if trainer.state.fn == "validate":  # before a resume: belongs to that step, and not to step 0
+            trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
         if trainer.state.fn == "fit":
             restore_renamed(rollout_data(trainer, "WeightSync"), checkpoint)
 

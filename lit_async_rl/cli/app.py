@@ -20,7 +20,6 @@ from jsonargparse import set_parsing_settings
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -45,6 +44,7 @@ from lit_async_rl.callbacks import (
 from lit_async_rl.cli.config_check import check_class_paths, check_config_files
 from lit_async_rl.cli.error_report import Parser, one_line_errors
 from lit_async_rl.cli.interrupts import CtrlC, fit_until_stopped, resume_command
+from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
 from lit_async_rl.cli.run_folders import run_folders
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.rendezvous import limit_rendezvous
@@ -52,11 +52,15 @@ from lit_async_rl.errors import describe
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_checkpoint
-from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.training.module import PolicyModule
 
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
+
+NOTICES = (  # about internals
+    *("treespec", "does not have many workers", "in eval mode at the start of training", "Total length of"),
+    *("The dirpath has changed", "your dataloader is not resumable", "`weights_only`", "weights_only="),
+)
 
 
 class AsyncRLCLI(LightningCLI):
@@ -67,7 +71,8 @@ class AsyncRLCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
         self.summary = RunSummary()
-        self._extra = extra or {}  # options of one script
+        self._args = args
+        self._extra = extra or {}  # options of a script that does not train, and so logs nothing
         super().__init__(
             PolicyModule,
             RolloutDataModule,
@@ -77,6 +82,7 @@ class AsyncRLCLI(LightningCLI):
             seed_everything_default=0,
             parser_class=Parser,
             parser_kwargs={"parser_mode": "omegaconf", "allow_abbrev": False},
+            save_config_callback=SaveConfig if extra is None else None,
             save_config_kwargs={"overwrite": True},
             trainer_defaults={
                 "callbacks": [
@@ -118,7 +124,8 @@ class AsyncRLCLI(LightningCLI):
         switches = {"enable_progress_bar": (Progress,), "enable_checkpointing": (SaveOnFailure, SaveOnSigterm)}
         off = [kinds for name, kinds in switches.items() if self.config_init["trainer"][name] is False]
         unwanted = tuple(kind for kinds in off for kind in kinds)
-        defaults = self.trainer_defaults["callbacks"]
+        defaults, given = self.trainer_defaults["callbacks"], self.config_init["trainer"]["callbacks"] or []
+        unwanted += tuple(type(c) for c in (given if isinstance(given, list) else [given]))  # those take their place
         self.trainer_defaults["callbacks"] = [c for c in defaults if not isinstance(c, unwanted)]
         chosen = {name: self.config_init["trainer"][name] for name in ("accelerator", "devices", "precision")}
         try:
@@ -129,8 +136,10 @@ class AsyncRLCLI(LightningCLI):
         limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-        if trainer.loggers and not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
-            trainer.loggers = [*trainer.loggers, CSVLog(trainer.log_dir or "runs", name="csv")]
+        if self._extra:
+            trainer.loggers = []
+        given = sys.argv[1:] if self._args is None else self._args
+        gather_loggers(trainer, given, self.config["seed_everything"], self.config["ckpt_path"])
         return trainer
 
 
@@ -142,7 +151,7 @@ def main(args: Sequence[str] | None = None) -> None:
         run.append(cli)
         trainer, model, data = cli.trainer, cli.model, cli.datamodule
         ckpt_path = cli.config["ckpt_path"]
-        with run_folders(trainer, is_resumed=ckpt_path is not None):
+        with run_folders(trainer, ckpt_path):
             if data.validation.prompts is not None:
                 trainer.validate(model, data, ckpt_path=ckpt_path, verbose=False)
             stopped_at = fit_until_stopped(trainer, model, data, ckpt_path)
@@ -203,6 +212,5 @@ def quiet() -> None:
     transformers_logging.disable_progress_bar()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(lambda record: "💡" not in record.getMessage())
-    warnings.filterwarnings("ignore", message=".*treespec.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
+    for message in NOTICES:
+        warnings.filterwarnings("ignore", message=f".*{message}.*")

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 MOST_BYTES, MOST_NODES, MOST_LEVELS = 10_000_000, 1_000_000, 100
 
 
-def check_config_files(args: Sequence[str]) -> None:
+def checkconfig_files(args: Sequence[str]) -> None:
     """Refuses configurations that are no YAML, or that would grow beyond bounds when they are read.
 
     Args:
@@ -23,12 +23,13 @@ def check_config_files(args: Sequence[str]) -> None:
     Raises:
         ValueError: names the file.
     """
-    for file in _config_files(args):
+    for file in config_files(args):
         if file.is_file():
             _check_yaml(file)
 
 
-def _config_files(args: Sequence[str]) -> Iterator[Path]:
+def config_files(args: Sequence[str]) -> Iterator[Path]:
+    """Files of `--config` on a command line, in their order."""
     for number, argument in enumerate(args):
         if argument in ("--config", "-c") and number + 1 < len(args):
             yield Path(args[number + 1]).expanduser()
