@@ -33,22 +33,30 @@ def main() -> None:
     quiet()
     try:
         sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, stop=tuple(args.stop))
-        codec, engine = TextCodec(args.model, args.chat_template), EmbeddedEngine.from_module(load_policy(args.model))
+        codec, engine = TextCodec(args.model), EmbeddedEngine.from_module(load_policy(args.model))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 
     def answer(text: str) -> None:
-        ids = codec.encode(Prompt(text=text))
+        user = [{"role": "user", "content": text}]
+        ids = codec.encode(Prompt(messages=user) if args.chat_template else Prompt(text=text))
         request = GenerationRequest(id=0, prompt_ids=ids, num_samples=args.num_samples, sampling=sampling)
         for completion in engine.run([request])[0]:
             print(codec.decode(completion.token_ids, sampling.stop))
 
     if args.prompt is not None:
-        answer(args.prompt)
+        try:
+            answer(args.prompt)
+        except ValueError as error:
+            sys.exit(str(error))
         return
     try:
         while True:
-            answer(input("> "))
+            if text := input("> ").strip():
+                try:
+                    answer(text)
+                except ValueError as error:  # too long for the model, say
+                    print(error)
     except (EOFError, KeyboardInterrupt):
         print()
 

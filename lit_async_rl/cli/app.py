@@ -186,6 +186,8 @@ def export(args: Sequence[str] | None = None) -> None:
         cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
         if cli.config["ckpt_path"] is None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
+        if Path(cli.config["out"]).is_file():
+            raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
         if any(Path(cli.config["out"]).glob("*")):
             raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)

@@ -6,6 +6,7 @@ notices SIGTERM and dead threads). Nothing here waits for the trainer.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -261,6 +262,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Held-out prompts in batches."""
         trainer, prompts = self._trainer, self.validation.prompts
         if prompts is None:
+            warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # as it should
             return []
         usable = UsableSubset(prompts, self.codec.encode)
         return PromptFeed(usable, self.validation.batch_size, trainer.global_rank, trainer.world_size)

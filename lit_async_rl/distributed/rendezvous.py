@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,8 @@ def limit_rendezvous(trainer: AnyTrainer, limit_s: float) -> None:
         try:
             set_up()
         except RuntimeError as error:
+            if strategy.launcher is not None:  # else the ranks that it started would wait for this one
+                strategy.launcher.kill(signal.SIGTERM)
             problem = str(error).partition("\n")[0]
             raise RankError(
                 f"the {trainer.world_size} ranks did not all come within data.limits.start_timeout_s={limit_s:g}: was "

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -21,8 +22,6 @@ FLAGS = [
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -45,6 +44,24 @@ def test_a_rank_that_was_killed_before_the_ranks_met_ends_the_others(tmp_path):
         (line,) = re.findall(r"^error: .*", output, re.MULTILINE)
         assert f"the 2 ranks did not all come within data.limits.start_timeout_s={LIMIT_S}" in line
         assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_port_in_use_is_one_line_and_leaves_no_process(tmp_path):
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        environment = os.environ | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(used.getsockname()[1]))
+        environment |= dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))
+        flags = [*FLAGS[:-1], "60", "--trainer.logger.init_args.save_dir", str(tmp_path)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT)
+        with subprocess.Popen([sys.executable, "scripts/train.py", *flags], **pipes) as process:
+            said, _ = process.communicate(timeout=100)  # until all that hold the pipe have ended
+    assert process.returncode == 1, said
+    (line,) = re.findall(r"^error: .*", said, re.MULTILINE)
+    assert "is MASTER_ADDR:MASTER_PORT out of reach or in use?" in line
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
