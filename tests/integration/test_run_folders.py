@@ -41,7 +41,7 @@ def _from_the_root(monkeypatch):
 
 
 def flags(folder: Path, steps: int, *more: str) -> list[str]:
-    return [*SMALL, "--trainer.max_steps", str(steps), "--trainer.logger.init_args.save_dir", str(folder), *more]
+    return [*SMALL, *more, "--trainer.max_steps", str(steps), "--trainer.logger.init_args.save_dir", str(folder)]
 
 
 def rows(table: Path, column: str) -> dict[int, str]:
