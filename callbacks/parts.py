@@ -1,6 +1,10 @@
-"""Access to the `PolicyModule` and the `RolloutDataModule` of a run, for callbacks that need them."""
+"""The module, the data module and the folder that most callbacks of this package work with."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.training.module import PolicyModule
@@ -29,3 +33,17 @@ def rollout_data(trainer: AnyTrainer, owner: str) -> RolloutDataModule:
         got = "no data module" if data is None else type(data).__name__
         raise ValueError(f"{owner} needs a RolloutDataModule, got {got}")
     return data
+
+
+def run_folder(trainer: AnyTrainer) -> Path | None:
+    """Folder of the run's files, where its checkpoints lie, too; None without a logger. A collective."""
+    folder: str | None = None
+    if trainer.loggers:
+        logger = trainer.loggers[0]
+        if isinstance(logger, CSVLogger | TensorBoardLogger):
+            folder = logger.log_dir
+        elif trainer.is_global_zero and logger.save_dir is not None:  # as `ModelCheckpoint` does
+            version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+            folder = str(Path(logger.save_dir, str(logger.name), version))
+        folder = trainer.strategy.broadcast(folder)
+    return None if folder is None else Path(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.staleness_monitor import StalenessMonitor
+from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -28,7 +30,7 @@ class RunSummary(pl.Callback):
         self.num_steps = 0
         self._began = 0.0
         self._is_replay = False
-        self._folder: str | None = None
+        self._folder: Path | None = None
 
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         if "val/pass@1" in trainer.callback_metrics:
@@ -36,7 +38,7 @@ class RunSummary(pl.Callback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._began, self.num_steps = time.monotonic(), -trainer.global_step
-        self._folder = trainer.log_dir  # a collective: asked for on all ranks
+        self._folder = run_folder(trainer)  # a collective: asked for on all ranks
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Reads clock and statistics before the engine is closed."""
@@ -77,7 +79,7 @@ class RunSummary(pl.Callback):
             elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
                 table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
         if self._folder is not None:
-            table.add_row("metrics and samples", self._folder)
+            table.add_row("metrics and samples", str(self._folder))
         saved = trainer.checkpoint_callback
         if isinstance(saved, ModelCheckpoint) and (path := saved.last_model_path or saved.best_model_path):
             table.add_row("checkpoint", path)

@@ -19,12 +19,13 @@ class ThroughputMonitor(StepMonitor):
     """Logs seconds and tokens per second of each step, and idle shares of trainer and engine.
 
     * `perf/step_s`, `perf/tokens_per_s`: completion tokens trained on.
-    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: seconds and share of time that the trainer waited for rollouts.
-    * `perf/engine_idle_share`: share of time without an admitted request in the engine.
-    * `sample/queue_size`, `sample/unfinished`: finished groups in the queue, and groups being sampled.
-    * `sample/lost`: groups dropped in the step, as redundant or from a full ring.
+    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: the trainer waited for rollouts.
+    * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
+    * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
+    * `sample/total_tokens`: generated since the run began, before a resume, too.
+    * `sample/lost`: groups dropped in the step, redundant ones (`redundant_groups`) or by a full `ring`.
 
-    A replay of a tape has neither engine nor queue: `perf/engine_idle_share` and `sample/*` are left out.
+    A replay of a tape has neither engine nor queue: `perf/engine_idle_share` and other `sample/*` are left out.
     """
 
     prog_bar = ("perf/tokens_per_s",)
@@ -34,6 +35,7 @@ class ThroughputMonitor(StepMonitor):
         self._tokens = 0
         self._began = 0.0
         self._before: ProducerStats | None = None
+        self._total_tokens = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -51,6 +53,8 @@ class ThroughputMonitor(StepMonitor):
         if stats is not None:
             before = self._before or ProducerStats.zero()
             wait_s, run_s = stats.wait_s - before.wait_s, max(1e-9, stats.run_s - before.run_s)  # clocks may be coarse
+            self._total_tokens += stats.num_tokens - before.num_tokens
+            values["sample/total_tokens"] = float(self._total_tokens)
             values |= {"perf/rollout_wait_s": wait_s, "perf/trainer_wait_share": wait_s / run_s}
             if data.tape is None:
                 values |= {
@@ -61,3 +65,9 @@ class ThroughputMonitor(StepMonitor):
                 }
         self._began, self._before, self._tokens = now, stats, 0
         return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total_tokens": self._total_tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._total_tokens = state_dict["total_tokens"]

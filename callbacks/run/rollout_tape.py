@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.callbacks.parts import policy_module, rollout_data, run_folder
 from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -41,12 +40,12 @@ class RolloutTape(pl.Callback):
         policy_module(pl_module, "RolloutTape")
         rollout_data(trainer, "RolloutTape")
         self._step = trainer.global_step
-        log_dir = trainer.log_dir  # a collective: asked for on all ranks
+        log_dir = run_folder(trainer)  # a collective: asked for on all ranks
         if not trainer.is_global_zero:
             return
         if self.folder is None and log_dir is None:
             raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
-        folder = self.folder or Path(str(log_dir)) / "tape"
+        folder = self.folder or f"{log_dir}/tape"
         self._writer = TapeWriter(folder, trainer.global_step, self._waiting)
         self._waiting = []
 

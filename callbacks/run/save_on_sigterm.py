@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,8 +28,11 @@ class SaveOnSigterm(Checkpoint):
     groups, so the grace period before SIGKILL must cover a step and their sampling.
 
     Attributes:
-        path: path of the checkpoint; None until one is saved.
+        path: of the checkpoint; None before.
+        signal_name: what the log calls the signal; Ctrl-C becomes SIGTERM in the command line.
     """
+
+    signal_name: ClassVar[str] = "SIGTERM"
 
     def __init__(self) -> None:
         self.path: str | None = None
@@ -64,11 +67,12 @@ class SaveOnSigterm(Checkpoint):
         self.path = str(Path(checkpoint_folder(trainer)) / "last.ckpt")
         trainer.save_checkpoint(self.path)
         trainer.should_stop = True
-        log.warning("SIGTERM: saved %s after step %d; resume with --ckpt_path", self.path, trainer.global_step)
+        name, step = self.signal_name, trainer.global_step
+        log.warning("%s: saved %s after step %d; resume with --ckpt_path", name, self.path, step)
 
 
 def _end_validation(*_: Any) -> None:
-    log.warning("SIGTERM: the validation was not finished; nothing is saved")
+    log.warning("%s: the validation was not finished; nothing is saved", SaveOnSigterm.signal_name)
     raise SystemExit(128 + signal.SIGTERM)
 
 

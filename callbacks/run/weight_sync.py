@@ -107,6 +107,8 @@ class WeightSync(pl.Callback):
     def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         """Restores the count of steps, and the data module's state if its class was renamed."""
         self._steps_before = checkpoint["steps_since_publication"]
+        if trainer.state.fn == "validate":  # before a resume: belongs to that step, and not to step 0
+            trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
         if trainer.state.fn == "fit":
             restore_renamed(rollout_data(trainer, "WeightSync"), checkpoint)
 

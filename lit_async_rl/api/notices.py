@@ -13,6 +13,10 @@ IRRELEVANT = (
     ".*does not have many workers.*",
     ".*in eval mode at the start of training.*",
     ".*Total length of `list` across ranks is zero.*",  # there are no held-out prompts
+    ".*The dirpath has changed.*",
+    ".*your dataloader is not resumable.*",
+    ".*`weights_only`.*",
+    ".*weights_only=.*",
 )
 
 

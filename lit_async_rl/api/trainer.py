@@ -33,6 +33,7 @@ class Trainer(pl.Trainer):
         callbacks: beside the defaults.
         defaults: other callbacks by the key of the default that they replace; None switches it off.
         logger: one or several; None is a CSV log in `runs/`, False none.
+        adds_csv_log: whether a CSV log is written beside other loggers.
         **settings: of `lightning.pytorch.Trainer`.
 
     Raises:
@@ -46,6 +47,7 @@ class Trainer(pl.Trainer):
         callbacks: Callback | Sequence[Callback] | None = None,
         defaults: Mapping[str, Callback | None] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
+        adds_csv_log: bool = True,
         **settings: Any,
     ) -> None:
         quiet()
@@ -64,7 +66,7 @@ class Trainer(pl.Trainer):
             raise ValueError(f"trainer ({chosen}): {describe(error)}") from error
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        if self.loggers and not any(isinstance(one, CSVLogger) for one in self.loggers):
+        if adds_csv_log and self.loggers and not any(isinstance(one, CSVLogger) for one in self.loggers):
             self.loggers = [*self.loggers, CSVLog(self.log_dir or "runs", name="csv")]
 
 

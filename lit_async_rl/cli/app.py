@@ -23,9 +23,12 @@ from lit_async_rl.api.defaults import defaults_file, full_path
 from lit_async_rl.api.trainer import Trainer
 from lit_async_rl.cli.config_check import check_class_paths, check_config_files
 from lit_async_rl.cli.error_report import Parser
+from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.distributed.rendezvous import limit_rendezvous
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.utils.checks import check_range
 
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
@@ -38,7 +41,7 @@ class AsyncRLCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
-        self._extra = extra or {}  # options of one command
+        self._args, self._extra = args, extra or {}  # options of one command
         super().__init__(
             PolicyModule,
             RolloutDataModule,
@@ -48,6 +51,7 @@ class AsyncRLCLI(LightningCLI):
             seed_everything_default=0,
             parser_class=Parser,
             parser_kwargs={"parser_mode": "omegaconf", "allow_abbrev": False},
+            save_config_callback=SaveConfig if extra is None else None,
             save_config_kwargs={"overwrite": True},
             trainer_class=LightningTrainer,  # has the settings that there are
             trainer_defaults=dict(defaults_file()["trainer"]),
@@ -75,11 +79,17 @@ class AsyncRLCLI(LightningCLI):
         """Refuses what would fail late; threads must be set before any parallel work."""
         if self.config["ckpt_path"] is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             check_checkpoint(self.config["ckpt_path"])
-        if self.config["num_threads"] < 1:
-            raise ValueError(f"num_threads must be >= 1, got {self.config['num_threads']}")
+        check_range("", ">= 1", num_threads=self.config["num_threads"])
         torch.set_num_threads(self.config["num_threads"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """A Trainer with the default callbacks as configured."""
-        self.trainer_class = partial(Trainer, defaults=vars(self.config_init["defaults"]))  # type: ignore[assignment]
-        return super().instantiate_trainer(**kwargs)
+        """A Trainer with the default callbacks as configured, whose loggers write into one folder."""
+        defaults = vars(self.config_init["defaults"])
+        self.trainer_class = partial(Trainer, defaults=defaults, adds_csv_log=False)  # type: ignore[assignment]
+        trainer = super().instantiate_trainer(**kwargs)
+        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s)
+        if self._extra:  # of a command that does not train
+            trainer.loggers = []
+        given = sys.argv[1:] if self._args is None else self._args
+        gather_loggers(trainer, given, self.config["seed_everything"], self.config["ckpt_path"])
+        return trainer

@@ -34,10 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
     quiet()
     try:
         sampling = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, stop=tuple(given.stop))
-        codec, engine = (
-            TextCodec(given.model),
-            EmbeddedEngine.from_module(load_policy(given.model)),
-        )
+        codec, engine = TextCodec(given.model), EmbeddedEngine.from_module(load_policy(given.model))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 
@@ -49,10 +46,17 @@ def main(args: Sequence[str] | None = None) -> None:
             print(codec.decode(completion.token_ids, sampling.stop))
 
     if given.prompt is not None:
-        answer(given.prompt)
+        try:
+            answer(given.prompt)
+        except ValueError as error:
+            sys.exit(str(error))
         return
     try:
         while True:
-            answer(input("> "))
+            if text := input("> ").strip():
+                try:
+                    answer(text)
+                except ValueError as error:  # too long, say: the next may be right
+                    print(error)
     except (EOFError, KeyboardInterrupt):
         print()

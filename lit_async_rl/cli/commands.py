@@ -28,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
         cli = AsyncRLCLI(args)
         run.append(cli)
         trainer, ckpt_path = cli.trainer, cli.config["ckpt_path"]
-        with run_folders(trainer, is_resumed=ckpt_path is not None):
+        with run_folders(trainer, ckpt_path):
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path)
         api.print_summary(trainer)
         if stopped_at is not None and trainer.is_global_zero:
@@ -59,6 +59,8 @@ def export(args: Sequence[str] | None = None) -> None:
         cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
         if cli.config["ckpt_path"] is None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
+        if Path(cli.config["out"]).is_file():
+            raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
         if any(Path(cli.config["out"]).glob("*")):
             raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)

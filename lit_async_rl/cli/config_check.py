@@ -23,12 +23,13 @@ def check_config_files(args: Sequence[str]) -> None:
     Raises:
         ValueError: names the file.
     """
-    for file in _config_files(args):
+    for file in config_files(args):
         if file.is_file():
             _check_yaml(file)
 
 
-def _config_files(args: Sequence[str]) -> Iterator[Path]:
+def config_files(args: Sequence[str]) -> Iterator[Path]:
+    """Files of `--config` on a command line, in their order."""
     for number, argument in enumerate(args):
         if argument in ("--config", "-c") and number + 1 < len(args):
             yield Path(args[number + 1]).expanduser()
@@ -42,13 +43,14 @@ def _check_yaml(file: Path) -> None:
     try:
         text = file.read_bytes().decode()
         is_mapping = _measure(text)
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
     except UnicodeDecodeError as error:
         raise ValueError(f"config={str(file)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ValueError(f"config={str(file)!r}{line} is not YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"config={str(file)!r} is not YAML: {error}") from None
+        raise ValueError(f"config={str(file)!r} cannot be used: {error}") from None
     if not is_mapping:
         raise ValueError(f"config={str(file)!r} holds no settings (`name: value`)")
 
@@ -83,6 +85,30 @@ def _measure(text: str) -> bool:
         if len(open_nodes) > MOST_LEVELS or (open_nodes and open_nodes[-1][1] > MOST_NODES):
             raise ValueError(f"more than {MOST_LEVELS} levels, or {MOST_NODES:,} values with its aliases written out")
     return bool(is_mapping)
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    """Refuses a key that is there twice, of which YAML readers take the last.
+
+    Raises:
+        ValueError: names key and lines.
+    """
+    nodes, seen = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines and name != "<<":
+                    raise ValueError(f"{name} is there twice, in lines {lines[name]} and {line}")
+                lines[name] = line
+                nodes.append(value)
 
 
 def check_class_paths(config: Any, setting: str = "") -> None:

@@ -9,11 +9,12 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -58,6 +59,9 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
     except Exception as error:
         if wants_traceback():
             raise
+        if type(error).__module__.startswith("wandb"):  # not imported for its name
+            without = "WANDB_MODE=offline logs without an account"
+            sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
         sys.exit(f"error: {shorten(describe(error))}{_hint(error, folder)}")
 
 
@@ -91,6 +95,46 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         sys.stderr.write(f"error: {shorten(explain(message, [action.dest for action in self._actions]))}\n")
         self.exit(2)
+
+    def instantiate_classes(self, cfg: Any, **kwargs: Any) -> Any:
+        """Makes all objects; an error of a constructor is raised as it is, or with the setting that chose the class.
+
+        Raises:
+            ValueError: a constructor raised something that no setting is known to cause (a `TypeError`, say).
+        """
+        raised: list[Exception] = []
+
+        def make(kind: type, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return kind(*args, **kwargs)
+            except Exception as error:
+                if not isinstance(error, EXPECTED):
+                    where = find_setting(cfg, f"{kind.__module__}.{kind.__qualname__}")
+                    error = ValueError(f"{where} {kind.__name__} cannot be made: {describe(error)}").with_traceback(
+                        error.__traceback__
+                    )
+                raised.append(error)
+                raise error from None
+
+        self.add_instantiator(make, object)
+        try:
+            return super().instantiate_classes(cfg, **kwargs)
+        except Exception as error:
+            if raised and str(raised[-1]) in str(error):  # jsonargparse adds what it tried, for each type of a union
+                raise raised[-1] from None
+            raise
+
+
+def find_setting(config: Any, class_path: str, setting: str = "") -> str:
+    """Name of the setting whose `class_path` is a class, with a colon; empty if there is none."""
+    config = vars(config) if isinstance(config, Namespace) else config
+    if isinstance(config, Mapping):
+        if config.get("class_path") == class_path:
+            return f"{setting}:"
+        pairs = [(name if not setting else f"{setting}.{name}", value) for name, value in config.items()]
+    else:
+        pairs = [(setting, value) for value in config] if isinstance(config, list) else []
+    return next((found for name, value in pairs if (found := find_setting(value, class_path, name))), "")
 
 
 def explain(message: str, settings: Iterable[str]) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lit_async_rl.callbacks import SaveOnSigterm
+
 CTRL_C_STATUS = 130  # of shells, 128 + SIGINT
 _NOTICE = b"Ctrl-C: training ends after this step and saves a checkpoint; once more ends it at once\n"
 
@@ -40,6 +42,7 @@ class CtrlC:
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
+        SaveOnSigterm.signal_name = "SIGTERM"
         if self.was_pressed and (error is None or isinstance(error, SystemExit | KeyboardInterrupt)):
             raise SystemExit(CTRL_C_STATUS) from None
 
@@ -48,6 +51,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         self.was_pressed = True
+        SaveOnSigterm.signal_name = "Ctrl-C"
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise KeyboardInterrupt
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,19 +13,23 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.callbacks import RolloutTape
-from lit_async_rl.utils.files import check_writable
+from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.utils.digest import read_safely
+from lit_async_rl.utils.files import check_writable, replacing
 from lit_async_rl.utils.folder_lock import locked, remove_stale_parts
 
+CHECKPOINTS = "ModelCheckpoint.dirpath"  # Lightning warns where it is not empty
 TABLES = ("metrics.csv", "samples.jsonl")
 
 
 @contextmanager
-def run_folders(trainer: Trainer, is_resumed: bool) -> Iterator[None]:
-    """Context that locks the run's folders against other runs.
+def run_folders(trainer: Trainer, resumed_from: str | None = None) -> Iterator[None]:
+    """Keeps other runs out of this one's folders.
 
     Args:
         trainer: of the run; only its leading process does anything.
-        is_resumed: the run goes on with the tables in its folder; a new run sets an earlier one's aside.
+        resumed_from: checkpoint whose step the tables in the folder go on from: later rows are set aside. A new run
+            sets all rows of an earlier one aside.
 
     Raises:
         OSError: a folder cannot be written to, or is in use; names the setting and the folder.
@@ -33,15 +40,59 @@ def run_folders(trainer: Trainer, is_resumed: bool) -> Iterator[None]:
         return
     for what, folder in folders:
         check_writable(folder, what)
-    with locked(folders):
-        if trainer.log_dir is not None:
-            log_dir = Path(trainer.log_dir)
+    with locked(folders, beside=[CHECKPOINTS]):
+        if (log_dir := run_folder(trainer)) is not None:
             for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
                 remove_stale_parts(earlier)
-            if not is_resumed:
-                for name in TABLES:
+            step = None if resumed_from is None else checkpoint_step(resumed_from)
+            for name in TABLES:
+                if resumed_from is None:
                     set_aside(log_dir / name)
+                elif step is not None:
+                    cut(log_dir / name, step)
         yield
+
+
+def checkpoint_step(path: str) -> int | None:
+    """Optimizer steps before a checkpoint; None for addresses such as `s3://`, which are not read here."""
+    if "://" in path:
+        return None
+    file = Path(path, "meta.pt") if Path(path).is_dir() else Path(path)
+    return int(read_safely(file, f"ckpt_path={path!r}")["global_step"])
+
+
+def cut(path: Path, step: int) -> None:
+    """Sets a table aside, and leaves of it the rows of the first `step` steps. Nothing happens where none is later.
+
+    Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more.
+    """
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        lines = file.readlines()
+    if path.suffix == ".csv":
+        steps = [row.get("step") for row in csv.DictReader(lines)]
+        kept = [lines[0], *(line for line, at in zip(lines[1:], steps, strict=False) if _number(at) < step)]
+    else:
+        kept = [line for line in lines if _number(_step_of(line)) <= step]
+    if len(kept) < len(lines):
+        set_aside(path)
+        with replacing(path) as new:
+            new.write("".join(kept).encode())
+
+
+def _step_of(line: str) -> object:
+    try:
+        return json.loads(line).get("step")
+    except (ValueError, AttributeError):  # cut off by a crash
+        return None
+
+
+def _number(step: object) -> float:
+    try:
+        return float(str(step))
+    except ValueError:
+        return math.inf
 
 
 def set_aside(path: Path) -> None:
@@ -55,10 +106,10 @@ def set_aside(path: Path) -> None:
 
 
 def _folders(trainer: Trainer) -> list[tuple[str, Path]]:
-    folders: list[tuple[str, str | Path | None]] = [("trainer.logger's folder", trainer.log_dir)]  # a collective
+    folders: list[tuple[str, str | Path | None]] = [("trainer.logger's folder", run_folder(trainer))]  # a collective
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint):
-            folders.append(("ModelCheckpoint.dirpath", callback.dirpath))
+            folders.append((CHECKPOINTS, callback.dirpath))
         if isinstance(callback, RolloutTape):
             folders.append(("RolloutTape.folder", callback.folder))
     return [(what, Path(folder)) for what, folder in folders if folder is not None]

@@ -12,6 +12,8 @@ from lit_async_rl.rewards.score import Reward
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.utils.checks import check_range
 
+SECONDS = ("rollout_timeout_s", "rank_timeout_s", "start_timeout_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
@@ -76,12 +78,13 @@ class Limits:
     """Timeouts, and engine restarts before a run ends with an error.
 
     Args:
-        rollout_timeout_s: seconds without a new token or reward, while the trainer waits, before the engine counts as
-            hung; in a distributed run also the seconds without progress of a rank that others wait for (see
-            docs/scaling.md).
-        rank_timeout_s: seconds without a heartbeat before a training process counts as dead.
-        engine_restarts: consecutive restarts (without a training step in between) of an engine that hangs or fails,
-            each with the current weights; after them the run ends, with 0 at once.
+        rollout_timeout_s: seconds without a new token or reward, while the trainer waits, before an engine counts as
+            hanging; where several ranks train, also the seconds in which a rank that others wait for may make no
+            progress (see docs/scaling.md).
+        rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
+        start_timeout_s: seconds in which all training processes must have come together at the start.
+        engine_restarts: an engine that hangs or breaks is replaced by a new one with the current weights, so often in a
+            row (without a training step in between); then, or with 0 at once, the run ends.
 
     Raises:
         ValueError: a setting is out of range.
@@ -89,9 +92,9 @@ class Limits:
 
     rollout_timeout_s: float = 600.0
     rank_timeout_s: float = 60.0
+    start_timeout_s: float = 300.0
     engine_restarts: int = 3
 
     def __post_init__(self) -> None:
-        seconds = dict(rollout_timeout_s=self.rollout_timeout_s, rank_timeout_s=self.rank_timeout_s)
-        check_range("data.limits", "positive", **seconds)
+        check_range("data.limits", "positive", **{name: vars(self)[name] for name in SECONDS})
         check_range("data.limits", ">= 0", engine_restarts=self.engine_restarts)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -179,15 +179,24 @@ def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) ->
     )
 
 
-def watch_hooks(trainer: AnyTrainer, progress: Progress) -> None:
-    """Passes a milestone at each of Lightning's hooks, before all other callbacks of the trainer."""
+def watch_hooks(trainer: AnyTrainer, progress: Progress, fail: Callable[[BaseException], None]) -> None:
+    """Lets `progress` pass a milestone at each of Lightning's hooks, before all other callbacks of the trainer.
+
+    Args:
+        trainer: whose callbacks get one more.
+        progress: of this rank.
+        fail: told of an exception before any callback handles it, perhaps by a collective (a last checkpoint).
+    """
     others = [c for c in trainer.callbacks if not isinstance(c, _Milestones)]  # of an earlier run of this trainer
-    trainer.callbacks[:] = [_Milestones(progress), *others]
+    trainer.callbacks[:] = [_Milestones(progress, fail), *others]
 
 
 class _Milestones(pl.Callback):
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, fail: Callable[[BaseException], None]) -> None:
+        self._progress, self._fail = progress, fail
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._fail(exception)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._progress.reach("the start of training")

@@ -213,6 +213,6 @@ def connect(
     watch = RankWatch(silence_s, stall_s, on_abandon)
     num_places, place = data_parallel(trainer)
     ranks = StepScatter(place, num_places, watch)
-    watch_hooks(trainer, watch.progress)
+    watch_hooks(trainer, watch.progress, ranks.fail)
     watch.start()
     return ranks

@@ -71,7 +71,7 @@ class EpisodeEngine(RolloutEngine):
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._live: dict[int, list[Conversation]] = {}  # request -> conversations that have not ended
-        self._talking: dict[int, list[Conversation]] = {}  # inner request -> its conversation of each sample
+        self._talking: dict[int, dict[int, Conversation]] = {}  # inner request -> conversations whose turn it samples
         self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
         self._num_waiting = 0  # conversations whose environment works
         self._finished: list[Completion] = []
@@ -130,7 +130,7 @@ class EpisodeEngine(RolloutEngine):
                     raise InvariantError("an environment needs the prompt, not only its tokens")
                 inner.append(replace(request, id=next(self._ids)))
                 self._live[request.id] = [Conversation(request, n) for n in range(request.num_samples)]
-                self._talking[inner[-1].id] = list(self._live[request.id])
+                self._talking[inner[-1].id] = dict(enumerate(self._live[request.id]))
             self._asked.open(inner)
         self.engine.submit(inner)
 
@@ -153,7 +153,8 @@ class EpisodeEngine(RolloutEngine):
         """Aborts episodes; the pending response of an environment is ignored."""
         with self._lock:
             gone = {id(talk) for number in request_ids for talk in self._live.pop(number, [])}
-            inner = [number for number, talks in self._talking.items() if any(id(talk) in gone for talk in talks)]
+            turns = self._talking.items()
+            inner = [number for number, talks in turns if any(id(talk) in gone for talk in talks.values())]
             for number in inner:
                 del self._talking[number]
             self._asked.abort(inner)
@@ -178,10 +179,9 @@ class EpisodeEngine(RolloutEngine):
     def _end_turn(self, completion: Completion) -> None:
         """Files a finished turn; unless the episode is over, passes it to the environment."""
         with self._lock:
-            talks = self._talking.get(completion.request_id) if self._asked.receive(completion) else None
-            if talks is None:
+            talk = self._take_talk(completion) if self._asked.receive(completion) else None
+            if talk is None:
                 return  # aborted
-            talk = talks[completion.sample_index]
             talk.add_turn(completion)
             if completion.finish_reason != "stop":
                 self._finish(talk, completion.finish_reason)
@@ -191,6 +191,15 @@ class EpisodeEngine(RolloutEngine):
             raise SetupError("the engine was used before its setup")
         text = self._codec.decode(completion.token_ids, talk.request.sampling.stop)
         asyncio.run_coroutine_threadsafe(self._answer(talk, text), self._loop)
+
+    def _take_talk(self, turn: Completion) -> Conversation | None:
+        talks = self._talking.get(turn.request_id)
+        if talks is None:
+            return None
+        talk = talks.pop(turn.sample_index)
+        if not talks:
+            del self._talking[turn.request_id]
+        return talk
 
     async def _answer(self, talk: Conversation, text: str) -> None:
         prompt = talk.request.prompt
@@ -234,12 +243,15 @@ class EpisodeEngine(RolloutEngine):
         talk.add_observation(ids)
         so_far = request.prompt_ids + tuple(talk.token_ids)
         following = replace(request, id=next(self._ids), prompt_ids=so_far, num_samples=1)
-        self._talking[following.id] = [talk]
+        self._talking[following.id] = {0: talk}
         self._asked.open([following])
         self.engine.submit([following])
 
     def _finish(self, talk: Conversation, reason: FinishReason) -> None:
-        self._live[talk.request.id].remove(talk)
+        live = self._live[talk.request.id]
+        live.remove(talk)
+        if not live:
+            del self._live[talk.request.id]
         self._finished.append(talk.completion(reason))
 
     def _fail(self, prompt: Prompt, text: str, what: str, cause: Exception | None = None) -> None:

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.meta_loading import parameters_on_meta
 
@@ -40,7 +41,7 @@ def load_policy(
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
-        ValueError: `dtype` is not a torch dtype, or the model is not a causal LM.
+        ValueError: `dtype` is no torch dtype, the model is no causal LM, or it has weights that are not finite.
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
@@ -61,11 +62,27 @@ def load_policy(
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
         lm = _load(AutoModelForCausalLM, model, **kwargs)
+        check_finite(lm.named_parameters(), f"model.model={model!r}")
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
     if device != "meta":
         module.to(_first_device() if device == "auto" else torch.device(device))
     return lm
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Refuses weights that are NaN or infinite: they would train nothing, in silence.
+
+    Args:
+        weights: by name; those without values (on `meta`) are left out.
+        where: how the message begins.
+
+    Raises:
+        ValueError: names the first such weight.
+    """
+    for name, weight in weights:
+        if weight.is_floating_point() and not weight.is_meta and not bool(weight.detach().isfinite().all()):
+            raise ValueError(f"{where} is broken: its weight {name} holds values that are NaN or infinite")
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -183,10 +200,23 @@ def _load(loader: Any, model: str, **kwargs: Any) -> Any:
     if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
     try:
-        return loader.from_pretrained(model, **kwargs)
+        with _without_bar():
+            return loader.from_pretrained(model, **kwargs)
     except (OSError, ValueError) as error:
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
         raise FileNotFoundError(f"model.model={model!r}: {what} ({str(error).splitlines()[0]})") from error
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Without transformers' own progress bar: in a notebook it recurses endlessly inside of Lightning's."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
 
 
 def _remove_dropout(lm: nn.Module) -> None:

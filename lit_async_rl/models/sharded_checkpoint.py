@@ -27,7 +27,7 @@ from torch.distributed import all_gather_object, get_rank, get_world_size
 from torch.distributed.checkpoint import filesystem, metadata
 
 from lit_async_rl.utils.digest import CHUNK, check_content, read_safely
-from lit_async_rl.utils.folder_lock import part_name
+from lit_async_rl.utils.folder_lock import part_name, remove_stale_parts
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class WholeFolders:
         strategy: Any = self
         path = Path(strategy.broadcast(checkpoint_path))
         problem = None
+        if strategy.is_global_zero and not path.exists() and path.parent.is_dir():
+            remove_stale_parts(path.parent)
         if strategy.is_global_zero and path.is_dir():
             try:
                 check_folder(path, f"ckpt_path={str(path)!r}")
@@ -90,7 +92,7 @@ def nothing_executed() -> Iterator[None]:
 
 
 def _take_place(part: Path, path: Path) -> None:
-    """Replaces `path` by `part`; a crash in between leaves the old folder, under its name or the temporary one."""
+    """Renames; after a crash in between, `remove_stale_parts` finishes it."""
     old = part.with_suffix(".old.part")
     if path.is_dir():
         path.rename(old)

@@ -75,6 +75,8 @@ def check_checkpoint(path: str | Path) -> None:
     if "://" in str(path):
         return
     where = f"ckpt_path={str(path)!r}"
+    if not Path(path).exists() and Path(path).parent.is_dir():
+        remove_stale_parts(Path(path).parent)  # it may have been written, and not renamed
     if not Path(path).exists():
         raise FileNotFoundError(f"{where}: there is no such checkpoint")
     check = check_folder if Path(path).is_dir() else check_file

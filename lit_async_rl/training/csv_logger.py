@@ -11,22 +11,61 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.utils.files import append, replacing, tolerate_full_disk
+from lit_async_rl.utils.files import append, check_writable, replacing, tolerate_full_disk
+from lit_async_rl.utils.folder_lock import FolderLock
 
 
 class CSVLog(CSVLogger):
     """Lightning's `CSVLogger`, with the same arguments and file format.
 
-    When the disk is full a warning is logged, the file stays consistent, and the rows are written as soon as there is
-    space. With an existing `version`, as after a resume, its rows are kept, and new ones are appended.
+    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
+    With a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
+    Without one the next folder that is free is made at once, so that two runs that begin together get one each. While a
+    Trainer runs no other process can write there.
+
+    Raises:
+        OSError: another process writes there.
     """
+
+    _lock: FolderLock | None = None
+
+    @property
+    def version(self) -> int | str:
+        """The version that was given, or the next that is free."""
+        leads = getattr(rank_zero_only, "rank", 0) == 0
+        if self._version is None and leads and "://" not in self.root_dir:
+            self._version = self._claim_version()
+        return super().version
+
+    def _claim_version(self) -> int:
+        version = int(self._get_next_version())
+        while True:
+            try:
+                Path(self.root_dir, f"version_{version}").mkdir(parents=True)
+            except FileExistsError:  # made by another run meanwhile
+                version += 1
+            except OSError:  # said by what writes there
+                return version
+            else:
+                return version
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """Writer of the rows."""
+        """What keeps the rows and writes them."""
+        if self._lock is None and "://" not in self.log_dir:
+            check_writable(Path(self.log_dir), "CSVLog.save_dir")
+            self._lock = FolderLock(self.log_dir, "CSVLog.save_dir")
         if self._experiment is None:
             self._experiment = _Writer(log_dir=self.log_dir)
         if not isinstance(self._experiment, _Writer):

@@ -21,7 +21,7 @@ from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.losses import PolicyLoss, PPOClip
-from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.loading import check_finite, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
 from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
@@ -245,4 +245,6 @@ class PolicyModule(WholeSteps):
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
         if "state_dict" in checkpoint and not is_sharded(self):
-            check_same_model(without_reference(checkpoint["state_dict"]), without_reference(self.state_dict()))
+            saved = without_reference(checkpoint["state_dict"])
+            check_same_model(saved, without_reference(self.state_dict()))
+            check_finite(saved.items(), "the checkpoint")

@@ -137,6 +137,20 @@ def test_aborted_episodes_are_never_handed_out(lm):
     engine.close()
 
 
+def test_nothing_is_kept_of_episodes_that_have_ended(lm):
+    engine = around(lm, Echo(turns=3))
+    asked = requests(4)
+    engine.submit(asked)
+    found: list = []
+    deadline = time.monotonic() + 60
+    while len(found) < 8 and time.monotonic() < deadline:
+        found += engine.poll(0.1)
+    engine.close()
+    assert len(found) == 8
+    assert not engine._talking
+    assert not engine._live
+
+
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_training_sees_only_what_the_policy_wrote(max_staleness):
     data = calculator_data(max_staleness=max_staleness)

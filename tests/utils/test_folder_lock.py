@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from lit_async_rl.cli.commands import main
 from lit_async_rl.cli.run_folders import set_aside
 from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.utils.folder_lock import FolderLock, part_name, remove_stale_parts
 
@@ -55,6 +57,35 @@ def test_parts_of_processes_that_are_gone_are_removed(tmp_path):
         path.touch()
     remove_stale_parts(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+@pytest.mark.parametrize(("left", "found"), [(("", ".old"), "new"), ((".old",), "old"), (("torn", ".old"), "old")])
+def test_a_checkpoint_folder_that_was_not_renamed_is_recovered(left, found, tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    part = Path(str(part_name(tmp_path / "last.ckpt")).replace(str(os.getpid()), str(gone.pid)))
+    for kind in left:
+        folder = part.with_suffix(".old.part") if kind == ".old" else part
+        folder.mkdir()
+        (folder / ("old" if kind == ".old" else "new")).touch()
+        (folder / "manifest.json").write_text('{"form' if kind == "torn" else '{"format": 1}')
+    with pytest.raises(ValueError, match="is no sharded checkpoint"):  # found, and only then looked into
+        check_checkpoint(tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt" / found).is_file()
+    remove_stale_parts(tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "last.ckpt"]
+
+
+def test_lightning_does_not_warn_of_the_lock_of_a_folder_for_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    where = ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs"), "--data.validation.prompts", "null"]
+    where += ["--trainer.callbacks.dirpath", str(tmp_path / "kept"), "--trainer.max_steps", "1"]
+    small = ["--data.groups_per_step", "1", "--data.group_size", "2", "--model.scheduler", "null"]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        main(["--config", "configs/quickstart.yaml", *where, *small])
+    assert not [str(w.message) for w in seen if "not empty" in str(w.message)]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["last.ckpt"]
 
 
 def test_a_table_that_is_there_is_kept(tmp_path):

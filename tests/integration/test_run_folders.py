@@ -1,0 +1,162 @@
+"""One folder for one run: whatever the logger, after a resume, beside another run, and none where nothing is logged."""
+
+import csv
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import wandb
+import yaml
+from flow import fit, make_data, make_module
+
+from lit_async_rl.callbacks import SampleLogger
+from lit_async_rl.cli.app import AsyncRLCLI, evaluate, main
+from lit_async_rl.cli.loggers import run_name
+from lit_async_rl.cli.run_folders import cut
+from lit_async_rl.training.csv_logger import CSVLog
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("--config", "configs/quickstart.yaml", "--trainer.enable_progress_bar", "false", "--model.scheduler", "null"),
+    *(
+        "--model.model",
+        "lit_async_rl/assets/small_sort_policy",
+        "--data.groups_per_step",
+        "2",
+        "--data.group_size",
+        "2",
+    ),
+    *("--data.validation.prompts.init_args.size", "4", "--trainer.val_check_interval", "2"),
+    *("--trainer.callbacks.init_args.every_n_train_steps", "2"),
+]
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def flags(folder: Path, steps: int, *more: str) -> list[str]:
+    return [*SMALL, *more, "--trainer.max_steps", str(steps), "--trainer.logger.init_args.save_dir", str(folder)]
+
+
+def rows(table: Path, column: str) -> dict[int, str]:
+    with table.open(newline="") as file:
+        found = [(int(row["step"]), row[column]) for row in csv.DictReader(file) if row[column]]
+    assert len(dict(found)) == len(found), f"a step is there twice: {found}"
+    return dict(found)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_a_resumed_run_goes_on_in_its_folder_and_an_evaluation_leaves_nothing(tmp_path, capsys):
+    main(flags(tmp_path, 4))
+    folder = tmp_path / "quickstart" / "version_0"
+    before = rows(folder / "metrics.csv", "reward/mean")
+    assert set(before) == {0, 1, 2, 3}
+    saved = names(folder / "checkpoints")
+    main(flags(tmp_path, 5, "--ckpt_path", str(folder / "checkpoints" / "epoch=0-step=2.ckpt")))
+    evaluate(flags(tmp_path, 5, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt")))
+    assert names(tmp_path / "quickstart") == {"version_0"}
+    after = rows(folder / "metrics.csv", "reward/mean")
+    assert set(after) == {0, 1, 2, 3, 4}
+    assert {step: after[step] for step in (0, 1)} == {step: before[step] for step in (0, 1)}
+    assert rows(folder / "metrics.1.csv", "reward/mean") == before, "later rows are set aside"
+    assert set(rows(folder / "metrics.csv", "val/pass@1")) == {0, 1, 2, 3, 5}, "the first of the resume is at step 2"
+    tokens = [float(value) for value in rows(folder / "metrics.csv", "sample/total_tokens").values()]
+    assert tokens == sorted(tokens)
+    assert tokens[0] > 0
+    assert names(folder / "checkpoints") == saved, "no last-v1.ckpt"
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [1] * 4
+    assert all(sample["answer"] == "".join(sorted(sample["prompt"].rstrip("="))) for sample in samples)
+
+
+def test_tables_are_cut_at_the_step(tmp_path):
+    (tmp_path / "metrics.csv").write_text("a,step\n1,0\n2,1\n3,2\n4,")
+    (tmp_path / "samples.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"st')
+    for name in ("metrics.csv", "samples.jsonl"):
+        cut(tmp_path / name, 2)
+        cut(tmp_path / name, 2)
+    assert (tmp_path / "metrics.csv").read_text() == "a,step\n1,0\n2,1\n"
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1}\n'
+    assert names(tmp_path) == {"metrics.csv", "metrics.1.csv", "samples.jsonl", "samples.1.jsonl"}
+
+
+@pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
+def test_with_any_logger_all_lies_in_one_folder(logger, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for version in range(2):
+        main(flags(tmp_path, 2, "--config", f"configs/loggers/{logger}.yaml"))
+        wandb.finish()
+        folder = tmp_path / "quickstart" / f"version_{version}"
+        assert {"metrics.csv", "samples.jsonl", "config.yaml", "checkpoints"} <= names(folder)
+        assert len(rows(folder / "metrics.csv", "reward/mean")) == 2
+        assert any(path.name.startswith(("wandb", "events.")) for path in folder.iterdir())
+    assert names(tmp_path) == {"quickstart"}
+    assert names(tmp_path / "quickstart") == {"version_0", "version_1"}
+
+
+def test_wandb_knows_all_settings_and_the_runs_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    more = ("--config", "configs/loggers/wandb.yaml", "--seed_everything", "3", "--data.validation.prompts", "null")
+    cli = AsyncRLCLI(flags(tmp_path, 1, *more))
+    cli.trainer.fit(cli.model, cli.datamodule)
+    run = cli.trainer.loggers[1].experiment
+    assert run.name == "quickstart, seed 3"
+    config = yaml.safe_load((tmp_path / "quickstart" / "version_0" / "config.yaml").read_text())
+    assert run.config["data"]["group_size"] == config["data"]["group_size"] == 2
+    assert run.config["trainer"]["max_steps"] == 1
+    run.finish()
+
+
+def test_a_name_of_the_configuration_files():
+    given = ["--config", "configs/quickstart.yaml", "--x", "1", "--config=configs/stabilizers/vcpo.yaml"]
+    assert run_name([*given, "--config", "configs/loggers/wandb.yaml"]) == "quickstart-vcpo"
+    assert run_name([]) == "run"
+
+
+@pytest.mark.parametrize("off", [["--trainer.logger", "false"], ["--trainer.fast_dev_run", "true"]])
+def test_nothing_is_left_where_nothing_is_logged(off, tmp_path, monkeypatch):
+    for link in ("configs", "lit_async_rl"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    monkeypatch.chdir(tmp_path)
+    main([*SMALL[:-2], "--trainer.max_steps", "1", "--trainer.callbacks", "null", *off])
+    assert names(tmp_path) == {"configs", "lit_async_rl"}
+
+
+def test_runs_that_begin_together_get_a_folder_each(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        claimed = list(pool.map(lambda _: CSVLog(tmp_path, "claimed").version, range(100)))
+    assert sorted(claimed) == list(range(100))
+
+
+def test_a_run_through_the_api_keeps_others_out_of_its_folder(tmp_path):
+    holder = """
+import sys, time
+from lit_async_rl.training.csv_logger import CSVLog
+log = CSVLog(sys.argv[1], "x", version="fixed")
+log.experiment
+print("held", flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", holder, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            log = CSVLog(tmp_path, "x", version="fixed")
+            with pytest.raises(OSError, match=f"in use by process {process.pid}"):
+                fit(make_module(), make_data(), 1, logger=log)
+        finally:
+            process.kill()
+    loggers = [SampleLogger(every_n_steps=1, num_groups=1) for _ in range(2)]
+    for _ in range(2):  # one after the other in one process: nobody else
+        fit(make_module(), make_data(group_size=2), 1, loggers, logger=CSVLog(tmp_path, "x", version="fixed"))
+    lines = (tmp_path / "x" / "fixed" / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 2, "two rollouts of each run, once"
