@@ -1,4 +1,4 @@
-"""Builds the API reference from the public names, and points links to the repository's files at GitHub."""
+"""Builds the API reference from the public names, fills in measurements, and points links to files at GitHub."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import measurements
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +68,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links to files outside of `docs/` into links to the repository or to the page made of that file."""
+    """Fills in measurements, and turns links to files outside of `docs/` into links to the repository or their page."""
     name = page.file.src_uri
     origin = next((source for source, made in PAGES.items() if made == name), f"docs/{name}")
 
@@ -78,4 +79,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return posixpath.relpath(inside, posixpath.dirname(name) or ".")
         return REPOSITORY + found if (ROOT / found).exists() else match["path"]
 
-    return LINK.sub(target, markdown)
+    return LINK.sub(target, measurements.fill(markdown))

@@ -155,23 +155,21 @@ def summary(report: Report, arguments: argparse.Namespace, seconds: float) -> di
     """Summary for docs/measurements."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     kills, waits = sum(report.kills.values()), report.waits or [0.0]
+    row = [kills, report.num_runs, report.num_stopped, report.num_raised, len(report.wrong), report.num_hangs]
+    columns = ["kills", "runs", "ended by signals", "exceptions", "violations", "hangs"]
     return {
         "name": "kill_matrix",
-        "value": len(report.wrong),
-        "unit": "violations",
-        "interval": [0.0, round(3.0 / kills, 4)] if kills and not report.wrong else None,
-        "interval_of": "violations per kill, 95 % (rule of three)",
-        "kills": kills,
-        "exceptions": report.num_raised,
-        "stopped_by_signals": report.num_stopped,
-        "runs": report.num_runs,
-        "hangs": report.num_hangs,
+        "value": round(len(report.wrong) / max(kills, 1), 4),
+        "unit": "violations per kill",
+        "interval": [0.0, round(3.0 / kills, 4)] if kills and not report.wrong else None,  # rule of three
+        "command": f"python benchmarks/chaos/kill_matrix.py {' '.join(sys.argv[1:])}",
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {seconds / 60:.1f} minutes",
+        "table": {"columns": columns, "rows": [row]},
         "kills_by_moment": dict(report.kills),
         "kills_by_setting": dict(sorted(report.by_setting.items())),
         "first_micro_batch_s": {"median": round(median(waits), 2), "max": round(max(waits), 2)},
-        "minutes": round(seconds / 60, 1),
-        "command": f"python benchmarks/chaos/kill_matrix.py {' '.join(sys.argv[1:])}",
-        "commit": commit,
     }
 
 

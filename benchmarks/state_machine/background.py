@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_async_rl.errors import InvariantError, RewardError
-from lit_async_rl.rewards.scorer import Scorer, score
+from lit_async_rl.rewards.score import score
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.producer import Producer

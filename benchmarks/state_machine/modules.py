@@ -127,7 +127,7 @@ class VirtualPolicy(PolicyModule):
 
     def __init__(self, saw: Callable[[RolloutBatch, int], None]) -> None:
         WholeSteps.__init__(self)
-        self.version, self.weights, self.gradient = 0, 1, 0
+        self.version, self.weights, self.gradient, self.scheduler = 0, 1, 0, None
         self._updated, self._saw = False, saw
 
     def setup(self, stage: str) -> None:

@@ -104,8 +104,24 @@ def check_class_paths(config: Any, setting: str = "") -> None:
         path = config.get("class_path")
         if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
             raise ValueError(f"{setting}.class_path must be a class, got {path}, which is none; nothing was called")
+        if isinstance(path, str):
+            _check_arguments(path, config.get("init_args"), setting)
         for name, value in config.items():
             check_class_paths(value, f"{setting}.{name}" if setting else str(name))
     elif isinstance(config, (list, tuple)):
         for number, value in enumerate(config):
             check_class_paths(value, f"{setting}.{number}")
+
+
+def _check_arguments(path: str, given: Any, setting: str) -> None:
+    """Refuses a missing argument that has no default and no type, for which jsonargparse passes None in silence.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not isinstance(given, Namespace):
+        return
+    for name, parameter in inspect.signature(pkgutil.resolve_name(path)).parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.annotation is parameter.empty
+        if is_required and name in given and given[name] is None:
+            raise ValueError(f"{setting}.init_args.{name} must be given: {path} has no default for it, got null")

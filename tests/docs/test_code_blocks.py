@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,10 @@ from markdown_blocks import PAGES, ROOT, Block, blocks, blocks_of, commands
 
 from lit_async_rl.cli.app import AsyncRLCLI
 
-LANGUAGES = {"python", "yaml", "bash", "", "text", "bibtex"}
+sys.path.insert(0, str(ROOT / "docs"))
+import measurements
+
+LANGUAGES = {"python", "yaml", "bash", "json", "", "text", "bibtex"}
 QUICKSTART = ["--config", "configs/quickstart.yaml"]
 OF_THE_CLI = {"scripts/train.py": {}, "scripts/evaluate.py": {"--num_shown": {}}, "scripts/export.py": {"--out": {}}}
 FILE = re.compile(r"^(scripts|benchmarks|examples)/[\w/]+\.py$")
@@ -69,7 +73,7 @@ def test_a_yaml_block_is_a_valid_configuration(block: Block, tmp_path):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(block.code)
     top = set(yaml.safe_load(block.code))
-    assert top <= {"model", "data", "trainer", "seed_everything", "weight_sync"}
+    assert top <= {"model", "data", "trainer", "defaults", "seed_everything", "weight_sync"}
     parser().parse_args([*QUICKSTART, "--config", str(overlay)])
 
 
@@ -109,10 +113,30 @@ def check_flags(script: str, flags: list[str]) -> None:
         if isinstance(node, ast.ImportFrom) and node.module:
             module = Path(node.module.replace(".", "/")).with_suffix(".py")
             sources += [ROOT / module, (ROOT / script).parent / module]
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("benchmarks."):  # for runpy
+            module = Path(str(node.value).replace(".", "/"))
+            sources += [ROOT / module.with_suffix(".py"), ROOT / module / "__main__.py"]
     text = "".join(source.read_text() for source in sources if source.is_file())
     if "parse_known_args" not in text:  # else the rest is another program's
         known = set(re.findall(r"[\"'](--[\w-]+)[\"']", text))
         assert {flag for flag in flags if flag.startswith("--")} <= known, (script, flags)
+
+
+@pytest.mark.parametrize("page", measurements.PAGES, ids=lambda page: page.name)
+def test_tables_of_measurements_are_those_of_their_files(page: Path):
+    """`python docs/measurements.py` writes them."""
+    assert page.read_text() == measurements.fill(page.read_text())
+
+
+@pytest.mark.parametrize("path", sorted(measurements.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_measurement_is_complete_and_shown(path: Path):
+    measurements.load(path.stem)
+    assert any(f"<!-- measurement: {path.stem} -->" in page.read_text() for page in measurements.PAGES)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=str)
+def test_a_json_block_parses(block: Block):
+    json.loads(block.code)
 
 
 def test_links_of_pages_outside_the_site_lead_somewhere():
