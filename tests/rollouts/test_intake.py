@@ -72,7 +72,7 @@ def test_what_drops_is_refused_where_lag_is_fixed_and_settings_are_named():
         (lambda: Drop(ahead=-1.0), "ahead must be >= 0, got -1"),
         (lambda: Retry(max_tries=0), "max_tries must be >= 1, got 0"),
         (lambda: Learnability(floor=0.0), r"floor must be in \(0, 1\]"),
-        (lambda: DifficultyWindow(0.9, 0.1), "0 <= low < high <= 1"),
+        (lambda: DifficultyWindow(0.9, 0.1), r"high must be in \(0\.9, 1\], got 0\.1"),
         (lambda: LengthBiasMonitor(ratio=1.0), "ratio must be > 1, got 1.0"),
     ):
         with pytest.raises(ValueError, match=message):
