@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from flow import make_module
+from flow import fit, make_data, make_module
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_async_rl.assets import asset
@@ -80,10 +79,9 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path):
 
 def test_export_writes_into_no_file(tmp_path):
     (tmp_path / "README.md").write_text("mine")
+    module = make_module(model=asset("small_sort_policy"))
     flags = ["--model.model", "lit_async_rl/assets/small_sort_policy", "--model.scheduler", "null"]
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    trainer.strategy.connect(make_module(model=asset("small_sort_policy")))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    fit(module, make_data(model=module.model), 1).save_checkpoint(tmp_path / "a.ckpt")
     checkpoint = ("--ckpt_path", str(tmp_path / "a.ckpt"))
     said = message(tmp_path, *flags, *checkpoint, "--out", str(tmp_path / "README.md"), command=export)
     assert "README.md' is a file, and must be a folder: nothing was written" in said
