@@ -35,12 +35,12 @@ WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "s
 
 
 def watch() -> None:
-    """Notes what runs in this process from now on."""
+    """Records audit events of this process from now on."""
     sys.addaudithook(lambda event, args: EXECUTED.append(f"{event} {args}") if event.startswith(WATCHED) else None)
 
 
 def build(path: Path, runs: Path) -> bool:
-    """Parses a configuration and builds all that it names."""
+    """Parses a configuration and instantiates everything in it."""
     AsyncRLCLI(["--config", str(path), "--trainer.default_root_dir", str(runs)])
     return True
 
@@ -49,7 +49,7 @@ def build(path: Path, runs: Path) -> bool:
 
 
 def outcome(read: Callable[[], bool]) -> tuple[str, str]:
-    """`works`, `one line`, or what is wrong; and what was said."""
+    """`works`, `one line`, or the kind of failure; and the output."""
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()), command():
@@ -64,7 +64,7 @@ def outcome(read: Callable[[], bool]) -> tuple[str, str]:
 
 
 def battery(num_files: int, num_configs: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Outcomes by kind of file, and everything that is wrong."""
+    """Outcomes by kind of file, and all failures."""
     chance, counts, wrong = random.Random(seed), Counter[tuple[str, str]](), []
     config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
     with tempfile.TemporaryDirectory() as name:
@@ -90,7 +90,7 @@ def battery(num_files: int, num_configs: int, seed: int) -> tuple[Counter[tuple[
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=300)
     parser.add_argument("--configs", type=int, default=200)

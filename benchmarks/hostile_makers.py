@@ -27,14 +27,14 @@ from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 
 class Payload:
-    """Executes something when it is unpickled."""
+    """Executes a command when unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("true",)
 
 
 def damage(content: bytes, chance: random.Random) -> tuple[str, bytes]:
-    """One kind of damage."""
+    """Random damage: its kind and the damaged content."""
     kind = chance.choice(["flip", "cut", "zeros", "garbage", "doubled", "empty", "insert"])
     place = chance.randrange(len(content))
     flipped = bytes([content[place] ^ (1 << chance.randrange(8))])
@@ -50,7 +50,7 @@ def damage(content: bytes, chance: random.Random) -> tuple[str, bytes]:
 
 
 class Files:
-    """Whole files to begin with."""
+    """Valid files, and makers of damaged ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class Files:
         self.steps = list(Tape(folder / "whole").steps())
 
     def make_checkpoint(self, chance: random.Random) -> tuple[str, Callable[[], bool]]:
-        """Damaged, or a pickle, or an archive of something else."""
+        """A damaged checkpoint, a pickle, or an archive of something else."""
         path = self.folder / "c.ckpt"
         kind = chance.choice(["damaged"] * 5 + ["payload", "pickle", "foreign", "archive", "legacy", "resealed"])
         if kind == "damaged":
@@ -93,7 +93,7 @@ class Files:
         return f"checkpoint, {kind}", read
 
     def _archive(self, path: Path, kind: str, chance: random.Random) -> None:
-        """Another archive, or one in which a pickle was replaced by a payload."""
+        """An archive with renamed members, or with a pickle replaced by a payload."""
         with zipfile.ZipFile(io.BytesIO(self.checkpoint)) as whole, zipfile.ZipFile(path, "w") as made:
             for name in whole.namelist():
                 content = whole.read(name)
@@ -102,7 +102,7 @@ class Files:
                 made.writestr("../../" + name if kind == "archive" and chance.random() < 0.5 else name, content)
 
     def make_tape(self, chance: random.Random) -> tuple[str, Callable[[], bool]]:
-        """A file, or the manifest, is damaged, missing, doubled, renamed, or foreign."""
+        """A tape with a file or the manifest damaged, missing, copied, or renamed."""
         folder = self.folder / "tape"
         shutil.copytree(self.folder / "whole", folder)
         files = sorted(folder.glob("*.arrow"))
@@ -127,7 +127,7 @@ class Files:
         return f"tape, {kind}", lambda: list(Tape(folder).steps()) == self.steps
 
     def make_prompts(self, chance: random.Random) -> tuple[str, Callable[[], bool]]:
-        """A line that is no prompt among those that are."""
+        """A prompt file with one invalid line."""
         lines = [json.dumps({"prompt": f"{n}=", "answer": str(n)}).encode() for n in range(6)]
         bad = {
             "surrogate": rb'{"prompt": "\ud83d", "answer": "1"}',
@@ -156,7 +156,7 @@ class Files:
 
 
 def group(step: int) -> RolloutGroup:
-    """One completion."""
+    """A group of one completion."""
     about: Any = dict(behavior_logprobs=(-0.5,), versions=(step,), finish_reason="stop", text="a", reward=1.0)
     rollouts = (Rollout(completion_ids=(3,), **about),)
     times: Any = dict(admitted_version=step, generation_s=0.1, queue_s=0.1)

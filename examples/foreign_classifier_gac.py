@@ -1,9 +1,9 @@
-"""An image classifier that knows nothing of this package, with gradient alignment control.
+"""Gradient alignment control in an image classifier that is independent of this package.
 
     python examples/foreign_classifier_gac.py
 
-Nothing in `Classifier` was written for it: the callback needs no more than the gradients. The images are blurred
-prototypes with noise, made on the fly.
+`Classifier` needs no changes: the callback uses the gradients only. The images are blurred prototypes with noise,
+generated on the fly.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ class Classifier(pl.LightningModule):
         self.net(torch.zeros(1, 1, 16, 16))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy."""
         images, labels = batch
         logits = self.net(images)
         self.log("accuracy", (logits.argmax(-1) == labels).float().mean(), prog_bar=True)
         return F.cross_entropy(logits, labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain Adam."""
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
 def images(count: int = 2048, noise: float = 0.7, seed: int = 0) -> TensorDataset:
-    """Ten random prototypes, each seen many times through noise."""
+    """Ten random prototypes with noise, many samples each."""
     generator = torch.Generator().manual_seed(seed)
     prototypes = F.avg_pool2d(torch.randn(10, 1, 18, 18, generator=generator), 3, stride=1) * 3
     labels = torch.randint(10, (count,), generator=generator)

@@ -1,9 +1,9 @@
-"""A PPO-style module that knows little of this package, with ESS-scaled learning rates.
+"""ESS-scaled learning rates in a PPO-style module that is almost independent of this package.
 
     python examples/foreign_ppo_ess.py
 
-Actor and critic have an optimizer each and are stepped by hand. Actions were chosen by a copy of the actor that is
-several updates old. The one line written for the callback leaves the log-ratios where it can find them.
+Actor and critic have an optimizer each and use manual optimization. Actions are sampled by a copy of the actor that is
+several updates old. A single line serves the callback: it stores the log-ratios.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NUM_ACTIONS, NUM_FEATURES = 8, 6
 
 
 def network(outputs: int) -> nn.Sequential:
-    """Two layers."""
+    """Two-layer network."""
     return nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, outputs))
 
 
 class ActorCritic(pl.LightningModule):
-    """Picks one of eight actions; the right one is a hidden linear function of what it sees, and pays 1.
+    """Chooses one of eight actions; the correct one is a hidden linear function of the observation, with reward 1.
 
     Args:
         lag: updates after which the copy that acts is brought up to date.
@@ -68,7 +68,6 @@ class ActorCritic(pl.LightningModule):
         self.log("reward", rewards.mean(), prog_bar=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """One for each network."""
         return [
             torch.optim.AdamW(self.actor.parameters(), lr=0.01),
             torch.optim.Adam(self.critic.parameters(), lr=0.01),

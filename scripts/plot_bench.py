@@ -1,4 +1,4 @@
-"""Draws a staleness benchmark's report again, see benchmarks/staleness/plot.py."""
+"""Redraws a staleness benchmark's report, see benchmarks/staleness/plot.py."""
 
 import runpy
 import sys

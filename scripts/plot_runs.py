@@ -25,7 +25,7 @@ PANELS = {
 
 
 def read(folder: Path, column: str) -> pd.Series:
-    """One column by optimizer step."""
+    """One column, indexed by optimizer step."""
     table = pd.read_csv(folder / "metrics.csv")
     if column not in table:
         raise SystemExit(f"{folder / 'metrics.csv'} has no column {column!r}")
@@ -34,7 +34,7 @@ def read(folder: Path, column: str) -> pd.Series:
 
 
 def main() -> None:
-    """Reads, draws, writes."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", type=Path, required=True, help="folders that hold metrics.csv")
     parser.add_argument("--out", type=Path, required=True, help="picture to write")

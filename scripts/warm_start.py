@@ -1,12 +1,12 @@
-"""Makes the small policy that the quick start begins with: supervised learning on demonstrations with errors in them.
+"""Trains the small policy of the quick start: supervised learning on flawed demonstrations.
 
     python scripts/warm_start.py --out lit_async_rl/assets/sort_policy
 
-The demonstrations have two faults: with probability `--reversed` the answer is written backwards, and each character is
-replaced by a random digit with probability `--noise`. So a policy that imitates them perfectly is right about as often
-as they are, (1 - 0.5) * (1 - 0.9 * 0.03)^8 = 40 % of the time (a random digit may be the right one). What is
-left to do for reinforcement learning is what it does for language models: find out, from a verifier alone, which of the
-things that the policy does are right. Deterministic for a given seed, torch version and processor.
+The demonstrations have two flaws: with probability `--reversed` the answer is written backwards, and each character is
+replaced by a random digit with probability `--noise`. A policy that imitates them perfectly is therefore correct with
+probability (1 - 0.5) * (1 - 0.9 * 0.03)^8 = 40 % (a random digit may be the correct one). Reinforcement learning then
+has to find out, from a verifier alone, which of the policy's behaviours are correct, as with language models.
+Deterministic for a given seed, torch version and processor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> LlamaForCausalLM:
-    """A randomly initialised Llama-style model."""
+    """A randomly initialized Llama-style model."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -74,7 +74,7 @@ def accuracy(lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, source: P
 
 
 def demonstrate(problem: Prompt, args: argparse.Namespace, chance: random.Random) -> list[tuple[str, bool]]:
-    """Pieces of text, and whether the policy learns to write them.
+    """Segments of text, and whether the policy learns to write them.
 
     The answer, sometimes backwards, with each character replaced by a random digit with probability `--noise`. With
     `--task tool` it is a guess or, with probability `--tool_share`, a call of the calculator and what follows from it.
@@ -90,7 +90,7 @@ def demonstrate(problem: Prompt, args: argparse.Namespace, chance: random.Random
 
 
 def main() -> None:
-    """Trains, measures as it goes, and saves."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--task", choices=["sort", "add", "tool"], default="sort")

@@ -42,7 +42,7 @@ MARGIN = 15  # steps before the end without faults, so that there is a step afte
 
 @dataclass(frozen=True)
 class Kind:
-    """What a fault must be followed by in the log, and whether a `fixed_lag` run ends as if it had not been."""
+    """Kind of fault: its expected log line, and whether a `fixed_lag` run must end as without it."""
 
     said: str
     is_exact: bool = False
@@ -79,7 +79,7 @@ class Run:
         folder.mkdir(parents=True)
 
     def start(self) -> None:
-        """A process, which goes on from the newest checkpoint."""
+        """Starts a process, from the newest checkpoint."""
         theirs, ours = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(3)), strict=True)
         stdin, *outputs = ours[0], theirs[1], theirs[2]
         inside = (theirs[0], ours[1], ours[2])
@@ -102,26 +102,26 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Oldest first."""
+        """Checkpoints, oldest first."""
         return sorted(self.folder.glob("checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
     @property
     def is_through(self) -> bool:
-        """The last step was made."""
+        """Whether the last step was made."""
         return (self.folder / "digest").exists()
 
     @property
     def num_files(self) -> int:
-        """Of the tape, with what was undone: grows with every step."""
+        """Number of tape files, superseded ones included: grows with every step."""
         return len([path for path in self.folder.glob("tape/*") if path.suffix in (".arrow", ".undone")])
 
     @property
     def step(self) -> int:
-        """The last one on the tape."""
+        """The last step on the tape."""
         return max((int(path.name.split("-")[2]) for path in self.folder.glob("tape/*.arrow")), default=0)
 
     def end(self) -> int:
-        """Waits until the process is gone and all it said is read; its status."""
+        """Waits until the process has ended and its output is read; returns its status."""
         self.process.join(LIMIT_S)
         for reader in self._readers:
             reader.join(10.0)
@@ -129,7 +129,7 @@ class Run:
         return self.process.exitcode
 
     def ask(self, kind: str, chance: random.Random) -> None:
-        """Makes the fault happen."""
+        """Injects the fault."""
         self.journal.append(f"@fault {kind}")
         if kind == "kill -9":
             self.process.kill()
@@ -146,7 +146,7 @@ class Run:
 
 
 def disturb(run: Run, kind: str, chance: random.Random, record: Record) -> None:
-    """One fault, until it is explained and another step is made; a process that it ends is started again."""
+    """Injects one fault; returns when it is explained and another step is made. Restarts an ended process."""
     began, said, files, ended = time.monotonic(), len(run.log), None, False
     run.ask(kind, chance)
     while not run.is_through:
@@ -174,7 +174,7 @@ def disturb(run: Run, kind: str, chance: random.Random, record: Record) -> None:
 
 
 def complete(run: Run, chance: random.Random, records: dict[str, Record], is_over: Callable[[], bool]) -> None:
-    """Runs until it is through, with faults until `is_over()`."""
+    """Runs to the end, with faults until `is_over()`."""
     kinds = [name for name, kind in KINDS.items() if kind.is_exact or run.schedule == "free"]
     run.start()
     try:
@@ -197,7 +197,7 @@ def complete(run: Run, chance: random.Random, records: dict[str, Record], is_ove
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="faults are injected for so long")
     parser.add_argument("--faults", type=int, default=10**9, help="or until there were so many")

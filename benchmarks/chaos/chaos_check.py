@@ -15,7 +15,7 @@ Trained = list[tuple[int, int, str]]  # step, index and digest of each group
 
 @dataclass
 class Record:
-    """What became of the faults of one kind."""
+    """Outcomes of one kind of fault."""
 
     recovered: list[float] = field(default_factory=list)  # seconds
     num_ended: int = 0
@@ -25,17 +25,17 @@ class Record:
 
     @property
     def count(self) -> int:
-        """Faults."""
+        """Number of faults."""
         return len(self.recovered) + self.num_hung
 
     @property
     def is_bad(self) -> bool:
-        """Whether something that must hold does not."""
+        """Whether a guarantee was violated."""
         return bool(self.num_hung or self.num_lost or self.num_twice)
 
 
 def check_tape(folder: Path, steps: int, schedule: str, expected: str | None) -> Trained:
-    """Every step is there once, the bound holds, and the final parameters are the expected ones."""
+    """Checks that every step is recorded once, the bound holds, and the final parameters are as expected."""
     tape = list(Tape(folder / "tape").steps())
     assert [step.step for step in tape] == list(range(steps)), "a step is missing, or there twice"
     for step in tape:
@@ -57,9 +57,10 @@ def check_journal(journal: list[str], trained: Trained, records: dict[str, Recor
 
 
 def find_lost(journal: list[str], trained: Trained) -> list[tuple[str, int]]:
-    """Finished groups that are neither trained on as they were nor left, with the last fault before that was seen.
+    """Finished groups neither trained on unchanged nor left, with the last fault before.
 
-    A process has the groups that it restored and those that it finished; a checkpoint has what its process had then.
+    A process has the groups that it restored and those that it finished; a checkpoint has those of its process at that
+    time.
     """
     used = {(index, digest) for _, index, digest in trained}
     lost: list[tuple[str, int]] = []
@@ -93,7 +94,7 @@ def find_lost(journal: list[str], trained: Trained) -> list[tuple[str, int]]:
 
 
 def table(records: dict[str, Record]) -> str:
-    """One row for each kind."""
+    """Markdown table, one row per kind."""
     names = ("fault", "count", "recovered", "ended with message", "hangs", "lost", "twice", "median s", "max s")
     rows = [names]
     total = Record()

@@ -1,7 +1,7 @@
-"""The run that `benchmarks/chaos/chaos.py` disturbs: a tiny training with a place for each kind of fault.
+"""The run that `benchmarks/chaos/chaos.py` disturbs: a tiny training with a hook for each kind of fault.
 
-Faults are asked for by lines on the standard input. The standard output is a journal of all that may not get lost,
-lines that begin with `@`: which groups are finished, what a checkpoint holds, what is left at the end.
+Faults are requested by lines on standard input. Standard output is a journal, lines that begin with `@`: groups
+finished, contents of checkpoints, and groups left at the end.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ log = logging.getLogger(__name__)
 
 
 def say(*words: Any) -> None:
-    """A line of the journal; whole even if the process is killed in the next moment."""
+    """Writes a line of the journal, unbuffered."""
     os.write(1, f"@{' '.join(map(str, words))}\n".encode())
 
 
 def digest(group: RolloutGroup) -> str:
-    """Of all tokens and rewards."""
+    """Digest of all tokens and rewards."""
     content = [(rollout.completion_ids, rollout.versions, rollout.reward) for rollout in group.rollouts]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 class Faults(logging.Handler):
-    """What was asked for and has not happened yet. As a log handler it notices that the disk was found full."""
+    """Requested faults that have not happened yet. As a log handler it detects messages about a full disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Faults(logging.Handler):
                     self._wanted.append(line.strip())
 
     def take(self, kind: str) -> bool:
-        """Whether this is to happen here and now."""
+        """Whether this fault is to happen here and now."""
         if kind not in self._wanted:
             return False
         if kind not in FOR_GOOD:
@@ -78,12 +78,11 @@ class Faults(logging.Handler):
         return True
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called for every line of the log."""
         if "disk is full" in record.getMessage():
             self._disk_was_full.set()
 
     def _fill_disk(self) -> None:
-        """No file may grow beyond 100 bytes until that was noticed, and a second longer."""
+        """Limits the file size to 100 bytes until the full disk was logged, and a second longer."""
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         self._disk_was_full.clear()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -93,7 +92,7 @@ class Faults(logging.Handler):
 
 
 class DisturbedEngine(EmbeddedEngine):
-    """Hangs with its lock held, which is the worst place."""
+    """Hangs on request, with its lock held."""
 
     faults: Faults
 
@@ -114,14 +113,13 @@ class DisturbedEngine(EmbeddedEngine):
 
 
 class DisturbedReward:
-    """`share_correct`, mostly."""
+    """`share_correct`, except when a fault is requested."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._poisoned: set[str] = set()
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """The reward, unless something was asked for."""
         if self._faults.take("reward slow"):
             time.sleep(0.75 * REWARD_TIMEOUT_S)
         if self._faults.take("reward hang"):
@@ -134,7 +132,7 @@ class DisturbedReward:
 
 
 class DisturbedTrainer(pl.Callback):
-    """NaN in a gradient; and tells the journal that what was restored is known."""
+    """Puts NaN into a gradient on request; journals restored groups."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -151,17 +149,16 @@ class DisturbedTrainer(pl.Callback):
 
 
 class JournalIO(AtomicCheckpointIO):
-    """Tells the journal which checkpoints are there."""
+    """Journals the checkpoints written."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """As usual."""
         super().save_checkpoint(checkpoint, path, storage_options)
         if not self._disk_is_full:
             say("written", Path(path).name)
 
 
 def keep_journal() -> None:
-    """A line for each finished group and each state that is saved, in the order in which it is so."""
+    """Journals each finished group and each saved state, in order."""
     close, save = GroupBook._close, GroupBook.save
 
     def journal_close(book: GroupBook, group: Any) -> None:

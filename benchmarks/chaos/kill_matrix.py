@@ -45,7 +45,7 @@ import lit_async_rl.cli.app  # noqa: F401  children are forked with all of it
 
 @dataclass
 class Report:
-    """What became of all runs."""
+    """Outcomes of all runs."""
 
     kills: Counter[str] = field(default_factory=Counter)  # by moment
     by_setting: Counter[str] = field(default_factory=Counter)  # kills by value of each factor
@@ -57,13 +57,13 @@ class Report:
     wrong: list[str] = field(default_factory=list)
 
     def add_kill(self, moment: str, combo: Combo) -> None:
-        """Counts one."""
+        """Counts a kill."""
         self.kills[moment] += 1
         self.by_setting.update(f"{name}={getattr(combo, name)}" for name in FACTORS)
 
 
 def complete(run: MatrixRun, strikes: Sequence[Callable[[], bool]], report: Report) -> None:
-    """Runs until it is through; each strike ends it once, or returns False if the run ended before."""
+    """Runs to the end; each strike ends the run once, or returns False if the run ended before."""
     run.start()
     for strike in strikes:
         if not strike():
@@ -78,7 +78,7 @@ def complete(run: MatrixRun, strikes: Sequence[Callable[[], bool]], report: Repo
 
 
 def strike(run: MatrixRun, chance: random.Random, report: Report) -> bool:
-    """Ends the run, most of the time by a kill, at a moment drawn by lot."""
+    """Ends the run at a random moment, usually by SIGKILL."""
     if run.combo.trigger == "exception" and run.newest() and chance.random() < 0.4:
         has_raised = run.raise_in_a_step()
         report.num_raised += has_raised
@@ -89,7 +89,7 @@ def strike(run: MatrixRun, chance: random.Random, report: Report) -> bool:
 
 
 def kill(run: MatrixRun, chance: random.Random, report: Report, moment: str) -> bool:
-    """Kills at a moment; False if the run ended before it came."""
+    """Kills at a moment; False if the run ended before it."""
     if not run.wait_for(is_moment(moment, run, chance)) or not run.is_running:
         return False
     both_train = run.combo.ranks > 1 and run.lines()  # before, a rank waits for the other as long as torch does
@@ -99,7 +99,7 @@ def kill(run: MatrixRun, chance: random.Random, report: Report, moment: str) -> 
 
 
 def stop(run: MatrixRun, chance: random.Random, report: Report) -> bool:
-    """SIGTERM or Ctrl-C in place of SIGKILL, which must end the run with a checkpoint; False if it ended before."""
+    """Sends SIGTERM or Ctrl-C, which must end the run with a checkpoint; False if it ended before."""
     at = chance.randrange(1, run.steps - 5)
     if not run.wait_for(lambda: run.step >= at) or run.step > run.steps - 4:
         return False
@@ -152,7 +152,7 @@ def attack(combo: Combo, number: int, arguments: argparse.Namespace, report: Rep
 
 
 def summary(report: Report, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """For docs/measurements."""
+    """Summary for docs/measurements."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     kills, waits = sum(report.kills.values()), report.waits or [0.0]
     row = [kills, report.num_runs, report.num_stopped, report.num_raised, len(report.wrong), report.num_hangs]
@@ -174,13 +174,13 @@ def summary(report: Report, arguments: argparse.Namespace, seconds: float) -> di
 
 
 def parse_combo(settings: str) -> Combo:
-    """From `name=value,name=value`."""
+    """Parses `name=value,name=value`."""
     given = dict(setting.split("=") for setting in settings.split(","))
     return Combo(**{name: next(v for v in FACTORS[name] if str(v) == value) for name, value in given.items()})
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--per_run", type=int, default=6, help="kills of one run")

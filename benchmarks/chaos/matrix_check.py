@@ -23,7 +23,7 @@ DOCUMENTED = re.compile(
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step as it went into the result.
+    """One optimizer step that is part of the result.
 
     Attributes:
         digest: of the parameters after it.
@@ -40,7 +40,7 @@ class Step:
 
 
 def history(run: MatrixRun) -> tuple[list[Step], list[str]]:
-    """The steps that are in the final parameters, each from the last process that made it; and what is wrong."""
+    """Steps in the final parameters, each from the last process that made it, and inconsistencies."""
     steps: list[Step] = []
     wrong: list[str] = []
     for segment in range(1, run.segment + 1):
@@ -72,7 +72,7 @@ def _agree(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 
 def violations(run: MatrixRun, expected: list[Step] | None) -> list[str]:
-    """Everything that is wrong with a run that has ended; `expected` is the same run without kills."""
+    """Violated guarantees of a run that has ended; `expected` is the same run without kills."""
     steps, wrong = history(run)
     if len(steps) != run.steps:
         wrong.append(f"{len(steps)} steps were made, not {run.steps}")
@@ -85,7 +85,7 @@ def violations(run: MatrixRun, expected: list[Step] | None) -> list[str]:
 
 
 def _check_content(run: MatrixRun, steps: list[Step]) -> list[str]:
-    """Bound, whole groups, and each of them once."""
+    """Checks bound, whole groups, and that each is used once."""
     wrong, is_replay = [], run.combo.source == "replay buffer"
     seen: set[int] = set()
     for number, step in enumerate(steps):
@@ -102,7 +102,7 @@ def _check_content(run: MatrixRun, steps: list[Step]) -> list[str]:
 
 
 def _check_tape(run: MatrixRun, steps: list[Step]) -> list[str]:
-    """The tape has what was trained on."""
+    """Checks that the tape holds the trained rollouts."""
     tape = list(Tape(run.folder / "tape").steps())
     wrong = [] if [s.step for s in tape] == list(range(len(steps))) else [f"the tape has {[s.step for s in tape]}"]
     for on_tape, step in zip(tape, steps, strict=False):

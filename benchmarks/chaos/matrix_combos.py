@@ -38,7 +38,7 @@ class Combo:
 
     @property
     def is_exact(self) -> bool:
-        """Whether kills may not change a bit."""
+        """Whether the result must be bitwise independent of kills."""
         return self.schedule == "fixed_lag"
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def _config(combo: Combo, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def _when(combo: Combo) -> dict[str, Any]:
-    """The ways of `ModelCheckpoint` to decide when it is time, and which files stay."""
+    """Triggers and retention of `ModelCheckpoint`."""
     return {
         "steps": dict(every_n_train_steps=2, save_top_k=-1, filename="{step}"),
         "last": dict(every_n_train_steps=3, save_last=True),

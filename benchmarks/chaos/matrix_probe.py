@@ -16,7 +16,7 @@ RAISE = "raise"  # a file of this name in the journal's folder: the step in whic
 
 
 class Journal(pl.Callback):
-    """Writes `<segment>.<rank>.jsonl`; training goes on when a line is with the kernel, so it outlives SIGKILL.
+    """Writes `<segment>.<rank>.jsonl`, line by line into the page cache, so that it survives SIGKILL.
 
     Args:
         folder: of the journals of all processes of a run; a process takes the next free number.
@@ -27,13 +27,13 @@ class Journal(pl.Callback):
         self._step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """The step that this process begins with."""
+        """Records the first step of this process."""
         self._file = os.open(self.folder / f"{os.environ['SEGMENT']}.{trainer.global_rank}.jsonl", os.O_WRONLY | 0o100)
         self._step = trainer.global_step
         self._write(at="start", step=self._step)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """The rollouts of a micro-batch, and the versions of the policy and of the oldest token that trains."""
+        """Records the rollouts of a micro-batch, the policy's version and that of its oldest token."""
         rows = [
             (int(group), zlib.crc32(ids[mask].numpy().tobytes()))
             for group, ids, mask in zip(batch.group_index, batch.input_ids, batch.attention_mask, strict=True)
@@ -44,19 +44,18 @@ class Journal(pl.Callback):
         self._write(at="micro", step=trainer.global_step, version=pl_module.version, oldest=oldest, rows=rows)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-        """Raises if asked to."""
+        """Raises on request."""
         request = self.folder / RAISE
         if request.exists() and trainer.global_step == int(request.read_text() or -1):
             raise RuntimeError("injected: an exception within a step")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A digest of all parameters after each optimizer step."""
+        """Records a digest of all parameters after each optimizer step."""
         if trainer.global_step != self._step:
             self._write(at="step", step=self._step, digest=digest(pl_module))
             self._step = trainer.global_step
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """The same at the end."""
         self._write(at="end", step=trainer.global_step, digest=digest(pl_module))
 
     def _write(self, **record: Any) -> None:
@@ -64,7 +63,7 @@ class Journal(pl.Callback):
 
 
 def digest(module: torch.nn.Module) -> str:
-    """Of all parameters, bit for bit."""
+    """Digest of all parameters."""
     content = hashlib.sha256()
     for parameter in module.parameters():
         content.update(parameter.detach().numpy().tobytes())

@@ -26,11 +26,11 @@ MOMENTS = ("any time", "checkpoint written", "checkpoint being written", "betwee
 
 
 class Hung(Exception):
-    """Nothing happened for `LIMIT_S`."""
+    """No progress for `LIMIT_S`."""
 
 
 class MatrixRun:
-    """A training whose processes are children of this one, in a process group of their own.
+    """A training run whose processes are forked from this one, in a process group of their own.
 
     Args:
         combo: its settings.
@@ -53,7 +53,7 @@ class MatrixRun:
     # -- processes ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Forks one process for each rank; they go on from the newest checkpoint, or begin anew without one."""
+        """Forks one process per rank, from the newest checkpoint if there is one."""
         if self.segment and self.newest() is None:
             shutil.rmtree(self.folder)
             self._make_folder()
@@ -76,7 +76,7 @@ class MatrixRun:
         self._group = group
 
     def _train(self, arguments: list[str], rank: int, port: int, group: int) -> NoReturn:
-        """The child: the command line of `scripts/train.py`, started as by torchrun where there are two ranks."""
+        """The child: the command line of `scripts/train.py`, started as by torchrun with two ranks."""
         code = 1
         try:
             os.setpgid(0, group)
@@ -112,10 +112,10 @@ class MatrixRun:
 
     @property
     def is_running(self) -> bool:
-        """Whether all ranks live. Looks for what the journal says, too.
+        """Whether all ranks are alive. Also reads the journal.
 
         Raises:
-            Hung: neither the journal nor the processes move.
+            Hung: neither journal nor processes make progress.
         """
         self._reap()
         size = sum(path.stat().st_size for path in self._journals())
@@ -128,10 +128,10 @@ class MatrixRun:
         return len(self._pids) == self.combo.ranks
 
     def end(self) -> None:
-        """Waits until all processes are gone.
+        """Waits until all processes have ended.
 
         Raises:
-            Hung: one is not, `RANK_TIMEOUT_S` + 10 s after another.
+            Hung: one has not, `RANK_TIMEOUT_S` + 10 s after another.
         """
         began = time.monotonic()
         while self._pids:
@@ -141,7 +141,7 @@ class MatrixRun:
                 raise Hung(f"{self.folder}: ranks {list(self._pids)} live still, segment {self.segment}")
 
     def kill(self, rank: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
-        """Kills all ranks, or one of them; the others must notice."""
+        """Kills all ranks, or one of them, which the others must detect."""
         if rank is None and self._pids:
             _ignore(lambda: os.killpg(self._group, by))
         elif rank in self._pids:
@@ -153,7 +153,7 @@ class MatrixRun:
         return list((self.folder / "journal").glob(f"{self.segment}.*.jsonl"))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Of rank 0's process that runs."""
+        """Journal of rank 0's running process."""
         return list(read(self.folder / "journal" / f"{self.segment}.0.jsonl"))
 
     def checkpoints(self) -> dict[str, int]:
@@ -170,16 +170,16 @@ class MatrixRun:
 
     @property
     def step(self) -> int:
-        """Of the last micro-batch."""
+        """Step of the last micro-batch."""
         return max((line["step"] for line in self.lines() if line["at"] == "micro"), default=0)
 
     @property
     def num_micro_batches(self) -> int:
-        """That the process which runs has begun."""
+        """Micro-batches started by the running process."""
         return sum(line["at"] == "micro" for line in self.lines())
 
     def raise_in_a_step(self) -> bool:
-        """Makes all ranks raise in the middle of a step; False if the run ended before."""
+        """Makes all ranks raise within a step; False if the run ended before."""
         request = self.folder / "journal" / RAISE
         request.write_text(str(self.step + 2))
         self.wait_for(lambda: False)
@@ -188,7 +188,7 @@ class MatrixRun:
         return any(self.codes)
 
     def wait_for(self, is_time: Callable[[], bool], seconds: float = LIMIT_S) -> bool:
-        """Until it is time; False if the run ended before, or that is not so after `seconds`."""
+        """Waits for a moment; False if the run ended before, or after `seconds`."""
         began = time.monotonic()
         while self.is_running and time.monotonic() - began < seconds:
             if is_time():
@@ -198,14 +198,14 @@ class MatrixRun:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a journal."""
+    """Complete lines of a journal."""
     if path.exists():
         for line in path.read_text().split("\n")[:-1]:
             yield json.loads(line)
 
 
 def is_moment(name: str, run: MatrixRun, chance: random.Random) -> Callable[[], bool]:
-    """Whether the moment of `MOMENTS` has come, to be asked again and again."""
+    """Whether a moment of `MOMENTS` has come; polled."""
     before, began = run.checkpoints(), time.monotonic()
     pause, per_step = chance.uniform(0.0, 3.0), run.combo.micro_batches
     place = chance.randrange(2, 12) * per_step + chance.randrange(1, max(2, per_step))

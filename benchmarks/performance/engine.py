@@ -36,7 +36,7 @@ MODELS = {
 
 
 def build(name: str, device: str, dtype: str) -> LlamaForCausalLM:
-    """A random model that never stops by itself."""
+    """A random model that never samples EOS."""
     torch.manual_seed(0)
     lm = LlamaForCausalLM(LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0))
     lm.generation_config.eos_token_id = None
@@ -44,7 +44,7 @@ def build(name: str, device: str, dtype: str) -> LlamaForCausalLM:
 
 
 def own_engine(lm: LlamaForCausalLM, num_slots: int, args: argparse.Namespace) -> EmbeddedEngine:
-    """An engine as in training: with its own copy of the weights."""
+    """An engine as in training, with its own copy of the weights."""
     engine = EmbeddedEngine(num_slots=num_slots, device=args.device, dtype=args.dtype, num_threads=args.num_threads)
     with tempfile.TemporaryDirectory() as folder:
         lm.save_pretrained(folder)
@@ -54,7 +54,7 @@ def own_engine(lm: LlamaForCausalLM, num_slots: int, args: argparse.Namespace) -
 
 
 def run_generate(lm: LlamaForCausalLM, requests: list[GenerationRequest], batch_size: int) -> None:
-    """Batches in the order of the requests; each batch runs until its longest completion is done."""
+    """Batches in order of the requests; each runs until its longest completion is finished."""
     rows = [(r.prompt_ids, r.sampling.max_tokens) for r in requests for _ in range(r.num_samples)]
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
@@ -69,7 +69,7 @@ def run_generate(lm: LlamaForCausalLM, requests: list[GenerationRequest], batch_
 
 
 def workloads(args: argparse.Namespace) -> dict[str, list[GenerationRequest]]:
-    """Requests by name; for mixed lengths one for each completion, because a length belongs to a request."""
+    """Requests by name; with mixed lengths one per completion, because a length belongs to a request."""
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(2, 98) for _ in range(args.prompt_tokens)) for _ in range(args.num_prompts)]
 
@@ -87,7 +87,7 @@ def workloads(args: argparse.Namespace) -> dict[str, list[GenerationRequest]]:
 def compare(
     runs: Mapping[str, Callable[[], object]], num_tokens: int, repeats: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Median tokens per second of each, in alternating runs after one to warm up."""
+    """Median tokens per second of each, in alternating runs after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
@@ -101,7 +101,7 @@ def compare(
 
 
 def make_parser(description: str | None, models: list[str], output: str) -> argparse.ArgumentParser:
-    """Options that say what is measured, with these defaults."""
+    """Options of the measurement, with these defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=models)
     parser.add_argument("--num_prompts", type=int, default=8)
@@ -118,7 +118,7 @@ def make_parser(description: str | None, models: list[str], output: str) -> argp
 
 
 def main() -> None:
-    """Prints a table and writes JSON."""
+    """Command line."""
     args = make_parser(__doc__, list(MODELS), "engine.json").parse_args()
     torch.set_num_threads(args.num_threads)
     logging.disable_progress_bar()

@@ -1,13 +1,13 @@
-"""Do slow environments overlap? Episodes of several turns whose environment sleeps; producer and event loop are real.
+"""Overlap of slow environments: multi-turn episodes whose environment sleeps, with the real producer and event loop.
 
-Engine and trainer have the same amount of work ("balanced"); the environment's sleep is given in multiples of a turn's
-generation. Nothing can be faster than
+Engine and trainer have the same amount of work ("balanced"); the environment's delay is a multiple of a turn's
+generation. A lower bound is
 
     step >= max(train, generate, (train + max(generate, episode)) / (max_staleness + 1)),
 
-where `episode` is one episode's own time, all turns and answers one after the other: at most (max_staleness + 1) rounds
-of episodes are under way at a time. A cell is the measured seconds of a step, in brackets that bound; without overlap a
-step would take train + generate + all answers of the step / episodes at a time.
+where `episode` is one episode's own time, all turns and responses in sequence: at most (max_staleness + 1) rounds of
+episodes are open at a time. A cell is the measured seconds of a step, with that bound in brackets; without overlap a
+step would take train + generate + all responses of the step / concurrent episodes.
 
     python benchmarks/performance/environments.py --output environments.json
 """
@@ -27,7 +27,7 @@ NUM_SLOTS, GROUPS, GROUP_SIZE = 8, 8, 4
 
 
 def main() -> None:
-    """Prints a table and writes JSON."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--sleeps", type=float, nargs="+", default=[0.0, 1.0, 4.0, 16.0], help="in turns' times")

@@ -1,8 +1,8 @@
-"""Whether a long run leaks: memory, threads and open files over thousands of steps of a configuration.
+"""Leak check: memory, threads and open files over thousands of steps of a configuration.
 
 python benchmarks/performance/leaks.py [--steps 3000] [--minutes 30] [--config configs/quickstart.yaml] [further flags]
 
-Ends at what comes first. Growth is that of resident memory from the second quarter of the run to its last.
+Ends at the first limit. Growth is that of resident memory from the second quarter of the run to the last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 
 @dataclass(frozen=True)
 class Reading:
-    """What the process holds."""
+    """Resources of the process."""
 
     step: int
     resident_mb: float
@@ -32,7 +32,7 @@ class Reading:
 
 
 def read(step: int) -> Reading:
-    """Of this process, now."""
+    """Current reading of this process."""
     gc.collect()
     with open("/proc/self/statm", encoding="ascii") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -40,7 +40,7 @@ def read(step: int) -> Reading:
 
 
 class Watch(pl.Callback):
-    """Reads every `every_n_steps` steps, before validation or checkpoints."""
+    """Takes a reading every `every_n_steps` steps, before validation or checkpoints."""
 
     def __init__(self, every_n_steps: int) -> None:
         self.every_n_steps = every_n_steps
@@ -56,7 +56,7 @@ class Watch(pl.Callback):
 
 
 def report(readings: list[Reading]) -> str:
-    """Growth, and the range of the others after the first quarter."""
+    """Growth of memory, and the range of the others after the first quarter."""
     quarter = max(1, len(readings) // 4)
     early, late = readings[quarter : 2 * quarter], readings[-quarter:]
     before, after = (sum(r.resident_mb for r in some) / len(some) for some in (early, late))
@@ -69,7 +69,7 @@ def report(readings: list[Reading]) -> str:
 
 
 def main() -> None:
-    """Reads the command line and trains."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--minutes", type=int, default=30)

@@ -20,7 +20,7 @@ from lit_async_rl.models.policy import CausalPolicy
 
 
 def begin_peak(device: str) -> int:
-    """Starts over; bytes in use now."""
+    """Resets the peak; returns the bytes in use."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -29,7 +29,7 @@ def begin_peak(device: str) -> int:
 
 
 def end_peak(device: str) -> int:
-    """Most bytes in use since."""
+    """Peak bytes since `begin_peak`."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 
@@ -39,7 +39,7 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    """Prints a table and writes JSON."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab_size", type=int, default=152_000)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048])

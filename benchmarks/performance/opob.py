@@ -1,10 +1,10 @@
-"""What the off-policy optimal baseline costs, as a share of the training step: ghost norms, or a pass per trajectory.
+"""Cost of the off-policy optimal baseline as a share of the training step: ghost norms, or a pass per trajectory.
 
-Turns alternate; the shares are ratios of medians.
+Runs alternate; shares are ratios of medians.
 
     python benchmarks/performance/opob.py --output opob.json
 
-Generation is left out, which makes the shares larger than in a real run.
+Generation is excluded, which makes the shares larger than in a real run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lit_async_rl.types import RolloutBatch
 
 
 def make_batch(rows: int, prompt: int, completion: int, group_size: int = 8) -> RolloutBatch:
-    """Random tokens, random rewards."""
+    """A batch of random tokens and rewards."""
     shape = (rows, prompt + completion)
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[:, prompt:] = True
@@ -50,7 +50,7 @@ def make_batch(rows: int, prompt: int, completion: int, group_size: int = 8) -> 
 
 @functools.cache
 def make_large() -> str:
-    """The configuration of a Llama of 110M parameters; weights are random."""
+    """Configuration of a Llama with 110M parameters."""
     folder = tempfile.mkdtemp()
     sizes = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
     LlamaConfig(vocab_size=32_000, tie_word_embeddings=True, pad_token_id=0, **sizes).save_pretrained(folder)
@@ -58,7 +58,7 @@ def make_large() -> str:
 
 
 def step_s(module: PolicyModule, batch: RolloutBatch, optimizer: torch.optim.Optimizer) -> float:
-    """Processor seconds of one forward, backward and optimizer step; one thread, so nobody else's work counts."""
+    """Processor seconds of one forward, backward and optimizer step, in one thread."""
     began = time.process_time()
     optimizer.zero_grad()
     module.training_step(batch, 0).backward()
@@ -67,7 +67,7 @@ def step_s(module: PolicyModule, batch: RolloutBatch, optimizer: torch.optim.Opt
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path)

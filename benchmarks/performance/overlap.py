@@ -1,13 +1,13 @@
-"""Overlap efficiency of the asynchronous loop, apart from any hardware: over `max_staleness` and tails of the latency.
+"""Overlap efficiency of the asynchronous loop, independent of hardware: by `max_staleness` and tail of the latency.
 
-The engine is simulated (slots that are occupied for given times), the trainer sleeps; producer, admission, scoring and
-threads are the real ones. Both sides have the same amount of work ("balanced"), where overlap is hardest.
+The engine is simulated (slots occupied for given times), the trainer sleeps; producer, admission, scoring and threads
+are real. Both sides have the same amount of work ("balanced"), where overlap is hardest.
 
     python benchmarks/performance/overlap.py --output overlap.json
 
-A cell is (T_gen + T_train - W) / min(T_gen, T_train): 1 is the optimum W = max(T_gen, T_train), 0 is no overlap. In
-brackets stands what these very latencies allow within the bound, computed without threads or scheduler: what is missing
-there, the bound costs; the difference between the two is ours.
+A cell is (T_gen + T_train - W) / min(T_gen, T_train): 1 is the optimum W = max(T_gen, T_train), 0 is no overlap. The
+value in brackets is the optimum for these latencies within the bound, computed without threads or scheduler: its
+distance from 1 is the cost of the bound, the distance between the two is our overhead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lit_async_rl.simulation.run import SimulatedRun
 
 
 def latencies(mean_s: float) -> dict[str, Latency]:
-    """From no tail to a heavy one, of the same mean."""
+    """Latencies of equal mean, from no tail to a heavy one."""
     return {
         "constant": Constant(mean_s),
         "log-normal 0.5": LogNormal(mean_s, 0.5),
@@ -35,7 +35,7 @@ def latencies(mean_s: float) -> dict[str, Latency]:
 
 
 def main() -> None:
-    """Prints a table and writes JSON."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--train_s", type=float, default=0.4, help="seconds of a training step")

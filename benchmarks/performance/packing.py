@@ -1,9 +1,9 @@
-"""What computing shared prompts once saves of a training pass, against the formula.
+"""Speedup of shared-prompt packing in a training pass, measured and by formula.
 
     python benchmarks/performance/packing.py --output packing.json
 
-Turns alternate between the two; seconds are medians. The formula counts tokens
-(lit_async_rl.models.packing); attention over them and the head, which sees completions only, are not in it.
+Runs alternate between the two; seconds are medians. The formula counts tokens (lit_async_rl.models.packing); it leaves
+out attention, and the head, which is applied to completions only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lit_async_rl.models.policy import CausalPolicy
 
 
 def make_batch(prompt: int, completion: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, mask and group of one group."""
+    """Token ids, mask and group index of one group."""
     ids = torch.randint(3, 90, (group_size, prompt + completion))
     ids[:, :prompt] = ids[0, :prompt]
     mask = torch.zeros(ids.shape, dtype=torch.bool)
@@ -42,7 +42,7 @@ def pass_s(policy: CausalPolicy, batch: tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)

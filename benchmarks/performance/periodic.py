@@ -34,7 +34,7 @@ from lit_async_rl.training.module import PolicyModule
 
 
 class SlowTraining(pl.Callback):
-    """Makes each micro-batch last for `micro_batch_s`, and takes times."""
+    """Makes each micro-batch last `micro_batch_s`, and records times."""
 
     def __init__(self, micro_batch_s: float) -> None:
         self.micro_batch_s = micro_batch_s
@@ -42,17 +42,15 @@ class SlowTraining(pl.Callback):
         self._began = self._step_began = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The first step begins."""
         self._step_began = time.monotonic()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
-        """The rollouts are there."""
         self._began = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Sleeps for what is left; comes after the publication."""
+        """Sleeps for the rest; runs after the publication."""
         time.sleep(max(0.0, self.micro_batch_s - (time.monotonic() - self._began)))
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.steps.append(time.monotonic() - self._step_began)
@@ -89,7 +87,7 @@ def step_s(args: argparse.Namespace, train_s: float, stream: bool) -> float:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train_s", type=float, nargs="+", default=[0.8, 1.6, 3.2], help="seconds of training a step")
     parser.add_argument("--latency_s", type=float, default=0.4, help="seconds of a sample")

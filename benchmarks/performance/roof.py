@@ -1,13 +1,12 @@
-"""How far each phase is from what the machine can do: model FLOPs against its matrix-multiply rate, bytes against its
-memory bandwidth, both measured by a small probe.
+"""Roofline of each phase: model FLOPs and bytes against the machine's measured matmul rate and memory bandwidth.
 
     OMP_NUM_THREADS=1 python benchmarks/performance/roof.py --output roof.json  # the shipped policy's shape
     python benchmarks/performance/roof.py --device cuda --dtype bfloat16 --models 0.5B 1.5B --rows 64 --completion 512
 
 On the CPU seconds are processor time of one thread, so that other programs count little; on CUDA they are wall time.
-The limit of a phase is the larger of FLOPs / rate and bytes / bandwidth; a share of 100 % cannot be had where small
-matrices, softmax, norms and sampling take time of their own.
-"""  # noqa: D205
+The limit of a phase is the larger of FLOPs / rate and bytes / bandwidth; 100 % is out of reach if small matrices,
+softmax, norms and sampling take time of their own.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ MODELS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What a phase has to do at least."""
+    """Minimum FLOPs and bytes of a phase."""
 
     flops: float
     num_bytes: float
@@ -46,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the counts below need: parameters in matrix multiplications of the body and of the head."""
+    """Sizes for the counts below: matmul parameters of the body and of the head."""
 
     body: int
     head: int
@@ -57,7 +56,7 @@ class Shape:
 
     @classmethod
     def of(cls, lm: LlamaForCausalLM) -> Shape:
-        """Counts them."""
+        """Counts the parameters of a model."""
         c = lm.config
         head_dim = c.hidden_size // c.num_attention_heads
         body = sum(p.numel() for p in lm.model.layers.parameters())
@@ -73,7 +72,7 @@ class Shape:
         return Work(3 * forward, 3 * self.item * (self.body + self.head))
 
     def decoding(self, rows: int, prompt: int, completion: int) -> Work:
-        """All steps: the weights once for each step, the keys and values of every row once for each step."""
+        """All decode steps: each reads the weights once, and the KV cache of every row once."""
         flops = num_bytes = 0.0
         for position in range(prompt, prompt + completion):
             flops += rows * (2 * self.body + 2 * self.head + 4 * self.layers * self.width * position)
@@ -82,7 +81,7 @@ class Shape:
 
 
 def clock(device: str) -> float:
-    """Processor time on a CPU, wall time behind a synchronisation on CUDA."""
+    """Processor time on a CPU; wall time after a synchronization on CUDA."""
     if device == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -90,7 +89,7 @@ def clock(device: str) -> float:
 
 
 def median_s(run: Callable[[], object], device: str, repeats: int = 5) -> float:
-    """Median seconds, after one run to warm up."""
+    """Median seconds, after a warm-up."""
     run()
     seconds = []
     for _ in range(repeats):
@@ -101,7 +100,7 @@ def median_s(run: Callable[[], object], device: str, repeats: int = 5) -> float:
 
 
 def probe(device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of a large matrix product, bytes/s of a copy that fits no cache."""
+    """FLOP/s of a large matmul, bytes/s of a copy larger than the caches."""
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     rate = 2 * size**3 / median_s(lambda: a @ b, device)
@@ -111,7 +110,7 @@ def probe(device: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def measure(lm: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, tuple[float, Work]]:
-    """Seconds and least work of each phase."""
+    """Seconds and minimum work of each phase."""
     shape, policy = Shape.of(lm), CausalPolicy(lm)
     sizes = (args.rows, args.prompt, args.completion)
     ids = torch.randint(3, 90, (args.rows, args.prompt + args.completion), device=args.device)
@@ -143,7 +142,7 @@ def measure(lm: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, tuple[f
 
 
 def main() -> None:
-    """Prints a table and writes JSON."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["0.5M", "5M"])
     parser.add_argument("--rows", type=int, default=64)

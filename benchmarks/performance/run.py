@@ -1,9 +1,9 @@
-"""All that stands in docs/performance.md in one command: tables on the screen, and `benchmarks.json`.
+"""Runs all measurements of docs/performance.md: prints tables and writes `benchmarks.json`.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
     OMP_NUM_THREADS=1 python benchmarks/performance/run.py --trl_python /tmp/trl/bin/python --out runs/benchmarks
 
-Takes about ten minutes on two cores that nobody else uses. Without TRL's environment that part is left out.
+Takes about ten minutes on two idle cores. Without TRL's environment that part is skipped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PART_TIMEOUT_S = 1200.0
 
 
 def run_part(name: str, flags: list[str], out: Path) -> float:
-    """Prints its table; returns its seconds.
+    """Runs a part, which prints its table; returns its seconds.
 
     Raises:
-        subprocess.SubprocessError: it failed, or took longer than `PART_TIMEOUT_S`.
+        subprocess.SubprocessError: it failed, or exceeded `PART_TIMEOUT_S`.
     """
     print(f"\n== {name}: benchmarks/{name}.py {' '.join(flags)}", flush=True)
     began = time.monotonic()
@@ -45,7 +45,7 @@ def run_part(name: str, flags: list[str], out: Path) -> float:
 
 
 def main() -> None:
-    """Runs the parts one after the other."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--trl_python", type=Path, default=Path("/tmp/trl/bin/python"))

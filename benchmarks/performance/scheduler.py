@@ -1,10 +1,9 @@
-"""What scheduling costs for each group, as the number of groups under way grows; and rollouts at once in virtual time.
+"""Scheduling cost per group, by the number of open groups; and concurrent rollouts in virtual time.
 
     python benchmarks/performance/scheduler.py
 
-Seconds are of the processor. `rule`: admitting, finishing in random order, choosing and taking, nothing else.
-`producer`: the whole background side (prompts, tokenizer, threads, scoring, bookkeeping) around an engine that takes no
-time.
+Seconds are processor time. `rule`: admitting, finishing in random order, choosing and taking only. `producer`: the
+whole producer (prompts, tokenizer, threads, scoring, bookkeeping) around an engine that takes no time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lit_async_rl.tasks import SortDigits
 
 
 def rule_cost(num_groups: int, num_rounds: int = 2, seed: int = 0) -> float:
-    """Microseconds for each group, with `num_groups` in a round and as many ahead."""
+    """Microseconds per group, with `num_groups` in a round and as many ahead."""
     admission, rng = Admission(num_groups, 1), random.Random(seed)
     began = time.process_time()
     for _ in range(num_rounds):
@@ -43,7 +42,7 @@ def rule_cost(num_groups: int, num_rounds: int = 2, seed: int = 0) -> float:
 
 
 def producer_cost(num_groups: int) -> float:
-    """Microseconds for each group, all of them under way at the same time."""
+    """Microseconds per group, with all of them open at the same time."""
     engine = SimulatedEngine(Constant(0.0), num_slots=1)
     producer = Producer(
         engine=engine,
@@ -67,7 +66,7 @@ def producer_cost(num_groups: int) -> float:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_groups", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What the stabilizers cost: time in their hooks as a share of the training step (forward, backward, optimizer).
+"""Cost of the stabilizers: time in their hooks as a share of the training step (forward, backward, optimizer).
 
-The step leaves out generation, which makes the shares larger than in a real run. Two models: that of the quick start,
-with its step of 256 completions, and a Llama of 110M parameters with a step that is far smaller than usual, which makes
-them larger again.
+Generation is excluded, which makes the shares larger than in a real run. Two models: that of the quick start, with its
+step of 256 completions, and a Llama with 110M parameters and a step far smaller than usual, which again makes the
+shares larger.
 
     python benchmarks/performance/stabilizer_overhead.py --output overhead.json
 """
@@ -47,15 +47,13 @@ STABILIZERS: dict[str, Callable[[], pl.Callback]] = {
 
 
 class SynchronizingProfiler(SimpleProfiler):
-    """Waits for the GPU at both ends, so that work is counted where it was asked for."""
+    """Profiler that synchronizes the GPU at both ends of a section."""
 
     def start(self, action_name: str) -> None:
-        """See the class."""
         _synchronize()
         super().start(action_name)
 
     def stop(self, action_name: str) -> None:
-        """See the class."""
         _synchronize()
         super().stop(action_name)
 
@@ -93,7 +91,7 @@ class FixedBatches(pl.LightningDataModule):
 
 
 def measure(model: str, make: Callable[[], pl.Callback], accelerator: str, random_init: bool, **size: int) -> float:
-    """Median seconds in the stabilizer's hooks over median seconds of a step; the first steps warm up."""
+    """Median seconds in the stabilizer's hooks over median seconds of a step, after warm-up steps."""
     pl.seed_everything(0, verbose=False)
     module, callback = PolicyModule(model, random_init=random_init), make()
     data = FixedBatches(vocab_size=module.policy.lm.config.vocab_size, **size)
@@ -119,7 +117,7 @@ def measure(model: str, make: Callable[[], pl.Callback], accelerator: str, rando
 
 
 def main() -> None:
-    """Prints a table; `--output` writes it as JSON too."""
+    """Command line; `--output` also writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--accelerator", default="cpu")

@@ -55,17 +55,17 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where its log is."""
+        """Folder of its log."""
         return self.out / self.system / ("pace" if self.seed is None else f"seed{self.seed}")
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has trained for as many steps."""
+        """Whether it has trained for enough steps."""
         mark = self.folder / FINISHED
         return mark.is_file() and json.loads(mark.read_text())["num_steps"] == self.num_steps
 
     def arguments(self) -> list[str]:
-        """Of `scripts/train.py`."""
+        """Arguments of `scripts/train.py`."""
         configs = [flag for path in [QUICKSTART, *SYSTEMS[self.system]] for flag in ("--config", path)]
         place = {"save_dir": str(self.folder), "name": "", "version": "", "flush_logs_every_n_steps": 10}
         logger = {"class_path": "lit_async_rl.training.csv_logger.CSVLog", "init_args": place}
@@ -116,7 +116,7 @@ class Run:
         return self._log().dropna(subset=["perf/step_s"])
 
     def age(self) -> tuple[float, float]:
-        """Mean and largest age of the data, in optimizer steps: versions are published every so many of them."""
+        """Mean and maximum age of the data in optimizer steps."""
         log, every = self.steps(), self.data_setting("weight_sync_steps")
         since = log["step"] % every
         mean, most = (log[f"sample/staleness_{name}"] * every + since for name in ("mean", "max"))
@@ -130,7 +130,7 @@ class Run:
         return float(np.interp(step, done, rows["val/pass@1"]))
 
     def steps_for(self, num_tokens: float) -> float:
-        """Optimizer steps after which so many tokens were trained on."""
+        """Optimizer steps until this many tokens were trained on."""
         tokens = np.cumsum([0, *self.tokens])
         return float(np.interp(num_tokens, tokens, np.arange(len(tokens))))
 
@@ -145,7 +145,7 @@ class Run:
 
 
 def main() -> None:
-    """Trains what is missing and prints the table."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def table(paces: dict[str, Run], runs: dict[str, list[Run]]) -> str:
-    """Markdown, a row for each system, of those runs that have finished."""
+    """Markdown table of the finished runs, one row per system."""
     runs = {s: [run for run in several if run.is_finished] for s, several in runs.items()}
     runs = {s: several for s, several in runs.items() if several and paces[s].is_finished}
     if not runs:
@@ -196,7 +196,7 @@ def table(paces: dict[str, Run], runs: dict[str, list[Run]]) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Mean, and from where to where."""
+    """Mean and range."""
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

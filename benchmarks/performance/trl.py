@@ -108,7 +108,7 @@ def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str
 
 
 def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: str, folder: Path) -> subprocess.Popen:
-    """One worker, which runs until its first stop."""
+    """Starts a worker, which runs until its first stop."""
     rounds = {"warmup": 3, "steps": workload["steps"], "num_segments": args.rounds, "output": f"{folder}/{name}.json"}
     max_steps = rounds["warmup"] + rounds["steps"] * rounds["num_segments"]
     num_threads = args.num_threads * (2 if name == "trl2" else 1)
@@ -139,7 +139,7 @@ def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: 
 
 
 def wait_for_stop(worker: subprocess.Popen, log: Path) -> None:
-    """Until it has stopped itself, or has ended well."""
+    """Waits until the worker has stopped itself, or has exited successfully."""
     deadline = time.monotonic() + TURN_TIMEOUT_S
     while time.monotonic() < deadline:
         pid, status = os.waitpid(worker.pid, os.WNOHANG | os.WUNTRACED)
@@ -155,7 +155,7 @@ def wait_for_stop(worker: subprocess.Popen, log: Path) -> None:
 
 
 def take_turns(args: argparse.Namespace, workload: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
-    """Segments of every system."""
+    """Runs segments of all systems in turn."""
     workers: dict[str, subprocess.Popen] = {}
     try:
         for name in args.systems:
@@ -208,7 +208,7 @@ def summarize(name: str, segments: list[dict[str, float]], base: list[dict[str, 
 
 
 def main() -> None:
-    """Prints tables and writes JSON."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl_python", default="/tmp/trl/bin/python", help="Python of TRL's environment")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))

@@ -1,9 +1,9 @@
-"""vLLM against the embedded engine and `model.generate`, and what live weight updates cost it.
+"""Throughput of vLLM, the embedded engine and `model.generate`, and the cost of live weight updates in vLLM.
 
-Tokens per second of processor time, of all processes together (of wall time on a GPU), because others may use the
-processors too: same model, prompts, lengths and threads; runs alternate, medians are reported. Updates: new weights
-every `--step_s` seconds while it generates; a pause is the time in which it cannot, and the share lost is the sum of
-the pauses over the time. Pauses are wall time, so a busy machine makes them longer.
+Tokens per second of processor time, over all processes (of wall time on a GPU), because the machine may be shared: same
+model, prompts, lengths and threads; runs alternate, medians are reported. Updates: new weights every `--step_s` seconds
+during generation; a pause is the time without generation, and the share lost is the sum of the pauses over the time.
+Pauses are wall time, so a busy machine makes them longer.
 
     .venv-vllm/bin/python benchmarks/performance/vllm_engine.py --output vllm.json
 """
@@ -46,7 +46,7 @@ def start(lm: PreTrainedModel, args: argparse.Namespace, num_seqs: int) -> VLLME
 
 
 def processor_seconds() -> float:
-    """What this process and its children have used so far."""
+    """Processor time of this process and its children."""
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(found.user + found.system for found in times)
@@ -69,7 +69,7 @@ def rates(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespace, num
 
 
 def update_costs(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespace, num_seqs: int) -> dict:
-    """Pauses of live updates, with `num_seqs` samples always in work."""
+    """Pauses of live updates, with `num_seqs` samples running at any time."""
     stopped = threading.Event()
 
     def keep_busy() -> None:
@@ -104,7 +104,7 @@ def update_costs(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespa
 
 
 def main() -> None:
-    """Prints two tables and writes JSON."""
+    """Command line."""
     parser = make_parser(__doc__, ["0.6M", "5M"], "vllm.json")
     parser.add_argument("--num_updates", type=int, default=100)
     parser.add_argument("--step_s", type=float, default=0.25, help="time between two weight updates")

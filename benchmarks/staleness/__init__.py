@@ -1,7 +1,7 @@
-"""The staleness benchmark: small policies, exact lags, many seeds. See `scripts/staleness_bench.py`.
+"""Staleness benchmark: small policies, exact lags, many seeds. See `scripts/staleness_bench.py`.
 
-`suite` says which cells there are, `cell` trains one, `grid` trains them all and goes on where it was stopped, `table`
-reads what they wrote, `statistics`, `figures` and `report` make something of it.
+`suite` defines the cells, `cell` trains one, `grid` trains all of them and resumes an interrupted grid, `table`
+collects their results, and `statistics`, `figures` and `report` evaluate them.
 """
 
 from importlib.util import find_spec

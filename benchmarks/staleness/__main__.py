@@ -1,9 +1,9 @@
-"""Does it stay stable at lag k, and which stabilizer helps? Trains a grid {method} x {lag} x {seed} of small policies.
+"""Stability at lag k and the effect of stabilizers: trains a grid {method} x {lag} x {seed} of small policies.
 
     python scripts/staleness_bench.py --suite quick
 
-Writes `results.parquet`, `report.html` and its pictures to `--out`. A grid that was stopped goes on where it was; a
-finished run is never run again. `scripts/plot_bench.py` draws everything again from the table.
+Writes `results.parquet`, `report.html` and its figures to `--out`. An interrupted grid is resumed; finished runs are
+not repeated. `scripts/plot_bench.py` redraws the report from the table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.staleness.table import read_cells, write_table
 
 
 def train(suite: Suite, out: Path, num_processes: int) -> None:
-    """Block by block: a block may use the learning rates that an earlier one found."""
+    """Trains block by block, as a block may use the learning rates found by an earlier one."""
     grid = Grid(out, num_processes, suite.cell_timeout_s)
     for block in suite.blocks:
         best = {}
@@ -35,7 +35,7 @@ def train(suite: Suite, out: Path, num_processes: int) -> None:
 
 
 def main() -> None:
-    """Trains, then reports."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="quick", help="name of a file in configs/bench/suites")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: runs/bench/<suite>")

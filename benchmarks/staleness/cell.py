@@ -19,7 +19,7 @@ RESULT = "result.json"
 
 
 class CellRecorder(pl.Callback):
-    """Logs what the comparison at equal cost needs: `bench/cpu_s` of the whole process and `bench/tokens` trained on.
+    """Logs `bench/cpu_s` of the whole process and `bench/tokens` trained on, for the comparison at equal cost.
 
     Processor time and not wall time, because several cells share the machine; engine and trainer both count.
     """
@@ -28,13 +28,11 @@ class CellRecorder(pl.Callback):
         self._began, self._tokens = 0.0, 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts the clock."""
         self._began = time.process_time()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts completion tokens."""
         self._tokens += int(batch.loss_mask.sum())
         pl_module.log_dict({"bench/cpu_s": time.process_time() - self._began, "bench/tokens": float(self._tokens)})
 
@@ -67,7 +65,7 @@ def run_cell(cell: Cell, out: Path) -> None:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Writes a result atomically."""
     part = folder / f"{RESULT}.part"
     part.write_text(json.dumps(result, indent=1))
     part.replace(folder / RESULT)

@@ -1,4 +1,4 @@
-"""Pictures of the staleness benchmark: lines are means over seeds, bands and bars their 95 % intervals."""
+"""Figures of the staleness benchmark: lines are means over seeds, bands and bars their 95 % intervals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def accuracy_by_lag(table: pd.DataFrame, methods: list[str]) -> Figure:
 
 
 def signals_by_lag(table: pd.DataFrame, method: str) -> Figure:
-    """What the monitors see of one method, a line for each lag."""
+    """Monitor signals of one method, a line per lag."""
     figure, axes = plt.subplots(1, len(SIGNALS), figsize=(4 * len(SIGNALS), 3.2))
     rows = table[table["method"] == method]
     for axis, (name, title) in zip(axes, SIGNALS.items(), strict=True):
@@ -154,7 +154,7 @@ def equal_cost(table: pd.DataFrame, methods: list[str], lag: int) -> Figure:
 
 
 def effect(table: pd.DataFrame, without: str, with_it: str, lag: int, signals: Sequence[str]) -> Figure:
-    """What one stabilizer does: accuracy and the signals it acts on, without and with it."""
+    """Effect of one stabilizer: accuracy and the signals it acts on, without and with it."""
     names = ["accuracy", *signals]
     figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3))
     for axis, name in zip(axes, names, strict=True):
@@ -174,7 +174,7 @@ def effect(table: pd.DataFrame, without: str, with_it: str, lag: int, signals: S
 
 
 def save(figure: Figure, path: str) -> None:
-    """Writes and forgets it."""
+    """Writes and closes a figure."""
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)

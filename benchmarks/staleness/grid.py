@@ -1,4 +1,4 @@
-"""Trains all cells of a suite, a few at a time, each in its own process; never one that has finished before."""
+"""Trains the cells of a suite, several at a time, each in its own process; finished ones are skipped."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ POLL_S = 0.1
 
 
 class Grid:
-    """Runs cells. A killed grid goes on where it stopped: what counts is which folders hold a result.
+    """Runs cells. An interrupted grid is resumed: cells whose folder holds a result are finished.
 
     Args:
         out: the benchmark's folder.
-        num_processes: cells trained at the same time; one core each.
-        cell_timeout_s: a cell that takes longer is ended, and counts as failed.
+        num_processes: cells trained concurrently; one core each.
+        cell_timeout_s: a cell that takes longer is killed and counts as failed.
     """
 
     def __init__(self, out: Path, num_processes: int, cell_timeout_s: float) -> None:
@@ -35,7 +35,7 @@ class Grid:
         self._running: dict[Cell, tuple[BaseProcess, float]] = {}
 
     def run(self, cells: Iterable[Cell]) -> None:
-        """Returns when all have finished; ends its processes when interrupted."""
+        """Trains all cells; kills its processes when interrupted."""
         waiting = [cell for cell in dict.fromkeys(cells) if not (self.out / cell.folder / RESULT).is_file()]
         total = len(waiting)
         began = time.monotonic()
@@ -59,7 +59,7 @@ class Grid:
         self._running[cell] = (process, time.monotonic())
 
     def _reap(self) -> list[Cell]:
-        """Cells that have ended; one without a result gets one that says why."""
+        """Cells that have ended; one without a result gets an error as its result."""
         ended = []
         for cell, (process, began) in list(self._running.items()):
             overdue = time.monotonic() - began > self.cell_timeout_s
@@ -79,7 +79,7 @@ class Grid:
 
 
 def _run(cell: Cell, out: Path, parent: int) -> None:
-    """A cell's process; it ends when its grid was killed, or the next grid would train the same cell beside it."""
+    """Process of a cell; dies with the grid, so that no later grid trains the cell concurrently."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Draws the report of a staleness benchmark again, from its table.
+"""Redraws the report of a staleness benchmark from its table.
 
 python scripts/plot_bench.py --table runs/bench/full/results.parquet --out runs/bench/full
 """
@@ -14,7 +14,7 @@ from benchmarks.staleness.table import read_table
 
 
 def main() -> None:
-    """Reads, draws, writes."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, required=True, help="results.parquet of a benchmark")
     parser.add_argument("--out", type=Path, required=True, help="folder for report.html and its pictures")

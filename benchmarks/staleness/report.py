@@ -1,4 +1,4 @@
-"""The report: tables, pictures, and a ranking in words, from nothing but the table."""
+"""Report of the staleness benchmark: tables, figures, and a ranking in words, from the table alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
 
 
 def words(runs: pd.DataFrame, summary: pd.DataFrame, regime: str) -> list[str]:
-    """What the numbers of a regime say, sentence by sentence."""
+    """Summary of a regime in sentences."""
     rows = summary[(summary["regime"] == regime) & (summary["learning_rate_scale"] == 1.0)]
     naive = naive_method(runs, regime)
     reference = rows[(rows["method"] == naive) & (rows["lag"] == 0)].iloc[0]
@@ -140,7 +140,7 @@ def _table(rows: pd.DataFrame) -> str:
 
 
 def _html(lines: list[str], out: Path) -> str:
-    """The same as one file that needs nothing else."""
+    """The report as one self-contained file."""
     body = []
     for line in lines:
         if line.startswith("!["):

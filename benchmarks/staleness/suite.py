@@ -1,4 +1,4 @@
-"""Which runs a suite consists of, read from `configs/bench/suites/*.yaml`."""
+"""Suites of the staleness benchmark, read from `configs/bench/suites/*.yaml`."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Where its results are, relative to the benchmark's folder."""
+        """Folder of its results, relative to the benchmark's."""
         name = f"lag={self.lag},lr={self.learning_rate_scale:g},seed={self.seed}"
         return Path("cells", self.regime, self.method, name)
 
     @classmethod
     def of(cls, folder: Path) -> Cell:
-        """The inverse of `folder`."""
+        """Inverse of `folder`."""
         settings = dict(part.split("=") for part in folder.name.split(","))
         regime, method = folder.parent.parent.name, folder.parent.name
         return cls(regime, method, int(settings["lag"]), float(settings["lr"]), int(settings["seed"]))
 
     def arguments(self) -> list[str]:
-        """What to give `scripts/train.py` to train the same thing by hand.
+        """Arguments of `scripts/train.py` for the same run.
 
         Raises:
             FileNotFoundError: a method or regime has no file.
@@ -84,7 +84,7 @@ class Block:
         return not isinstance(self.learning_rate_scales, str) and len(self.learning_rate_scales) > 1
 
     def cells(self, best: dict[tuple[str, str, int], float]) -> list[Cell]:
-        """Its runs, seed by seed, so that an interrupted grid has some of everything."""
+        """Its runs, seed by seed, so that an interrupted grid covers all settings."""
         cells = []
         for seed, lag, method in product(self.seeds, self.lags, self.methods):
             scales = self.learning_rate_scales

@@ -1,4 +1,4 @@
-"""The tidy table: one row per cell and optimizer step."""
+"""Results as a tidy table: one row per cell and optimizer step."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def read_cells(out: Path, cells: Iterable[Cell] | None = None) -> pd.DataFrame:
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Parquet; single precision is more than any of the numbers has."""
+    """Writes Parquet in single precision."""
     numbers = table.select_dtypes("float64").columns
     table.astype(dict.fromkeys(numbers, "float32")).to_parquet(path, compression="zstd", index=False)
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table written before.
+    """Reads a table written by `write_table`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         ValueError: it has other columns.
     """
     if not path.is_file():

@@ -1,11 +1,12 @@
-"""Attacks a model of the trainer with random moves, and checks what is promised after each of them.
+"""Runs the trainer's state machine under random transitions and checks its invariants after each of them.
 
 Samples, rewards, micro-batches, steps, publications, checkpoints in any hook, kills, resumes, changes of the bound,
-failing engines and rewards, and SIGTERM come in an order that the seed decides; see `benchmarks.state_machine.machine`.
+failing engines and rewards, and SIGTERM occur in an order determined by the seed; see
+`benchmarks.state_machine.machine`.
 
     python benchmarks/state_machine/__main__.py --transitions 2000000 --seed 0
 
-The first broken promise ends it with the seed and settings of the machine that met it; --machine runs that one again.
+The first violation ends it with seed and settings of the machine; --machine repeats that one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EVERY = 50_000  # transitions between two lines
 
 
 def main() -> None:
-    """Prints how far it is."""
+    """Command line; prints the progress."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transitions", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_async_rl.errors import InvariantError, RewardError
-from lit_async_rl.rewards.scorer import Scorer, score
+from lit_async_rl.rewards.score import score
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.producer import Producer
@@ -21,7 +22,7 @@ from lit_async_rl.utils.log_limit import LimitedLog
 
 
 class _NoThread:
-    """In place of a thread."""
+    """Replaces a thread."""
 
     def __init__(self) -> None:
         self._alive = False
@@ -43,7 +44,7 @@ class VirtualListener(EngineListener):
         return _NoThread()
 
     def turn(self) -> None:
-        """What the thread does in one turn of its loop."""
+        """One iteration of the thread's loop."""
         engine = self.engine
         try:
             if self.engine_error is None:
@@ -55,17 +56,16 @@ class VirtualListener(EngineListener):
 
 
 class VirtualClock(AwakeClock):
-    """Stands still."""
+    """Clock that always returns 0."""
 
     def __init__(self) -> None:
-        """Needs no thread."""
+        """Starts no thread."""
 
     def now(self) -> float:
-        """Always the same."""
         return 0.0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class VirtualScorer(Scorer):
@@ -81,12 +81,12 @@ class VirtualScorer(Scorer):
         self._jobs: Any = self
 
     def put(self, job: Any) -> None:
-        """`submit` calls it, and so does a failure that gets another try."""
+        """Queues a job; called by `submit` and for another try."""
         if job is not None:
             self.jobs.append(job)
 
     def step(self, chosen: int, fails: bool = False) -> None:
-        """Scores one of those that wait, or fails to."""
+        """Scores one of the queued completions, or fails to."""
         job = self.jobs.pop(chosen % len(self.jobs))
         if not job.is_wanted():
             return
@@ -107,15 +107,15 @@ def _reward(prompt: Prompt, completion: str) -> float:
 
 
 class VirtualWait(GroupWait):
-    """Lets the background make its moves while the trainer waits."""
+    """Runs background transitions while the trainer waits."""
 
     background: Callable[[], bool]
 
     def until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """What `ready` returns as soon as that is a number; None to stop.
+        """First number returned by `ready`; None to stop.
 
         Raises:
-            InvariantError: there is nothing left to wait for.
+            InvariantError: no transition is left, so the wait would never end.
         """
         while True:
             self._listener.check_thread()

@@ -11,7 +11,7 @@ KINDS = ("fixed_lag", "fixed_lag", "free", "free", "ratio", "redundant", "ring",
 
 
 def random_settings(rng: random.Random) -> VirtualSettings:
-    """Any that go together."""
+    """Random valid settings."""
     kind, groups = rng.choice(KINDS), rng.randint(1, 3)
     streams = rng.random() < 0.3
     return VirtualSettings(
@@ -31,10 +31,10 @@ def random_settings(rng: random.Random) -> VirtualSettings:
 
 
 class Driver:
-    """Chooses moves at random, and begins a new machine when a run is over.
+    """Runs machines under random transitions, one after the other.
 
     Args:
-        seed: of everything.
+        seed: of the random transitions.
         most_transitions: of one machine.
     """
 
@@ -43,7 +43,7 @@ class Driver:
         self.num_transitions = self.num_steps = self.num_machines = 0
 
     def run(self, num_transitions: int) -> None:
-        """At least so many moves.
+        """Runs at least this many transitions.
 
         Raises:
             Violation: see `run_one`.
@@ -57,10 +57,10 @@ class Driver:
 
 
 def run_one(seed: int, most_transitions: int) -> StateMachine:
-    """One machine from its seed.
+    """Runs one machine from its seed.
 
     Raises:
-        Violation: a promise was broken, or anything else went wrong; says under which settings.
+        Violation: an invariant was violated, or an error occurred; names the settings.
     """
     rng = random.Random(seed)
     settings = random_settings(rng)

@@ -19,7 +19,7 @@ LONGEST = 3  # tokens of a completion
 
 
 def mix(*values: int) -> int:
-    """A number that depends on all of these and on their order."""
+    """Hash of integers, which depends on their order."""
     mixed = 1469598103
     for value in values:
         mixed = (mixed * 6364136223846793005 + value + 1442695040888963407) % MODULUS
@@ -28,17 +28,17 @@ def mix(*values: int) -> int:
 
 
 def sample_length(draw: int) -> int:
-    """Tokens of a completion."""
+    """Number of tokens of a completion."""
     return 1 + mix(draw) % LONGEST
 
 
 def sample_token(weights: int, prompt: int, draw: int, position: int) -> int:
-    """A token of a completion: it tells which weights sampled it."""
+    """A token of a completion; it depends on the weights that sampled it."""
     return mix(weights, prompt, draw, position) % 100_000
 
 
 class NumberedPrompts(PromptSource):
-    """Prompts whose token is their number."""
+    """Prompts whose single token is their number."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,7 +51,7 @@ class NumberedPrompts(PromptSource):
 
 
 class NumberCodec(TextCodec):
-    """Its ids are the numbers."""
+    """Tokenizer of numbers."""
 
     vocab_size = 2**62
 
@@ -59,11 +59,9 @@ class NumberCodec(TextCodec):
         """Needs no tokenizer."""
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's number."""
         return (int(prompt.text),)
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """The ids."""
         return ",".join(map(str, token_ids))
 
 
@@ -87,7 +85,7 @@ class _Running:
 
 
 class VirtualEngine(RolloutEngine):
-    """Samples a token of one completion with each call of `step`; its weights are a number."""
+    """Engine that samples one token per call of `step`; its weights are a number."""
 
     busy_s = 0.0
     num_tokens = 0
@@ -101,14 +99,14 @@ class VirtualEngine(RolloutEngine):
         self.num_draws = self.weights = self.version = 0
 
     def setup(self, model: str) -> None:
-        """Nothing to load."""
+        """Does nothing."""
 
     def _check(self) -> None:
         if self.fault is not None:
             raise self.fault
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begins all samples at once; which numbers they draw depends on their order only."""
+        """Starts all samples; their random draws depend only on their order."""
         self._check()
         for request in requests:
             for number in range(request.num_samples):
@@ -116,7 +114,7 @@ class VirtualEngine(RolloutEngine):
                 self.num_draws += 1
 
     def step(self, chosen: int) -> None:
-        """One token of a running sample."""
+        """Samples one token of a running sample."""
         sample = self.running[chosen % len(self.running)]
         known, limit = sample.request.prompt_ids, sample.request.sampling.max_tokens
         sample.tokens.append(sample_token(self.weights, known[0], sample.draw, len(known) - 1 + len(sample.tokens)))
@@ -127,13 +125,12 @@ class VirtualEngine(RolloutEngine):
             self.outbox.append(sample.completion("stop"))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has finished."""
         self._check()
         found, self.outbox = self.outbox, []
         return found
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
-        """Without in-flight updates all that runs finishes first."""
+        """Without in-flight updates finishes all running samples first."""
         self._check()
         while self.running and not self.in_flight_weight_updates:
             self.step(0)
@@ -141,23 +138,19 @@ class VirtualEngine(RolloutEngine):
         self.version = version
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Forgets them."""
         self._check()
         self.running = [sample for sample in self.running if sample.request.id not in request_ids]
         self.outbox = [completion for completion in self.outbox if completion.request_id not in request_ids]
 
     def partial_completions(self) -> list[Completion]:
-        """Of all running samples."""
         self._check()
         return [sample.completion("abort") for sample in self.running if sample.tokens]
 
     def random_state(self) -> Tensor:
-        """Numbers drawn so far."""
         return torch.tensor([self.num_draws])
 
     def set_random_state(self, state: Tensor) -> None:
-        """Goes on drawing."""
         self.num_draws = int(state[0])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""

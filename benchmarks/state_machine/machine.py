@@ -1,8 +1,8 @@
-"""A machine that attacks the trainer: random moves of all that can happen, and promises that are checked after each.
+"""State machine of the trainer: transitions, and the invariants checked after each of them.
 
-Moves: a token is sampled, a completion scored, the trainer goes on to its next hook, a checkpoint is saved there, the
-run is killed and resumed from any file, the bound changes, engine or reward fail, the run is asked to stop. One seed
-decides all of it. `benchmarks.state_machine.trainer` says what is real.
+Transitions: a token is sampled, a completion is scored, the trainer advances to its next hook, a checkpoint is saved
+there, the run is killed and resumed from any file, the bound changes, engine or reward fail, the run receives SIGTERM.
+A seed determines all of them. `benchmarks.state_machine.modules` lists the real parts.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from lit_async_rl.types import RolloutBatch
 
 
 class Violation(Exception):
-    """A promise was broken."""
+    """An invariant was violated."""
 
 
 class _Killed(BaseException):
-    """The run is gone."""
+    """The run was killed."""
 
 
 class StateMachine:
-    """One run after another under the same settings, as kills and resumes have it.
+    """Successive runs under the same settings, with kills and resumes in between.
 
     Args:
-        settings: of the run.
-        seed: decides what happens while the trainer waits.
+        settings: of the runs.
+        seed: of the transitions while the trainer waits.
 
     Attributes:
-        num_transitions: moves so far.
-        hook: where the trainer is.
+        num_transitions: transitions so far.
+        hook: current hook of the trainer.
         is_over: the run has reached its last step.
     """
 
@@ -69,7 +69,7 @@ class StateMachine:
     # -- moves --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """The trainer goes on to its next hook; while it waits there the background makes its moves."""
+        """Advances the trainer to its next hook; background transitions happen while it waits."""
         self.num_transitions += 1
         try:
             self.hook = next(self._run)
@@ -83,7 +83,7 @@ class StateMachine:
         self.check()
 
     def background(self) -> bool:
-        """One move of the background side while the trainer waits; False if there is none left."""
+        """One background transition while the trainer waits; False if there is none left."""
         if self._can_die and self.rng.random() < 0.01:
             if self.rng.random() < 0.5:
                 raise _Killed
@@ -92,7 +92,7 @@ class StateMachine:
         return self.move_background(self.rng.randrange(2**30))
 
     def move_background(self, chosen: int, may_fail: bool = True) -> bool:
-        """A token is sampled, completions are collected, or one is scored; False if there is nothing to do."""
+        """Samples a token, collects completions, or scores one; False if there is nothing to do."""
         producer = self.producer
         if producer is None:
             return False
@@ -122,7 +122,7 @@ class StateMachine:
         return True
 
     def save(self) -> None:
-        """A checkpoint, wherever the trainer is."""
+        """Saves a checkpoint at the current hook."""
         self.num_transitions += 1
         self._num_saves += 1
         self._can_die, before = False, self._can_die
@@ -135,18 +135,18 @@ class StateMachine:
         self.check()
 
     def trainer_save(self, path: str) -> None:
-        """Through what stands in for `trainer.save_checkpoint`, if anything does."""
+        """Calls `trainer.save_checkpoint`, or its replacement."""
         saves = vars(self.trainer).get("save_checkpoint", self.trainer.save_checkpoint)
         saves(path)
 
     def resume(self, chosen: int = -1) -> None:
-        """The run is killed, and another begins from a file; from the start if there is none."""
+        """Kills the run and starts another from a file; from the beginning if there is none."""
         self.num_transitions += 1
         files = list(self.files.values())
         self._begin(files[chosen % len(files)] if files else None)
 
     def change_bound(self, bound: int) -> None:
-        """As a callback does at the end of a step."""
+        """Changes the staleness bound, as a callback does at the end of a step."""
         if self.producer is None or self.settings.kind in ("fixed_lag", "ratio") or self.hook != "on_train_batch_end":
             return
         self.num_transitions += 1
@@ -154,13 +154,13 @@ class StateMachine:
         self.check()
 
     def break_engine(self) -> None:
-        """From its next call on the engine fails, until it is replaced."""
+        """Makes the engine fail from its next call on, until it is replaced."""
         if self.producer is not None and not self.settings.is_exact:
             self.num_transitions += 1
             self.producer.engine.fault = RuntimeError("the engine is broken")
 
     def stop(self) -> None:
-        """SIGTERM: the run ends as soon as the trainer waits."""
+        """Sends SIGTERM: the run ends as soon as the trainer waits."""
         self.num_transitions += 1
         self.trainer.received_sigterm = True
 
@@ -168,11 +168,11 @@ class StateMachine:
 
     @property
     def producer(self) -> Any:
-        """The background side, once it has started."""
+        """The producer, once it has started."""
         return self.trainer.datamodule._source._producer
 
     def _saw(self, batch: RolloutBatch, version: int) -> None:
-        """What reaches `training_step`."""
+        """Checks the rows that reach `training_step`."""
         for group, _, versions in rows_of(batch):
             if group in self.trained:
                 raise Violation(f"group {group} is trained on again, after step {self.trained[group]}")
@@ -182,7 +182,7 @@ class StateMachine:
             self.rows[group] += 1
 
     def check(self) -> None:
-        """All that must hold after every move."""
+        """Checks all invariants."""
         if self.producer is None:
             return
         admission = self.trainer.datamodule._slots

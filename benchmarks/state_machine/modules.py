@@ -35,7 +35,7 @@ from lit_async_rl.types import RolloutBatch
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualSettings:
-    """Of a run; `kind` is `fixed_lag`, `free`, `ratio`, `redundant`, `ring`, `drop` or `retry`."""
+    """Settings of a run; `kind` is `fixed_lag`, `free`, `ratio`, `redundant`, `ring`, `drop` or `retry`."""
 
     kind: str = "free"
     max_staleness: int = 1
@@ -57,11 +57,11 @@ class VirtualSettings:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every group that was admitted must be trained on."""
+        """Whether every admitted group must be trained on."""
         return self.kind in ("fixed_lag", "free", "ratio")
 
     def admission(self) -> Admission:
-        """The rule."""
+        """Admission of these settings."""
         per_round = self.groups_per_step * self.sync_steps
         policies: dict[str, AdmissionPolicy] = {
             "fixed_lag": FixedLag(),
@@ -79,7 +79,7 @@ class VirtualSettings:
 
 
 class VirtualData(RolloutDataModule):
-    """The data module around virtual parts."""
+    """The data module with virtual engine, scorer and tokenizer."""
 
     def __init__(self, settings: VirtualSettings, background: Callable[[], bool]) -> None:
         pl.LightningDataModule.__init__(self)
@@ -116,39 +116,36 @@ class VirtualData(RolloutDataModule):
 
 
 class VirtualSync(WeightSync):
-    """Publishes numbers."""
+    """Weight sync without tokenizer and accumulation."""
 
     def link(self, trainer: Any, module: PolicyModule, data: RolloutDataModule) -> None:
-        """There is no tokenizer and no accumulation to agree on."""
+        """Does nothing."""
 
 
 class VirtualPolicy(PolicyModule):
-    """A number that is trained by adding numbers."""
+    """Policy that is a number, trained by adding numbers."""
 
     def __init__(self, saw: Callable[[RolloutBatch, int], None]) -> None:
         WholeSteps.__init__(self)
-        self.version, self.weights, self.gradient = 0, 1, 0
+        self.version, self.weights, self.gradient, self.scheduler = 0, 1, 0, None
         self._updated, self._saw = False, saw
 
     def setup(self, stage: str) -> None:
-        """There is no tokenizer to check."""
         WholeSteps.setup(self, stage)
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Any:
-        """Checks as the real one does."""
+        """Checks the micro-batch as the real one does."""
         self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
         self._saw(batch, self.version)
 
     def on_after_backward(self) -> None:
-        """There is no gradient to scale."""
         WholeSteps.on_after_backward(self)
 
     def stream_weights(self) -> Iterator[tuple[str, Any]]:
-        """The number."""
         yield "weights", self.weights
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody reads it."""
+        """Does nothing."""
 
 
 def rows_of(batch: RolloutBatch) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -166,5 +163,5 @@ def rows_of(batch: RolloutBatch) -> list[tuple[int, tuple[int, ...], tuple[int, 
 
 
 def gradient_of(group: int, tokens: tuple[int, ...]) -> int:
-    """What a rollout adds to the gradient: a sum, so that order and micro-batches do not matter."""
+    """Gradient of a rollout; a step's is the sum, so that order and micro-batches do not matter."""
     return mix(group, *tokens)

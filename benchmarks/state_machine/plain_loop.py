@@ -8,7 +8,7 @@ from lit_async_rl.prompts.stream import PromptStream
 
 
 class PlainLoop:
-    """`fixed_lag` without any of the machinery: what step n must make of the weights."""
+    """Weights of `FixedLag` after each step."""
 
     def __init__(self, settings: VirtualSettings) -> None:
         self.settings = settings
@@ -16,7 +16,7 @@ class PlainLoop:
         self._stream = PromptStream(NumberedPrompts(11), seed=3)
 
     def after(self, num_steps: int) -> int:
-        """The weights."""
+        """Weights after `num_steps` steps."""
         while len(self.weights) <= num_steps:
             self._train(len(self.weights) - 1)
         return self.weights[num_steps]

@@ -30,7 +30,7 @@ MODEL = "RolloutDataModule"  # key of the data module's state
 
 
 class VirtualOptimizer(Optimizer):
-    """Shows what it would step."""
+    """Optimizer with parameter groups only."""
 
     def __init__(self, parameter: Any) -> None:
         self.param_groups = [{"params": [parameter], "lr": 1.0}]
@@ -38,11 +38,11 @@ class VirtualOptimizer(Optimizer):
 
 @dataclass
 class VirtualTrainer:
-    """As much of `lightning.pytorch.Trainer` as the parts around it look at; `fit` stops at every hook.
+    """The part of `lightning.pytorch.Trainer` that is used here; `fit` stops at every hook.
 
     Attributes:
-        files: what `save_checkpoint` wrote.
-        note: what the caller adds to a file.
+        files: written by `save_checkpoint`.
+        note: additional content of a file.
     """
 
     settings: VirtualSettings
@@ -67,7 +67,7 @@ class VirtualTrainer:
         self.module._trainer = self  # type: ignore[assignment]
 
     def save_checkpoint(self, path: str, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """In the order in which Lightning asks for states."""
+        """Collects states in Lightning's order."""
         optimizer = {"global_step": self.global_step, "weights": self.module.weights}
         loops = {"fit_loop": {"epoch_loop.batch_progress": self.progress.state_dict()}}
         checkpoint: dict[str, Any] = {"loops": loops, "state_dict": {}, **optimizer, "note": self.note()}
@@ -98,7 +98,7 @@ class VirtualTrainer:
         return self.global_step >= self.max_steps or self.should_stop
 
     def fit(self, checkpoint: dict[str, Any] | None = None) -> Iterator[str]:
-        """Stops in every hook, and says which."""
+        """Yields the name of every hook."""
         module, sync = self.module, self.sync
         module.setup("fit")
         sync.setup(self, module, "fit")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Settings worth changing for each side of a run that may be its limit, and for a run that collapses."""
+"""Settings to change, for each possible bottleneck and for a collapsing run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MUCH_PADDING = 0.25  # share of the positions in a training pass
 
 @dataclass
 class StepLoad:
-    """What the ends of the steps of a window looked like."""
+    """Load counters of a window of steps."""
 
     began: Intervals = NOTHING
     num_steps: int = 0
@@ -42,12 +42,12 @@ class StepLoad:
 
 
 def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, num_ranks: int = 1) -> Settings:
-    """For each side a setting that is not yet at its end.
+    """For each side, a setting that can still be changed.
 
     Args:
-        data: feeds the run.
-        pl_module: is trained.
-        load: of the window.
+        data: data module of the run.
+        pl_module: module in training.
+        load: load counters of the window.
         num_ranks: training processes on this machine.
     """
     workers, sync_steps = data.scoring.workers, data.weight_sync_steps
@@ -63,21 +63,21 @@ def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, 
 
 
 def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
-    """What helps a run that collapses: VCPO, or less of what made it stale where that is on already."""
+    """Advice for a collapsing run: VCPO, or a smaller learning rate or staleness bound if VCPO is in use."""
     if isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None:
-        return "add --config configs/stabilizers/vcpo.yaml, and begin again from a checkpoint before the fall"
+        return "add --config configs/stabilizers/vcpo.yaml, and resume from a checkpoint before the collapse"
     data = trainer.datamodule
     bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
-    return f"lower model.learning_rate or data.max_staleness{bound}, and begin again from a checkpoint before the fall"
+    return f"lower model.learning_rate or data.max_staleness{bound}, and resume from a checkpoint before the collapse"
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: int) -> int:
-    """Threads that want a core at the same time: of trainers, engine and reward workers."""
+    """Number of threads competing for cores: trainers, engine and reward workers."""
     trainers = num_ranks * (torch.get_num_threads() if pl_module.device.type == "cpu" else 1)
     return trainers + _engine_threads(data.engine) + data.scoring.workers
 
@@ -125,7 +125,7 @@ def _staleness_setting(data: RolloutDataModule) -> Setting:
 
 
 def _fresher_setting(data: RolloutDataModule, fewest_queued: int) -> Setting | None:
-    """A lower bound: whole rounds were always ready, of which one stays in reserve."""
+    """A smaller staleness bound, if more than one round was always ready."""
     bound, spare = data.max_staleness, fewest_queued // data.groups_per_round - 1
     suggested = max(1, bound - spare)
     return Setting(name="data.max_staleness", present=bound, suggested=suggested) if 0 < suggested < bound else None

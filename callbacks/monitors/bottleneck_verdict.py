@@ -34,7 +34,7 @@ class BottleneckVerdict(pl.Callback):
 
     Attributes:
         verdict: the last one.
-        collapse: what is known of a collapse that goes on; None while training is sound.
+        collapse: description of an ongoing collapse; None while training is healthy.
 
     Raises:
         ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.

@@ -9,13 +9,21 @@ import lightning.pytorch as pl
 from torchmetrics import MeanMetric
 
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
+from lit_async_rl.callbacks.parts import rollout_data
+from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class RolloutMonitor(StepMonitor):
-    """Logs `reward/mean`, `reward/std`, `rollout/length_mean`, `rollout/no_signal_share` and `policy/entropy`.
+    """Logs rewards, lengths and entropy of a step.
 
-    `no_signal_share` is the share of rollouts whose advantage is 0: they cost time without a gradient.
+    * `reward/mean`, `reward/std`: of the rollouts that are trained on. Filters (dynamic sampling) have dropped some, so
+      this is not how good the policy is.
+    * `reward/mean_sampled`: mean over all groups that were scored since the step before, ahead of any filter.
+    * `sample/dropped_share`: share of those groups that filters dropped.
+    * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
+    * `rollout/no_signal_share`: share of rollouts whose advantage is 0: they cost time and teach nothing.
     """
 
     prog_bar = ("reward/mean",)
@@ -24,6 +32,7 @@ class RolloutMonitor(StepMonitor):
         super().__init__()
         self.reward, self.reward_square = MeanMetric(), MeanMetric()
         self.length, self.no_signal, self.entropy = MeanMetric(), MeanMetric(), MeanMetric()
+        self._before = ProducerStats.zero()
         self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
@@ -41,10 +50,27 @@ class RolloutMonitor(StepMonitor):
             metric.reset()
         if length.isnan():  # no rollout in the whole step
             return {}
-        values = {
+        values = self._sampled(trainer) | {
             "reward/mean": mean,
             "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
             "rollout/length_mean": length,
             "rollout/no_signal_share": no_signal,
         }
         return values | ({"policy/entropy": entropy} if length > 0 else {})
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Steps and groups are counted from here."""
+        super().on_train_start(trainer, pl_module)
+        self._before = rollout_data(trainer, "RolloutMonitor").stats() or ProducerStats.zero()
+
+    def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
+        """Of the groups scored since the last step, on the rank that has the producer."""
+        now = rollout_data(trainer, "RolloutMonitor").stats()
+        before, self._before = self._before, now or self._before
+        if now is None or now.num_sampled <= before.num_sampled:
+            return {}
+        number = now.num_sampled - before.num_sampled
+        return {
+            "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
+            "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,
+        }

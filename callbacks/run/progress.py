@@ -17,7 +17,22 @@ NAMES = {
 
 
 class Progress(TQDMProgressBar):
-    """Lightning's progress bar, reduced to reward, held-out accuracy, staleness and tokens per second."""
+    """Lightning's own bar in optimizer steps; shows reward, held-out accuracy, staleness and tokens per second only."""
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Optimizer steps of the run, those before a resume included."""
+        steps = self.trainer.max_steps
+        return steps if steps > 0 else float("inf")
+
+    def on_train_batch_end(
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts optimizer steps, of which a micro-batch is a part only."""
+        step, bar = trainer.global_step, self.train_progress_bar
+        if step > bar.n and self._should_update(step, bar.total):
+            bar.n = step
+            bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def get_metrics(self, trainer: AnyTrainer, pl_module: AnyModule) -> dict[str, Any]:
         """Metrics of the progress bar, rounded."""

@@ -9,7 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.data.compatibility import check_signal
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
 from lit_async_rl.training.compatibility import check_data_compatibility
@@ -61,6 +63,9 @@ class WeightSync(pl.Callback):
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
         check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
+        is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
+        if module.objective.baseline is None and data.tape is None:  # it takes the advantage's place
+            check_signal(data.advantage, data.group_size, data.sampling.temperature, is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
         wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
         if present not in (1, wanted):

@@ -145,7 +145,7 @@ class CollapseAlarm(SignalCallback):
         gg, gp, pp = self._previous.products(space, gradients)[0].tolist()
         if self.watch.max_cosine is not None and 0 < gg < math.inf:
             self._previous.keep(space, gradients)
-        return gg**0.5 or None, cosine(gg, gp, pp)
+        return math.sqrt(gg) or None, cosine(gg, gp, pp)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -18,6 +18,7 @@ from lit_async_rl.callbacks import Progress
 FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
 REPLACED_BY: dict[type[Callback], type[Callback]] = {Progress: ProgressBar}  # a Trainer has one at most
 SWITCHES = {
+    "logger": ["samples"],  # which are written to its folder
     "enable_progress_bar": ["progress"],
     "enable_checkpointing": ["checkpoint", "save_on_failure", "save_on_sigterm"],
 }
@@ -36,7 +37,9 @@ def build(spec: Mapping[str, Any]) -> Any:
 
 
 def full_path(name: str) -> str:
-    """Path of a class: both packages have a `ThroughputMonitor`, and ours is meant."""
+    """Dotted path of a class that may be named without one."""
+    if "." in name:
+        return name
     return f"{'lit_async_rl' if name in lit_async_rl.__all__ else 'lightning.pytorch.callbacks'}.{name}"
 
 
@@ -48,7 +51,7 @@ def default_callbacks(
     Args:
         changed: other callbacks by key of the default whose place they take; None switches it off.
         own: callbacks beside them; one of the same class as a default takes its place.
-        settings: of the Trainer: `enable_progress_bar=False` and `enable_checkpointing=False` switch defaults off.
+        settings: of the Trainer: False for `logger`, `enable_progress_bar` or `enable_checkpointing` switches defaults off.
 
     Raises:
         ValueError: there is no such key, or its value is no callback.

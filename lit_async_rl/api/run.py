@@ -13,7 +13,7 @@ from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.prompts.records import Records
-from lit_async_rl.rewards.scorer import Reward
+from lit_async_rl.rewards.score import Reward
 from lit_async_rl.training.module import PolicyModule
 
 OF_THE_MODULE = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]

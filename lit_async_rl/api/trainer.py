@@ -54,7 +54,7 @@ class Trainer(pl.Trainer):
                 raise TypeError(f"Trainer has no setting {name!r}{meant(name, SETTINGS)}")
         settings = _with_defaults(settings)
         own = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-        own += default_callbacks(defaults or {}, own, settings)
+        own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])
         try:

@@ -54,7 +54,7 @@ class AsyncRLCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Refuses what is no configuration, and classes that are none, before anything is called."""
+        """Refuses invalid configuration files and class paths before anything is called."""
         check_config_files(sys.argv[1:] if args is None else args)
         set_parsing_settings(import_path_denylist=[])  # those denied by default are errors now
         self.config = parser.parse_args(args)

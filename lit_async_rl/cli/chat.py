@@ -1,4 +1,4 @@
-"""Type prompts at a trained policy.
+"""Interactive prompts for a trained policy.
 
     lit-async-rl chat --model runs/my_policy
     lit-async-rl chat --model runs/my_policy --prompt "31424210="
@@ -21,7 +21,7 @@ from lit_async_rl.types import Prompt
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Reads prompts from the terminal until it ends."""
+    """Command line; reads prompts until the end of input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder or name")
     parser.add_argument("--prompt", help="answer this one and end")

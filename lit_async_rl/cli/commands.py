@@ -22,7 +22,7 @@ from lit_async_rl.models.weights import stream_weights
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Measures held-out accuracy, trains, measures again, and says in a short table what happened."""
+    """Measures held-out accuracy, trains, measures again, and prints a summary table."""
     run: list[AsyncRLCLI] = []
     with command(lambda: run[0].trainer.log_dir if run else None), CtrlC():
         cli = AsyncRLCLI(args)
@@ -36,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:
-    """Held-out pass@1 and pass@k of a checkpoint, with some samples."""
+    """Held-out pass@1 and pass@k of a checkpoint, with samples."""
     with command():
         cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
         if cli.datamodule.validation.source is None:
@@ -74,7 +74,7 @@ def export(args: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Around a command: errors in one line, no notices about internals, and nothing that is loaded is executed."""
+    """Context of a command: one-line errors, no messages about internals, no code execution on loading."""
     quiet()
     with one_line_errors(folder), nothing_executed():
         yield

@@ -38,7 +38,7 @@ def _config_files(args: Sequence[str]) -> Iterator[Path]:
 
 def _check_yaml(file: Path) -> None:
     if file.stat().st_size > MOST_BYTES:
-        raise ValueError(f"config={str(file)!r} is no configuration: it has more than {MOST_BYTES:,} bytes")
+        raise ValueError(f"config={str(file)!r} is not a configuration: it has more than {MOST_BYTES:,} bytes")
     try:
         text = file.read_bytes().decode()
         is_mapping = _measure(text)
@@ -46,9 +46,9 @@ def _check_yaml(file: Path) -> None:
         raise ValueError(f"config={str(file)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ValueError(f"config={str(file)!r}{line} is no YAML: {error.problem}") from None
+        raise ValueError(f"config={str(file)!r}{line} is not YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"config={str(file)!r} is no YAML: {error}") from None
+        raise ValueError(f"config={str(file)!r} is not YAML: {error}") from None
     if not is_mapping:
         raise ValueError(f"config={str(file)!r} holds no settings (`name: value`)")
 
@@ -104,8 +104,24 @@ def check_class_paths(config: Any, setting: str = "") -> None:
         path = config.get("class_path")
         if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
             raise ValueError(f"{setting}.class_path must be a class, got {path}, which is none; nothing was called")
+        if isinstance(path, str):
+            _check_arguments(path, config.get("init_args"), setting)
         for name, value in config.items():
             check_class_paths(value, f"{setting}.{name}" if setting else str(name))
     elif isinstance(config, (list, tuple)):
         for number, value in enumerate(config):
             check_class_paths(value, f"{setting}.{number}")
+
+
+def _check_arguments(path: str, given: Any, setting: str) -> None:
+    """Refuses a missing argument that has no default and no type, for which jsonargparse passes None in silence.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not isinstance(given, Namespace):
+        return
+    for name, parameter in inspect.signature(pkgutil.resolve_name(path)).parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.annotation is parameter.empty
+        if is_required and name in given and given[name] is None:
+            raise ValueError(f"{setting}.init_args.{name} must be given: {path} has no default for it, got null")

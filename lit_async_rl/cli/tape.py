@@ -1,4 +1,4 @@
-"""Looks at a rollout tape.
+"""Lists, filters, samples and plots rollout tapes.
 
 lit-async-rl tape list runs/x/tape
 lit-async-rl tape filter runs/x/tape --out runs/x/good --min_reward 1 [--max_staleness 2] [--first_step 100]
@@ -21,17 +21,17 @@ from lit_async_rl.types import RolloutGroup
 
 
 def staleness(step: TapeStep, group: RolloutGroup) -> int:
-    """Of the group's oldest token."""
+    """Staleness of the group's oldest token."""
     return step.version - min((v for rollout in group.rollouts for v in rollout.versions), default=step.version)
 
 
 def mean_reward(group: RolloutGroup) -> float:
-    """Of its completions."""
+    """Mean reward of the group's completions."""
     return sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """What is on the tape, a line for each twentieth of it."""
+    """Prints a summary of the tape in at most twenty lines."""
     tape = Tape(arguments.tape)
     steps = list(tape.steps())
     groups = [group for step in steps for group in step.groups]
@@ -47,7 +47,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def select(arguments: argparse.Namespace) -> None:
-    """Writes the groups that meet all conditions as another tape."""
+    """Writes the groups that meet all conditions to another tape."""
     if any(Path(arguments.out).glob("*")):
         raise ValueError(f"--out {arguments.out} is not empty: nothing was written")
     writer, num_steps, num_groups = TapeWriter(arguments.out), 0, 0
@@ -84,7 +84,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Reward and staleness over the steps."""
+    """Plots reward and staleness over the steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -118,7 +118,7 @@ def plot(arguments: argparse.Namespace) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Reads the command line."""
+    """Command line of the tape command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     parsers = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lit_async_rl.advantages.group import AdvantageEstimator, LengthWeighted
+from lit_async_rl.advantages.turns import TurnAdvantageEstimator
 from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
@@ -65,6 +66,37 @@ def check_step(
         )
     if intake.stream_groups:
         check_streamable(advantage, aggregation, num_groups, num_micro_batches)
+
+
+def check_signal(advantage: AdvantageEstimator, group_size: int, temperature: float, is_sampled: bool) -> None:
+    """Checks that rollouts can differ from those that they are compared with.
+
+    Args:
+        advantage: compares them.
+        group_size: completions of each prompt.
+        temperature: of the training samples.
+        is_sampled: whether nothing but the policy's samples makes completions differ: no environment, no tape.
+
+    Raises:
+        ValueError: every advantage would be 0.
+    """
+    name = f"data.advantage={type(advantage).__name__}"
+    if isinstance(advantage, TurnAdvantageEstimator):  # compares turns, not whole rollouts only
+        return
+    if group_size == 1 and not _any_signal(advantage([[0.0], [1.0]])):
+        raise ValueError(
+            f"data.group_size=1 with {name}: a rollout is compared with the others of its group, and alone its "
+            "advantage is 0. Use a group_size >= 2, or data.advantage=Raw or GlobalMeanStd."
+        )
+    if temperature == 0 and is_sampled and not _any_signal(advantage([[0.0] * group_size, [1.0] * group_size])):
+        raise ValueError(
+            f"data.sampling.temperature=0 with {name}: the completions of a prompt are all equal, so every advantage "
+            "is 0. Use a temperature > 0 (data.validation.sampling has its own)."
+        )
+
+
+def _any_signal(advantages: list[list[float]]) -> bool:
+    return any(value != 0 for group in advantages for value in group)
 
 
 def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.compatibility import check_bound, check_bound_change, check_engine, check_intake, check_step
 from lit_async_rl.data.dataloaders import StepFeed
 from lit_async_rl.data.held_out import HeldOut
+from lit_async_rl.data.model_name import ModelName
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.data.shared_source import SharedSource
@@ -26,14 +25,13 @@ from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
-from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.in_memory import as_source
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.replay.tape_source import NoEngine, Replay
-from lit_async_rl.rewards.scorer import Reward
+from lit_async_rl.rewards.score import Reward
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
@@ -43,18 +41,16 @@ from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
-class RolloutDataModule(pl.LightningDataModule):
+class RolloutDataModule(ModelName):
     """Rollouts of the policy in training, at most `max_staleness` versions old.
 
     Args:
-        model: Hugging Face name or folder; gives the tokenizer and the engine's architecture. None is the model that is
-            trained, which `WeightSync` fills in.
-        prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`; see
-            `InMemoryPrompts`.
+        model: Hugging Face name or folder of tokenizer and architecture; None is the trained model's.
+        prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`.
         reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
-            or a callable class; None only where the engine scores.
-        engine: where completions come from; None is `EmbeddedEngine()`.
-        max_staleness: how many versions older than the policy a token may be when it is trained on; 0 is synchronous.
+            or a callable class; None only if the engine scores.
+        engine: samples the completions; None is `EmbeddedEngine()`.
+        max_staleness: bound on a token's age in versions when it is trained on; 0 is synchronous.
         admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
         groups_per_step: prompts of one optimizer step.
         group_size: completions of each prompt.
@@ -97,7 +93,7 @@ class RolloutDataModule(pl.LightningDataModule):
         replay: ReplayBuffer | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
-        super().__init__()
+        super().__init__(model)
         if prompts is None:
             raise ValueError("data.prompts is not set")
         source = as_source(prompts, "data.prompts")
@@ -106,7 +102,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if self.tape is not None:
             engine = NoEngine(scores=reward is None)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
-        self.model, self.prompts, self.reward = model, source, reward
+        self.prompts, self.reward = source, reward
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
         check_range("data", "positive", groups_per_step=groups_per_step, group_size=group_size)
@@ -122,7 +118,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self.keep_groups_whole = False
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self.stream = PromptStream(source, seed=self.intake.seed)
-        self._codec = None if model is None else TextCodec(model)
         self._bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
         encode = lambda prompt: self.codec.encode(prompt)  # noqa: E731  the tokenizer may come later
@@ -147,23 +142,6 @@ class RolloutDataModule(pl.LightningDataModule):
             keep_groups_whole=self.keep_groups_whole,
             **settings,
         )
-
-    def use_model(self, model: str) -> None:
-        """Takes the name of the model that is trained, where none was given."""
-        if self.model is None:
-            self._codec = TextCodec(model)
-            self.model = self._source.model = model
-
-    @property
-    def codec(self) -> TextCodec:
-        """The model's tokenizer.
-
-        Raises:
-            SetupError: it is not known yet which one.
-        """
-        if self._codec is None:
-            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
-        return self._codec
 
     def note_progress(self) -> None:
         """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""

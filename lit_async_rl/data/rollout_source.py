@@ -107,7 +107,6 @@ class RolloutSource:
         stream.usable = usable
 
     def advance(self, version: int) -> None:
-        """Ends a round of admission: the slots of the groups trained on are returned."""
         self._started().advance(version)
 
     def set_max_staleness(self, max_staleness: int) -> None:

@@ -8,7 +8,8 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.in_memory import as_source
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.rewards.scorer import Reward, Scorer
+from lit_async_rl.rewards.score import Reward
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.utils.checks import check_range
 
 

@@ -26,7 +26,7 @@ def check_streamable(
     """Checks that a group's gradient does not depend on later groups, up to one common factor.
 
     Raises:
-        ValueError: it does, or there are fewer groups than micro-batches.
+        ValueError: it depends on them, or there are fewer groups than micro-batches.
     """
     if micro_batches_per_step > groups_per_step:
         raise ValueError(

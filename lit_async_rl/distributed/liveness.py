@@ -215,7 +215,7 @@ class RankWatch:
         """Publishes a failure; returns the first one published by any rank."""
         try:
             told: bytes | str = self._store.compare_set(_FAILED, "", failure)
-        except RuntimeError as error:  # nobody is left to be told
+        except RuntimeError as error:  # no other rank is left
             self._await_reason()
             print(f"rank {self.rank} could not tell the others: {error}", file=sys.stderr)
             return self.failure or failure

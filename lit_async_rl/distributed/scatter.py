@@ -33,7 +33,7 @@ _OTHERS = "others"  # fields that are no tensors
 
 
 def pack(batches: Sequence[RolloutBatch]) -> bytes:
-    """Serializes batches."""
+    """Serializes batches without pickle."""
     fields = {f"{n}.{name}": value for n, batch in enumerate(batches) for name, value in vars(batch).items()}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
     others = json.dumps({name: value for name, value in fields.items() if name not in tensors})
@@ -41,7 +41,7 @@ def pack(batches: Sequence[RolloutBatch]) -> bytes:
 
 
 def unpack(data: bytes) -> list[RolloutBatch]:
-    """Inverse of `pack`."""
+    """Inverse of `pack`: deserialized batches."""
     fields: dict[str, Any] = load(data)
     fields |= json.loads(bytes(fields.pop(_OTHERS).tolist()))
     batches: dict[int, dict[str, Any]] = {}
@@ -58,7 +58,7 @@ class OneProcess:
     leads = True
 
     def __init__(self) -> None:
-        self.progress = Progress(math.inf)  # which nobody reads
+        self.progress = Progress(math.inf)  # never read
 
     def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
         return make()

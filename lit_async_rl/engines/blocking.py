@@ -22,7 +22,7 @@ def run_requests(
     """All completions of each request, by sample index; blocks until they are finished.
 
     Args:
-        engine: has weights; nobody else polls it.
+        engine: loaded with weights and polled only here.
         requests: with different ids.
         vocab_size: of the model, to check completions against.
         timeout_s: longest time without a token or a completion.

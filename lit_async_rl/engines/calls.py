@@ -75,4 +75,4 @@ class EngineCalls:
         try:
             call(self.engine.close, Limit(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
         except StalledError as error:
-            log.warning("%s; it is left to itself with the memory it holds", error)
+            log.warning("%s; it is abandoned with the memory it holds", error)

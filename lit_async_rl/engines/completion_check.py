@@ -135,7 +135,7 @@ def _bad_logprobs(completion: Completion) -> str:
         return ""
     for n, value in enumerate(values):
         if not MIN_LOGPROB <= value <= MAX_LOGPROB:  # NaN is neither
-            return f"has logprobs[{n}]={value}, which is no log-probability of a token that was sampled"
+            return f"has logprobs[{n}]={value}, which is not the log-probability of a sampled token"
     return ""
 
 

@@ -108,7 +108,7 @@ class RequestLedger:
             raise CompletionError(f"{self.name} returned {show(completion)} instead of a Completion")
         number, sample = completion.request_id, completion.sample_index
         if type(number) is not int:
-            raise self._error(completion, f"has request_id={show(number)}, which is no int")
+            raise self._error(completion, f"has request_id={show(number)}, which is not an int")
         asked = self._running.get(number) or self._ended.get(number)
         if asked is None:
             raise self._error(completion, f"has request_id={number}, which was never asked for")

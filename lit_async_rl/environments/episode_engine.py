@@ -87,14 +87,12 @@ class EpisodeEngine(RolloutEngine):
         return other
 
     def setup(self, model: str) -> None:
-        """Sets up the inner engine and loads the tokenizer."""
         self._codec = TextCodec(model)
         self.engine.setup(model)
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     @property
     def max_model_len(self) -> int:
-        """Maximum tokens of a whole episode."""
         return self.engine.max_model_len
 
     @property
@@ -137,7 +135,6 @@ class EpisodeEngine(RolloutEngine):
         self.engine.submit(inner)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Finished episodes."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -164,7 +161,6 @@ class EpisodeEngine(RolloutEngine):
         self.engine.abort(inner)
 
     def close(self) -> None:
-        """Closes the inner engine and stops the event loop."""
         self.engine.close()
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -197,7 +193,6 @@ class EpisodeEngine(RolloutEngine):
         asyncio.run_coroutine_threadsafe(self._answer(talk, text), self._loop)
 
     async def _answer(self, talk: Conversation, text: str) -> None:
-        """The environment's turn; runs in the event loop."""
         prompt = talk.request.prompt
         if prompt is None:
             raise InvariantError("an episode without a prompt")

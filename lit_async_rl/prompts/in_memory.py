@@ -1,4 +1,4 @@
-"""Prompts from Python: a list of texts or dictionaries, a `datasets.Dataset`, or a source as it is."""
+"""Prompts from Python objects: a list of texts or dictionaries, a `datasets.Dataset`, or a `PromptSource`."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ class InMemoryPrompts(RecordPrompts):
             raise ValueError(f"{where}: {error}") from error
 
     def where(self, index: int) -> str:
-        """The setting and the index."""
+        """Setting and index of the prompt."""
         return f"{self.origin}[{index}]"
 
 
 def as_source(prompts: Any, setting: str) -> PromptSource:
-    """Prompts as a source.
+    """Converts prompts to a `PromptSource`.
 
     Args:
-        prompts: a source, which is returned as it is, or what `InMemoryPrompts` takes.
+        prompts: a source, which is returned unchanged, or records of `InMemoryPrompts`.
         setting: name of the argument, for messages.
 
     Raises:

@@ -14,7 +14,7 @@ OnBadPrompt = Literal["error", "skip"]
 
 
 class PromptSource(Records, ABC):
-    """A finite set of prompts, by number.
+    """Finite, indexable set of prompts.
 
     Attributes:
         max_prompt_tokens: largest prompt length in tokens; None is the limit of the engine.

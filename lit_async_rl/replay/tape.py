@@ -207,7 +207,7 @@ def _steps_of(file: TapeFile) -> list[TapeStep]:
             grouped = [list(rows) for _, rows in itertools.groupby(of_step, lambda row: row["group"])]
             steps.append(TapeStep(step, grouped[0][0]["policy_version"], tuple(from_rows(rows) for rows in grouped)))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file.path} holds what is no rollout: {describe(error)}") from error
+        raise ValueError(f"{file.path} holds an invalid rollout: {describe(error)}") from error
     return steps
 
 
@@ -226,9 +226,9 @@ def _read(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
         table.validate(full=True)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file.path} is no file of a tape: {error}") from error
+        raise ValueError(f"{file.path} is not a tape file: {error}") from error
     if missing := {"step", "group", "sample", "policy_version"} - set(table.column_names):
-        raise ValueError(f"{file.path} is no file of a tape: it has no column {min(missing)}")
+        raise ValueError(f"{file.path} is not a tape file: it has no column {min(missing)}")
     if file.rows is not None and table.num_rows != file.rows:
         raise ValueError(f"{file.path} holds {table.num_rows} rows, and the manifest says {file.rows}")
     return table if columns is None else table.select(list(columns))

@@ -1,4 +1,4 @@
-"""Results of `async` rewards, for the worker threads that score completions."""
+"""Execution of `async` reward functions for the worker threads that score completions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class Awaiter:
-    """Awaits in one event loop, so that a client (of HTTP, say) that rewards share works for all workers.
+    """Runs awaitables in one event loop, so that all workers can share a client (such as an HTTP session).
 
-    The loop is started when it is first needed. One that a reward blocks (`time.sleep` in an `async def`) is replaced.
+    The loop is started on first use, and replaced if a reward blocks it (`time.sleep` in an `async def`).
 
     Args:
         timeout_s: longest that one result may take.
@@ -30,10 +30,10 @@ class Awaiter:
         self._loop: LoopThread | None = None
 
     def wait(self, awaitable: Awaitable[T]) -> T:
-        """The result, or the error.
+        """Returns the result of an awaitable, or raises its exception.
 
         Raises:
-            StalledError: it took too long, and was cancelled.
+            StalledError: it timed out and was cancelled.
         """
         with self._lock:
             loop = self._loop = self._loop or LoopThread("async-reward")
@@ -47,11 +47,11 @@ class Awaiter:
 
     @staticmethod
     def once(awaitable: Awaitable[T]) -> T:
-        """The result, in an event loop of its own."""
+        """Result of an awaitable, run in a separate event loop."""
         return asyncio.run(_result(awaitable))
 
     def close(self) -> None:
-        """Cancels what still runs."""
+        """Cancels running awaitables, and stops the loop."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None and loop.answers(ANSWER_S):

@@ -8,20 +8,18 @@ process alive.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import logging
-import math
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from lit_async_rl.errors import RewardError, SetupError, StalledError
 from lit_async_rl.rewards.awaiting import Awaiter
+from lit_async_rl.rewards.score import Reward, reward_name, score
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.clocks import AwakeClock
@@ -31,49 +29,6 @@ CLOSE_S = 5.0
 POLL_S = 0.2
 MAX_LEFT_OUT = 10  # prompts in a row
 log = logging.getLogger(__name__)
-Reward = Callable[[Prompt, str], float | Awaitable[float]]
-
-
-def reward_name(reward: Reward) -> str:
-    """Dotted name of a reward function, or of the class of a callable object."""
-    if hasattr(reward, "__qualname__"):
-        return f"{reward.__module__}.{reward.__qualname__}"
-    return f"{type(reward).__module__}.{type(reward).__qualname__}"
-
-
-def score(
-    reward: Reward,
-    prompt: Prompt,
-    completion: str,
-    wait: Callable[[Awaitable[float]], float] = Awaiter.once,
-) -> float:
-    """One reward as a finite float.
-
-    Args:
-        reward: plain or `async`.
-        prompt: of the completion.
-        completion: to be scored.
-        wait: gives the result of an `async` reward.
-
-    Raises:
-        RewardError: the function raised, or did not return a finite number.
-    """
-    where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, completion {completion[:200]!r}"
-    try:
-        value: Any = reward(prompt, completion)
-        if inspect.isawaitable(value):
-            value = wait(value)
-    except StalledError:
-        raise
-    except Exception as error:
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise RewardError(f"{where} returned {value!r}, which is not a number") from None
-    if not math.isfinite(number):
-        raise RewardError(f"{where} returned {number}; a reward must be finite")
-    return number
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import ProducerError, StalledError
-from lit_async_rl.rewards.scorer import reward_name
+from lit_async_rl.rewards.score import reward_name
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
 

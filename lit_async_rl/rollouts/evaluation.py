@@ -50,8 +50,7 @@ class EvaluationPlan:
         num_samples: completions of each question.
         sampling: sampling parameters.
         version: of the policy whose weights the engine has.
-        max_concurrent: maximum samples in the engine at a time. An engine without in-flight updates gets all at once,
-            so that a single version samples them.
+        max_concurrent: maximum samples in the engine; an engine without in-flight updates gets all at once.
         first_id: of the requests; at least `FIRST_ID`, and not used by an earlier evaluation.
     """
 
@@ -83,8 +82,8 @@ class EvaluationResult:
 
     Attributes:
         version: of the policy when the evaluation started.
-        oldest_version: of any token; likewise `newest_version`. They differ from `version` only if weights were updated
-            during the evaluation.
+        oldest_version: of any token; likewise `newest_version`. Equal to `version` unless weights were updated
+            meanwhile.
         mean_version: over all tokens.
         metrics: `pass@1`, `pass@k` and `reward`, averages over all prompts, and `<data set>/pass@1` and so on.
         num_unscored: prompts excluded because a completion could not be scored.

@@ -43,13 +43,17 @@ class Intake:
     All methods are called with the producer's lock held.
 
     Args:
-        filters: applied in order to a scored group; each may modify or drop it.
-        curriculum: selects prompts; None skips none.
-        seed: of the order of prompts.
-        success_reward: minimum reward of a successful rollout, before filters change rewards.
-        stream_groups: train on a micro-batch as soon as its groups are finished, not when the whole step is.
-        replicate_prompts: one request per completion, so that the completions of a prompt can be sampled in different
-            places and at different times (ROLL Flash, arXiv:2510.11345).
+        filters: applied in turn to a group that has its rewards; each may change or drop it.
+        curriculum: which prompts are skipped; None skips none.
+        seed: order of the prompts.
+        success_reward: a rollout with at least this reward is a success, before filters change rewards.
+        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
+        replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
+            place or at one time (ROLL Flash, arXiv:2510.11345).
+
+    Attributes:
+        num_sampled: groups that got their rewards, of which filters dropped `num_dropped`.
+        sampled_reward: sum over all of them of a group's mean reward, before filters changed it.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Intake:
         self.pass_rates = PassRates()
         self._fates: dict[str, FateTotals] = {}
         self._num_lost: Counter[int] = Counter()  # position -> how often it was lost in a row
+        self.num_sampled, self.num_dropped, self.sampled_reward = 0, 0, 0.0
         self._successes: dict[int, float] = {}  # group -> its pass rate, until it was trained on
 
     def next_position(self, stream: PromptStream) -> int:
@@ -80,10 +85,13 @@ class Intake:
     def judge(self, group: RolloutGroup, number: int) -> RolloutGroup | None:
         """Filters a scored group of prompt `number`; None if it is dropped."""
         pass_rate = self._pass_rate(group)
+        self.num_sampled += 1
+        self.sampled_reward += sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
         kept: RolloutGroup | None = group
         for one in self.filters:
             kept = one(group)
             if kept is None:
+                self.num_dropped += 1
                 self._count(one.fate, number, _length(group), group.generation_s)
                 self.pass_rates.measure(number, pass_rate)
                 return None

@@ -159,6 +159,9 @@ class Producer:
                 num_unfinished=len(self.book.unfinished),
                 num_lost=self._num_lost,
                 fates=self.intake.fates,
+                num_sampled=self.intake.num_sampled,
+                num_dropped=self.intake.num_dropped,
+                sampled_reward=self.intake.sampled_reward,
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:

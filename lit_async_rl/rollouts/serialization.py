@@ -74,7 +74,7 @@ def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
-    """Inverse of `pack_groups`."""
+    """Inverse of `pack_groups`: the saved groups."""
     lists = {name: tensor.tolist() for name, tensor in packed.items()}
     groups, token, prompt_token, number = [], 0, 0, 0
     turns: dict[int, list[Turn]] = {}

@@ -17,8 +17,10 @@ class ProducerStats:
         engine_busy_s: seconds of generation; `num_tokens`: tokens generated.
         scoring_s: seconds of scoring, the mean over workers.
         num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
-        num_lost: groups dropped without a filter: redundant, fallen out of a ring buffer, too old.
-        fates: number and length of groups by fate.
+        num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
+        fates: what became of the groups, and how long they were.
+        num_sampled: groups that got their rewards; `num_dropped`: those of them that filters dropped.
+        sampled_reward: sum over all of them of a group's mean reward, before filters.
     """
 
     wait_s: float
@@ -31,6 +33,9 @@ class ProducerStats:
     num_unfinished: int
     num_lost: int
     fates: Mapping[str, FateTotals] = field(default_factory=dict)
+    num_sampled: int = 0
+    num_dropped: int = 0
+    sampled_reward: float = 0.0
 
     @classmethod
     def zero(cls) -> ProducerStats:

@@ -1,1 +1,1 @@
-"""When a prompt may be sampled and when its group may be trained on: the staleness bound. No threads, no clocks."""
+"""Admission policies and the staleness bound, by counting; no threads, no clocks."""

@@ -20,7 +20,7 @@ class Latency(ABC):
 
 @dataclass(frozen=True)
 class Constant(Latency):
-    """Constant latency `mean_s`."""
+    """Constant latency of `mean_s` seconds."""
 
     mean_s: float
 

@@ -1,7 +1,7 @@
-"""Refuses combinations of loss, proximal policy, correction, advantage and averaging that make no sense, by name.
+"""Checks of combinations of loss, proximal policy, correction, advantage and aggregation; messages name the settings.
 
-These are independent choices, and most combinations are methods of their own. Refused are those in which a part cannot
-act, or an importance ratio is counted twice or not at all.
+These are independent choices, and most combinations are methods of their own. Refused are those in which a part has no
+effect, or an importance ratio is counted twice or not at all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lit_async_rl.models.packing import SharedPromptPacking
 
 
 def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
-    """Checks that loss and correction together go the whole way from behavior to current policy, once.
+    """Checks that loss and correction together cover the ratio of current to behavior policy exactly once.
 
     Raises:
-        ValueError: they do not; says which, why, and what to use.
+        ValueError: they do not; says which settings, why, and what to use instead.
     """
     names = f"model.loss={_name(loss)} with model.proximal={_name(proximal)}"
     is_behavior, is_current = isinstance(proximal, BehaviorProximal), isinstance(proximal, CurrentProximal)
@@ -60,10 +60,10 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
 def check_baseline(
     loss: PolicyLoss, baseline: OptimalBaseline | None, packing: SharedPromptPacking | None = None
 ) -> None:
-    """Checks that the loss is linear in the advantage, which is what makes a baseline optimal, and norms separable.
+    """Checks the assumptions of the optimal baseline: a loss linear in the advantage, and separable gradient norms.
 
     Raises:
-        ValueError: it is not, or gradient norms of trajectories are asked of layers that mix them.
+        ValueError: the loss is not linear, or per-trajectory norms are requested of layers that mix trajectories.
     """
     if baseline is not None and packing is not None and baseline.norms is Norms.GHOST:
         raise ValueError(
@@ -78,10 +78,10 @@ def check_baseline(
 
 
 def check_data_compatibility(loss: PolicyLoss, advantage: AdvantageEstimator, aggregation: Aggregation) -> None:
-    """Checks that regression losses get the advantages and weights that their formulas are stated for.
+    """Checks that regression losses get the advantages and token weights that their formulas assume.
 
     Raises:
-        ValueError: they do not.
+        ValueError: advantage or aggregation is another one.
     """
     expected = {TrajectoryBalance: GroupMean, OAPL: LogMeanExp}
     for regression, estimator in expected.items():

@@ -167,7 +167,8 @@ class PolicyModule(WholeSteps):
             reference = partial(without_adapters, self.policy)
         loss, self.stabilizer_signals = self.objective(self.policy, reference, batch, self.version)
         self._gradient_scale = batch.gradient_scale
-        # Lightning divides by the number of micro-batches, data parallelism by that of ranks; the weights know neither
+        # Lightning divides by the number of micro-batches, data parallelism by that of ranks; token weights
+        # account for neither
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
     def on_after_backward(self) -> None:

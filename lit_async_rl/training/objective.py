@@ -27,10 +27,10 @@ Reference = Callable[..., TokenStats]  # called as `CausalPolicy` is; what it sa
 
 @dataclass
 class Objective:
-    """Independent choices that make one number of a micro-batch. `PolicyModule` says what each is.
+    """Loss of one micro-batch from independent parts, which are arguments of `PolicyModule`.
 
     Raises:
-        ValueError: some of them make no sense together.
+        ValueError: parts are incompatible, see `check_compatibility`.
     """
 
     loss: PolicyLoss

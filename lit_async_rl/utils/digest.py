@@ -85,7 +85,7 @@ def _check_digest(file: BinaryIO, where: str) -> None:
         end = tail.rfind(END)
         is_cut = end >= 0 and int.from_bytes(tail[end + 20 : end + 22], "little") != len(tail) - end - 22
         if is_cut or not zipfile.is_zipfile(file):
-            raise ValueError(f"{where} is no whole checkpoint: it was cut off, or is something else")
+            raise ValueError(f"{where} is not a complete checkpoint: it is truncated, or another kind of file")
         log.warning("%s has no digest (saved elsewhere, or by an earlier version): damage would not be noticed", where)
         return
     length = struct.pack("<H", COMMENT)
@@ -112,7 +112,7 @@ def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
     """
     if not isinstance(checkpoint, dict) or any(name not in checkpoint for name in needed):
         found = sorted(map(str, checkpoint))[:8] if isinstance(checkpoint, dict) else type(checkpoint).__name__
-        raise ValueError(f"{where} is no checkpoint of a PolicyModule: it lacks one of {needed}, and holds {found}")
+        raise ValueError(f"{where} is not a checkpoint of a PolicyModule: it lacks one of {needed}, and holds {found}")
 
 
 def read_safely(file: Path, where: str) -> Any:

@@ -109,6 +109,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is somebody else's
+    except OSError:  # another process holds it
         return True
     return True

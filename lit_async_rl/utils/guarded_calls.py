@@ -119,7 +119,7 @@ def feed(function: Callable[[Iterator[Any]], T], items: Iterable[Any], limit: Li
         while (reply := _wait(replies, limit)) is fed:
             fed.items.put(_next(source))
     finally:
-        fed.items.put(EngineError("weights were asked for by a call that nobody waits for any more"))
+        fed.items.put(EngineError("weights were requested by a call that had timed out"))
     return _result(reply)
 
 

@@ -139,7 +139,7 @@ class _Child:
             is_reply = False
         if not is_reply:
             self._end()
-            raise RuntimeError(f"{self.name}: the process sent something that is no reply to request {number}")
+            raise RuntimeError(f"{self.name}: the process sent an invalid reply to request {number}")
         return dict(reply)
 
     def _wait(self, pipe: int, event: int, deadline: float, timeout_s: float) -> None:
@@ -215,7 +215,7 @@ def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments
     while header := requests.read(16):
         number, length = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
         args = pickle.loads(requests.read(length))
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)  # in case that nobody is left to kill this process
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)  # in case the parent no longer kills this process
         try:
             reply = dict(id=number, value=function(*args))
             json.dumps(reply)

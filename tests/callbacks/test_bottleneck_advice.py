@@ -16,7 +16,8 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.scheduling.bottleneck import diagnose
-from lit_async_rl.simulation.engine import Constant, LogNormal, SimulatedEngine
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant, LogNormal
 from lit_async_rl.simulation.run import SimulatedRun
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.types import Prompt
@@ -29,7 +30,9 @@ def module():
 
 def advised(side, data, module, **load):
     """The setting that would be advised."""
-    return getattr(what_to_turn(data, module, StepLoad(num_steps=1, **load)), side)
+    return getattr(
+        what_to_turn(data, module, StepLoad(**(dict(num_steps=1, num_tokens=1, num_positions=1) | load))), side
+    )
 
 
 def run_of(latency, bound, **changes):
@@ -63,7 +66,9 @@ def test_more_slots_where_requests_wait_for_one(module):
     data = make_data(engine=EmbeddedEngine(num_slots=4))
     setting = advised("engine", data, module, num_unfinished=8)
     assert str(setting) == "change data.engine.num_slots from 4 to 8"
-    request = GenerationRequest(0, tuple(range(1, 9)), SamplingParams(max_tokens=24), 16)
+    request = GenerationRequest(
+        id=0, prompt_ids=tuple(range(1, 9)), num_samples=16, sampling=SamplingParams(max_tokens=24)
+    )
     seconds = {}
     for slots in (setting.present, setting.suggested):
         engine = EmbeddedEngine.from_module(module.policy.causal_lm, num_slots=slots)
@@ -120,7 +125,7 @@ def test_more_reward_workers(module):
     for workers in (setting.present, setting.suggested):
         scorer = Scorer(slow, workers)
         began = time.monotonic()
-        score_all(scorer, [(Prompt("1", "1"), "1")] * 16, lambda: None)
+        score_all(scorer, [(Prompt(text="1", answer="1"), "1")] * 16, lambda: None)
         seconds[workers] = time.monotonic() - began
         scorer.close()
     assert seconds[2] < seconds[1]

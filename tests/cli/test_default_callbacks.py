@@ -25,7 +25,7 @@ def kinds(*flags):
 
 
 def class_name(key):
-    return defaults_file()["defaults"][key]["class_path"]
+    return defaults_file()["defaults"][key]["class_path"].rpartition(".")[2]
 
 
 def test_the_file_is_the_one_in_configs():

@@ -99,7 +99,7 @@ def test_an_engine_that_is_always_wrong_ends_the_run_with_one_line():
     line = str(caught.value)
     assert "\n" not in line
     assert "HostileEngine returned a wrong completion: request " in line
-    assert "logprobs[0]=nan, which is no log-probability of a token that was sampled" in line
+    assert "logprobs[0]=nan, which is not the log-probability of a sampled token" in line
 
 
 @pytest.mark.parametrize("result", [None, "text", 7])
@@ -148,7 +148,7 @@ def test_a_run_ends_though_its_engine_does_not_close(caplog, monkeypatch):
     began = time.monotonic()
     attack(hostile(hangs=["close"]))
     assert time.monotonic() - began < 30
-    assert said(caplog, "HostileEngine.close did not return within 0.3 s; it is left to itself")
+    assert said(caplog, "HostileEngine.close did not return within 0.3 s; it is abandoned")
 
 
 def test_an_engine_that_hangs_before_the_first_step_ends_the_run(monkeypatch):

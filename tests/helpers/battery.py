@@ -14,7 +14,7 @@ from flow import MODEL, make_data, make_module
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
 from lit_async_rl import callbacks
-from lit_async_rl.advantages.group import GroupMean
+from lit_async_rl.advantages.group import GroupMean, Raw
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import TrajectoryBalance
@@ -153,7 +153,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "nothing trains": dict(sampling=SamplingParams(max_tokens=2), intake=Intake(filters=[OverlongFilter()])),
     "one token": dict(sampling=SamplingParams(max_tokens=1)),
-    "one rollout": dict(groups_per_step=1, group_size=1),
+    "one rollout": dict(groups_per_step=1, group_size=1, advantage=Raw()),
     "micro-batches without rollouts": dict(groups_per_step=1, micro_batches_per_step=4),
     "NaN in the loss": dict(others=[NaNs("loss")]),
     "NaN in a gradient, clipped by norm": dict(others=[NaNs("gradient")], trainer=dict(gradient_clip_val=0.1)),

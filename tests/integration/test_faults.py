@@ -15,6 +15,7 @@ from flow import fit, make_data, make_module
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_async_rl.advantages.group import Raw
 from lit_async_rl.callbacks import SaveOnSigterm
 from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.utils.files import check_writable
@@ -108,7 +109,11 @@ def test_what_is_slow_is_said_before_it_is_cut_off(caplog):
         return 1.0
 
     with caplog.at_level(logging.WARNING):
-        fit(make_module(), make_data(reward=slowly, reward_timeout_s=1.0, reward_tries=9, group_size=1), 2)
+        fit(
+            make_module(),
+            make_data(reward=slowly, reward_timeout_s=1.0, reward_tries=9, group_size=1, advantage=Raw()),
+            2,
+        )
     assert said(caplog, "of data.scoring.timeout_s=1")
 
 

@@ -58,10 +58,10 @@ def test_a_flipped_byte_anywhere_in_a_checkpoint_is_noticed(checkpoint, tmp_path
         damaged = bytearray(content)
         damaged[place] ^= 4
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"flipped.ckpt' is (damaged|no whole checkpoint)"):
+        with pytest.raises(ValueError, match=r"flipped.ckpt' is (damaged|not a complete checkpoint)"):
             AtomicCheckpointIO().load_checkpoint(path)
         path.write_bytes(content[:place])
-        with pytest.raises(ValueError, match=r"no whole checkpoint|is damaged"):
+        with pytest.raises(ValueError, match=r"not a complete checkpoint|is damaged"):
             check_checkpoint(path)
 
 
@@ -82,7 +82,7 @@ def test_malicious_checkpoints_are_refused_by_the_command_line_and_nothing_runs(
     with pytest.raises(ValueError, match="holds code"):
         AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
     torch.save({"weight": torch.zeros(3)}, path)
-    assert "no checkpoint of a PolicyModule" in said_by_main(capsys, monkeypatch, "--ckpt_path", str(path))
+    assert "not a checkpoint of a PolicyModule" in said_by_main(capsys, monkeypatch, "--ckpt_path", str(path))
     assert not ran.exists()
 
 
@@ -123,7 +123,7 @@ def test_a_wrong_flag_is_one_line_with_what_was_meant(flag, capsys, monkeypatch)
 
 CONFIGS = {
     "no UTF-8": (b"data: {seed: \xff}", "is not UTF-8"),
-    "no YAML": (b"data: [1", "line 1 is no YAML"),
+    "no YAML": (b"data: [1", "line 1 is not YAML"),
     "a list": (b"- 1", "holds no settings"),
     "a bomb": (b"a: &a [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(
         b"%c: &%c [%s]\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n)] * 10)) for n in range(9)

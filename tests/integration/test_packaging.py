@@ -50,7 +50,8 @@ def test_distributions_hold_types_licence_stubs_and_tests(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    for name in ("py.typed", "__init__.pyi", "callbacks/run/weight_sync.py", "assets/sort_policy/model.safetensors"):
+    needed = "py.typed", "__init__.pyi", "callbacks/run/weight_sync.py", "assets/sort_policy/model.safetensors"
+    for name in (*needed, "configs/defaults.yaml"):
         assert f"lit_async_rl/{name}" in packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)
     with tarfile.open(source) as archive:
@@ -59,3 +60,31 @@ def test_distributions_hold_types_licence_stubs_and_tests(tmp_path):
     folders = ("tests/", "configs/", "scripts/", "benchmarks/", "examples/", "docs/", ".ci/", ".github/")
     missing = {name for name in tracked if name.startswith(folders)} - names
     assert not missing, sorted(missing)[:10]
+
+
+def shortest_script() -> str:
+    """The README's first example."""
+    return re.search(r"<!-- python-first -->.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+
+
+@pytest.mark.slow
+def test_the_shortest_script_trains_from_a_wheel_in_an_empty_folder(tmp_path):
+    script = shortest_script()
+    assert sum(bool(line.strip()) for line in script.splitlines()) <= 8
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    (points,) = site.glob("*.dist-info/entry_points.txt")
+    assert "lit-async-rl = lit_async_rl.cli.console:main" in points.read_text()
+    empty.mkdir()
+    (empty / "train.py").write_text(script.replace("max_steps=100", "max_steps=2") + "print(rl.__file__)\n")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert str(site) in done.stdout
+    assert "optimizer steps     │ 2 " in done.stdout
+    assert {"metrics.csv", "samples.jsonl"} <= {path.name for path in (empty / "runs").rglob("*")}

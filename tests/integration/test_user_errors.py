@@ -68,6 +68,11 @@ SIMPLE = {
         ["--data.admission", "FixedLag", "--data.engine", "lit_async_rl.engines.embedded.engine.EmbeddedEngine"],
         "in_flight_weight_updates=false",
     ),
+    "nothing to compare a rollout with": (
+        ["--data.group_size", "1"],
+        "data.group_size=1 with data.advantage",
+    ),
+    "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with data.advantage"),
     "a correction with nothing to correct": (
         ["--model.correction", "lit_async_rl.corrections.IcePop"],
         "BehaviorProximal",
@@ -98,6 +103,13 @@ def test_bad_prompts_are_named(case, capsys, tmp_path):
         path.write_text(text)
     source = json.dumps({"class_path": "lit_async_rl.prompts.sources.JsonlPrompts", "init_args": {"path": str(path)}})
     assert named in message(capsys, tmp_path, "--data.prompts", source)
+
+
+def test_a_reward_class_without_an_argument_that_it_needs_is_refused(capsys, tmp_path):
+    body = "    def __init__(self, least):\n        self.least = least\n    def __call__(self, prompt, text): pass\n"
+    (tmp_path / "needy_reward.py").write_text("class Needy:\n" + body)
+    said = message(capsys, tmp_path, "--data.reward", "needy_reward.Needy")
+    assert "data.reward.init_args.least must be given" in said
 
 
 REWARDS = {

@@ -134,7 +134,7 @@ def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):
     again = make_module(loss=TrajectoryBalance(0.1))
     fit(again, regression_data(), 3, [ReferenceReset(2)], ckpt_path=str(tmp_path / "x.ckpt"))
     assert torch.equal(torch.cat([p.flatten() for p in again.reference.parameters()]), reference)
-    with pytest.raises(ValueError, match="no reference"):
+    with pytest.raises(ValueError, match="needs a reference policy"):
         fit(make_module(), make_data(), 1, [ReferenceReset(2)])
 
 

@@ -43,8 +43,8 @@ def test_a_list_of_messages_is_a_prompt_in_every_format(kind, make):
 MISTAKES = {
     "no role": ([{"content": "hi"}], "message 0 must have a role"),
     "unknown role": ([{"role": "robot", "content": "hi"}], "one of system, developer, user, assistant, tool"),
-    "no text": ([*CHAT, {"role": "user", "content": None}], "message 2 must have a text as its content"),
-    "system last": ([CHAT[1], CHAT[0]], "the last message must be of the user, a tool or the assistant, not system"),
+    "no text": ([*CHAT, {"role": "user", "content": None}], "message 2 must have text as its content"),
+    "system last": ([CHAT[1], CHAT[0]], "the last message must be from the user, a tool or the assistant, not system"),
     "nothing": ([], "at least one message"),
     "no messages": (["hi"], "message 0 must have a role"),
 }

@@ -9,7 +9,7 @@ from processes import wait_for_the_end_of
 
 from lit_async_rl.errors import RewardError
 from lit_async_rl.rewards.functions import IsolatedReward
-from lit_async_rl.rewards.scorer import score
+from lit_async_rl.rewards.score import score
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.isolation import IsolatedCallError
 
@@ -60,7 +60,7 @@ def test_a_number_in_disguise_is_a_number(reward):
 @pytest.mark.parametrize("what", ["pickle", "old reply", "garbage in the pipe", "nested", "flood"])
 def test_what_is_no_reply_ends_the_process(what, reward):
     is_line = what not in ("pickle", "flood")  # else it may be waited for
-    pattern = "something that is no reply" + ("" if is_line else "|did not return within")
+    pattern = "an invalid reply" + ("" if is_line else "|did not return within")
     check(reward, what, RuntimeError if is_line else (RuntimeError, TimeoutError), pattern)
 
 

@@ -68,7 +68,7 @@ def test_what_drops_is_refused_where_lag_is_fixed_and_settings_are_named():
         make_data(intake=Intake([DynamicSampling()]), schedule="fixed_lag")
     for make, message in (
         (lambda: DynamicSampling(max_in_a_row=0), "max_in_a_row must be >= 1, got 0"),
-        (lambda: OverlongPenalty(4, 5), "buffer_tokens must be between 1 and max_tokens=4, got 5"),
+        (lambda: OverlongPenalty(4, 5), "buffer_tokens must be in \\[1, 4\\], got 5"),
         (lambda: Drop(ahead=-1.0), "ahead must be >= 0, got -1"),
         (lambda: Retry(max_tries=0), "max_tries must be >= 1, got 0"),
         (lambda: Learnability(floor=0.0), r"floor must be in \(0, 1\]"),

@@ -114,7 +114,7 @@ def test_what_a_group_costs_does_not_grow_with_their_number():
     [
         (dict(redundant_groups=-1), r"data\.admission\.redundant_groups must be >= 0, got -1"),
         (dict(async_ratio=5.0), r"data\.admission\.async_ratio must be <= data\.max_staleness=4, got 5.0"),
-        (dict(max_staleness=-1), r"data\.max_staleness must be >= 0 .*, got -1"),
+        (dict(max_staleness=-1), r"data\.max_staleness must be >= 0, got -1"),
         (dict(admission=FixedLag(), engine=EmbeddedEngine()), r"data\.admission=FixedLag needs .*in_flight"),
     ],
 )

@@ -14,7 +14,7 @@ from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import RewardError
 from lit_async_rl.rewards.functions import exact_match
-from lit_async_rl.rewards.scorer import score
+from lit_async_rl.rewards.score import score
 from lit_async_rl.tasks import Addition, ReasoningGym, ReasoningGymReward, SortDigits
 from lit_async_rl.types import Prompt
 
@@ -140,7 +140,7 @@ def test_only_the_tagged_answer_counts_if_asked():
 
 
 def test_other_prompts_are_refused(reasoning_reward):
-    with pytest.raises(RewardError, match="prompts of ReasoningGym only"):
+    with pytest.raises(RewardError, match="only prompts of ReasoningGym"):
         score(reasoning_reward, Prompt(text="q", answer="a"), "a")
 
 

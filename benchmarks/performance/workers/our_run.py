@@ -15,12 +15,12 @@ from lit_async_rl.types import Prompt
 
 
 def odd_length(prompt: Prompt, completion: str) -> float:
-    """Costs nothing and can be had by any model."""
+    """Reward with no cost that any model can obtain."""
     return float(len(completion) % 2)
 
 
 class StepClock(pl.Callback):
-    """Takes turns; comes behind all other callbacks."""
+    """Ends a segment after each step; runs after all other callbacks."""
 
     def __init__(self, segments: dict[str, Any]) -> None:
         self.segments = Segments(**segments, read=self.totals)
@@ -29,7 +29,7 @@ class StepClock(pl.Callback):
         self._trainer: pl.Trainer | None = None
 
     def totals(self) -> dict[str, float]:
-        """So far; the engine's thread is the only other one that computes."""
+        """Totals so far; the engine's thread is the only other one that computes."""
         assert self._trainer is not None
         stats = self._trainer.datamodule.stats()  # type: ignore[attr-defined]
         syncs = [c.total_s for c in self._trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
@@ -40,7 +40,6 @@ class StepClock(pl.Callback):
         }
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """After the last micro-batch of a step."""
         if trainer.global_step > self._step:
             self._step, self._trainer = trainer.global_step, trainer
             groups = trainer.datamodule.last_step_groups  # type: ignore[attr-defined]
@@ -49,7 +48,7 @@ class StepClock(pl.Callback):
 
 
 def main() -> None:
-    """Runs."""
+    """Command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", type=json.loads, required=True)
     s = parser.parse_args().settings

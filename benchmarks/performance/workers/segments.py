@@ -1,6 +1,6 @@
-"""Lets processes that are to be compared take turns: each stops itself after every few steps and notes what those took.
+"""Segments of processes to be compared: each stops itself after every few steps and records their cost.
 
-A stopped process stands still as a whole, with its threads, so nothing is prepared while the others run.
+A stopped process stops with all its threads, so nothing is prepared while the others run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Segments:
         return self.warmup + self.steps * self.num_segments
 
     def end_of_step(self) -> None:
-        """Notes a segment that is over, and stops until the driver sends SIGCONT."""
+        """Records a finished segment, and stops until the driver sends SIGCONT."""
         self.num_steps += 1
         if self.num_steps < self.warmup or (self.num_steps - self.warmup) % self.steps:
             return

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class TimedTrainer(GRPOTrainer):
-    """Notes when phases begin and end."""
+    """Records the start and end of phases."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -26,7 +26,7 @@ class TimedTrainer(GRPOTrainer):
         self.num_tokens = 0
 
     def totals(self) -> dict[str, float]:
-        """So far."""
+        """Totals so far."""
         return {
             "generation_s": self.generation_s,
             "generation_cpu_s": self.generation_cpu_s,
@@ -54,23 +54,22 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepClock(TrainerCallback):
-    """Takes turns."""
+    """Ends a segment after each step."""
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """One step is over."""
         self.segments.end_of_step()
 
 
 def odd_length(completions: list[str], **_: Any) -> list[float]:
-    """The same as `our_run.odd_length`."""
+    """Same as `our_run.odd_length`."""
     return [float(len(completion) % 2) for completion in completions]
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", type=json.loads, required=True)
     s = parser.parse_args().settings

@@ -232,7 +232,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """All completions of each request, by sample index; blocks until they are finished. Needs no producer."""
-        self._active_slots.forget_prompts()  # the weights may be somebody else's, who has changed them
+        self._active_slots.forget_prompts()  # the owner of the weights may have changed them
         with evaluation_mode(self._active_slots.lm):
             return run_requests(self, requests)
 

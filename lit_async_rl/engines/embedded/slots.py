@@ -34,7 +34,7 @@ class Slots:
         num_slots: S.
         eos_token_ids: end every completion.
         seed: of the random numbers.
-        owns_weights: nobody else holds the model's parameters, so they may be laid out anew.
+        owns_weights: whether the model's parameters may be moved in memory, as no other object holds them.
     """
 
     def __init__(

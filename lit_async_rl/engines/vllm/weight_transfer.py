@@ -6,8 +6,8 @@
 | `deliver` | is paused | tell the workers to read them | send the stream |
 | `release` | generates again | delete the files | nothing |
 
-Every rank of a sharded policy must read the stream to its end, so whoever calls `stage` reads what is left of it after
-an error.
+Every rank of a sharded policy must read the stream to its end, so the caller of `stage` reads the rest of it after an
+error.
 """
 
 from __future__ import annotations

@@ -57,13 +57,13 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
         FileNotFoundError: it holds no safetensors files.
     """
     if not Path(folder).name.startswith(PREFIX) or Path(folder).is_symlink():
-        raise PermissionError(f"{folder!r} is no folder of a trainer: its name must begin with {PREFIX}")
+        raise PermissionError(f"{folder!r} was not created by a trainer: its name must begin with {PREFIX}")
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {folder!r}: can this machine see the trainer's folder?")
     for file in files:
         if file.is_symlink() or not file.is_file():
-            raise PermissionError(f"{str(file)!r} is no file of a trainer, but a link or a device")
+            raise PermissionError(f"{str(file)!r} is a link or a device, not a file of a trainer")
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is no dict)
                 yield name, tensors.get_tensor(name)

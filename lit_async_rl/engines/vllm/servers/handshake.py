@@ -47,7 +47,7 @@ async def check_server(client: ServerClient, expected: Mapping[str, Any]) -> int
     limit = client.health_timeout_s
     status, models = await client.ask("GET", "/v1/models", limit)
     if status != 200 or not isinstance(models, dict) or not models.get("data"):
-        raise ServerRefusal(f"is no vLLM server (/v1/models: {message(status, models)})")
+        raise ServerRefusal(f"is not a vLLM server (/v1/models: {message(status, models)})")
     await client.done("GET", "/health", limit)
     if (await client.ask("POST", "/inference/v1/generate", limit, {}))[0] in (403, 404):  # disabled, or too old
         raise ServerRefusal(

@@ -1,0 +1,41 @@
+"""The model a data module samples from: its name, which may be set later, and its tokenizer."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from lit_async_rl.data.rollout_source import RolloutSource
+from lit_async_rl.errors import SetupError
+from lit_async_rl.models.tokenizer import TextCodec
+
+
+class ModelName(pl.LightningDataModule):
+    """Base class of `RolloutDataModule`: name and tokenizer of the model.
+
+    Args:
+        model: Hugging Face name or folder; None until `use_model`.
+    """
+
+    _source: RolloutSource
+
+    def __init__(self, model: str | None) -> None:
+        super().__init__()
+        self.model = model
+        self._codec = None if model is None else TextCodec(model)
+
+    def use_model(self, model: str) -> None:
+        """Sets the name of the model, unless one was given."""
+        if self.model is None:
+            self._codec = TextCodec(model)
+            self.model = self._source.model = model
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer.
+
+        Raises:
+            SetupError: the model is not set yet.
+        """
+        if self._codec is None:
+            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
+        return self._codec

@@ -1,0 +1,56 @@
+"""Evaluation of a reward function on one completion."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from lit_async_rl.errors import RewardError, StalledError
+from lit_async_rl.rewards.awaiting import Awaiter
+from lit_async_rl.types import Prompt
+
+Reward = Callable[[Prompt, str], float | Awaitable[float]]
+
+
+def reward_name(reward: Reward) -> str:
+    """Dotted name of a reward function, or of the class of a callable object."""
+    if hasattr(reward, "__qualname__"):
+        return f"{reward.__module__}.{reward.__qualname__}"
+    return f"{type(reward).__module__}.{type(reward).__qualname__}"
+
+
+def score(
+    reward: Reward,
+    prompt: Prompt,
+    completion: str,
+    wait: Callable[[Awaitable[float]], float] = Awaiter.once,
+) -> float:
+    """Evaluates the reward of one completion.
+
+    Args:
+        reward: reward function, plain or `async`.
+        prompt: prompt of the completion.
+        completion: text to score.
+        wait: returns the result of an `async` reward.
+
+    Raises:
+        RewardError: the function raised, or did not return a finite number.
+    """
+    where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, completion {completion[:200]!r}"
+    try:
+        value: Any = reward(prompt, completion)
+        if inspect.isawaitable(value):
+            value = wait(value)
+    except StalledError:
+        raise
+    except Exception as error:
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RewardError(f"{where} returned {value!r}, which is not a number") from None
+    if not math.isfinite(number):
+        raise RewardError(f"{where} returned {number}; a reward must be finite")
+    return number
