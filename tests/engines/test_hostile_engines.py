@@ -154,7 +154,7 @@ def test_a_run_ends_though_its_engine_does_not_close(caplog, monkeypatch):
 def test_an_engine_that_hangs_before_the_first_step_ends_the_run(monkeypatch):
     engine = hostile(hangs=["load_weights"])
     type(engine).num_good = 0
-    with pytest.raises(StalledError, match=r"load_weights did not return within data\.limits\.rollout_timeout_s=0\.5 s"):
+    with pytest.raises(StalledError, match=r"load_weights did not return within data\.limits\.rollout_timeout_s=0\.5"):
         attack(engine, rollout_timeout_s=0.5)
     engine = hostile()
     type(engine).setup = lambda self, model: self.released.wait(60.0)
