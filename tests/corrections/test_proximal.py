@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from lit_async_rl.advantages.group import GroupMean, LengthWeighted
 from lit_async_rl.corrections import Correction, IcePop, SequenceTruncatedIS, TokenTruncatedIS
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
-from lit_async_rl.data.compatibility import check_average
+from lit_async_rl.data.compatibility import check_step
 from lit_async_rl.losses import (
     CISPO,
     GSPO,
@@ -28,6 +29,7 @@ from lit_async_rl.losses import (
     TrajectoryBalance,
 )
 from lit_async_rl.losses.aggregation import FixedLength, SequenceMean, TokenMean
+from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.training.compatibility import check_compatibility
 
 PROXIMALS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
@@ -167,8 +169,9 @@ def test_senseless_combinations_are_refused_by_name(
 
 
 def test_a_length_weighted_baseline_is_refused_where_length_is_divided_out() -> None:
+    step: dict[str, Any] = dict(intake=Intake(), num_groups=4, num_micro_batches=1)
     with pytest.raises(ValueError, match=r"LengthWeighted.*SequenceMean"):
-        check_average(LengthWeighted(), SequenceMean())
+        check_step(LengthWeighted(), SequenceMean(), **step)
     for aggregation in (TokenMean(), FixedLength(8)):
-        check_average(LengthWeighted(), aggregation)
-    check_average(GroupMean(), SequenceMean())
+        check_step(LengthWeighted(), aggregation, **step)
+    check_step(GroupMean(), SequenceMean(), **step)
