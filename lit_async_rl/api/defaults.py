@@ -51,7 +51,8 @@ def default_callbacks(
     Args:
         changed: other callbacks by key of the default whose place they take; None switches it off.
         own: callbacks beside them; one of the same class as a default takes its place.
-        settings: of the Trainer: False for `logger`, `enable_progress_bar` or `enable_checkpointing` switches defaults off.
+        settings: of the Trainer; False for `logger`, `enable_progress_bar` or `enable_checkpointing` takes its
+            callbacks along.
 
     Raises:
         ValueError: there is no such key, or its value is no callback.
