@@ -62,7 +62,8 @@ def make_data(**changes: Any) -> RolloutDataModule:
 
 def make_module(**changes: Any) -> PolicyModule:
     """A learning rate at which five steps visibly change the policy."""
-    return PolicyModule(**(dict(model=MODEL, learning_rate=1e-3) | changes))
+    rate: dict[str, Any] = {} if "optimizer" in changes else {"learning_rate": 1e-3}
+    return PolicyModule(**(dict(model=MODEL, **rate) | changes))
 
 
 def fit(
