@@ -49,17 +49,13 @@ def default_callbacks(
     """The default callbacks of one run.
 
     Args:
-            changed: other callbacks by key of the default whose place they take; None switches it off.
-            own: callbacks beside them; one of the same class as a default takes its place.
-    <<<<<<< HEAD
-            settings: of the Trainer; False for `logger`, `enable_progress_bar`, `enable_checkpointing` removes defaults.
-    =======
-            settings: of the Trainer; False for `logger`, `enable_progress_bar` or `enable_checkpointing` takes its
-                callbacks along.
-    >>>>>>> refs/heads/python
+        changed: other callbacks by key of the default whose place they take; None switches it off.
+        own: callbacks beside them; one of the same class as a default takes its place.
+        settings: of the Trainer; False for `logger`, `enable_progress_bar` or `enable_checkpointing` takes its
+            callbacks along.
 
     Raises:
-            ValueError: there is no such key, or its value is no callback.
+        ValueError: there is no such key, or its value is no callback.
     """
     specs = defaults_file()["defaults"]
     for key, callback in changed.items():
