@@ -50,11 +50,9 @@ class SampleLogger(pl.Callback):
             self._lock = FolderLock(self._folder, "trainer.logger's folder")
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Lets others use the folder."""
         self._release()
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """The same."""
         self._release()
 
     def _release(self) -> None:

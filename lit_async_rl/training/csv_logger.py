@@ -62,7 +62,7 @@ class CSVLog(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """What keeps the rows and writes them."""
+        """Writer of the rows; locks the folder."""
         if self._lock is None and "://" not in self.log_dir:
             check_writable(Path(self.log_dir), "CSVLog.save_dir")
             self._lock = FolderLock(self.log_dir, "CSVLog.save_dir")

@@ -107,11 +107,11 @@ def test_a_worker_reads_nothing_but_what_trainers_wrote(tmp_path):
     (tmp_path / "lit_async_rl_weights_2_0").symlink_to(private)
     (ours / "0.safetensors").symlink_to(private / "model.safetensors")
     for folder in (private, tmp_path / "lit_async_rl_weights_2_0", ours):
-        with pytest.raises(PermissionError, match="of a trainer"):
+        with pytest.raises(PermissionError, match="a trainer"):
             list(read_folder(str(folder)))
     (ours / "0.safetensors").unlink()
     os.mkfifo(ours / "0.safetensors")  # opening it would wait for ever
-    with pytest.raises(PermissionError, match="but a link or a device"):
+    with pytest.raises(PermissionError, match="is a link or a device"):
         list(read_folder(str(ours)))
 
 

@@ -66,7 +66,7 @@ def test_what_is_no_reply_ends_the_process(what, reward):
 
 def test_a_reply_sent_ahead_is_not_taken_for_the_next():
     reward = IsolatedReward("hostile_rewards.judge", timeout_s=LIMIT_S)
-    with pytest.raises(RuntimeError, match="no reply to request 1"):
+    with pytest.raises(RuntimeError, match="an invalid reply to request 1"):
         reward(PROMPT, "two replies")
     assert reward(PROMPT, "nothing") == 0.5
 

@@ -117,7 +117,7 @@ def test_both_sides_go_on_with_any_engine(make):
 
 def test_it_measures_what_validation_does():
     """Greedy completions of the first version."""
-    data = make_data(val_prompts=held_out(24)["eight"], val_sampling=GREEDY, sampling=GREEDY, group_size=2)
+    data = make_data(val_prompts=held_out(24)["eight"], val_sampling=GREEDY)
     module = make_module()
     evaluation = Evaluation({"eight": held_out(24)["eight"]}, every_n_steps=100, max_block_s=30.0)
     trainer = fit(module, data, 1, [evaluation])
@@ -214,5 +214,5 @@ def test_settings_that_make_no_sense_are_refused(settings, named):
 
 
 def test_copies_of_one_greedy_completion_are_refused():
-    with pytest.raises(ValueError, match=r"num_samples=2 at temperature 0 are copies"):
+    with pytest.raises(ValueError, match=r"num_samples=2 at temperature 0 would be copies"):
         fit(make_module(), make_data(), 1, [Evaluation(held_out(), num_samples=2, sampling=GREEDY)])

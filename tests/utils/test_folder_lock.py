@@ -69,7 +69,7 @@ def test_a_checkpoint_folder_that_was_not_renamed_is_recovered(left, found, tmp_
         folder.mkdir()
         (folder / ("old" if kind == ".old" else "new")).touch()
         (folder / "manifest.json").write_text('{"form' if kind == "torn" else '{"format": 1}')
-    with pytest.raises(ValueError, match="is no sharded checkpoint"):  # found, and only then looked into
+    with pytest.raises(ValueError, match="is not a sharded checkpoint"):  # found, and only then looked into
         check_checkpoint(tmp_path / "last.ckpt")
     assert (tmp_path / "last.ckpt" / found).is_file()
     remove_stale_parts(tmp_path)
@@ -79,7 +79,7 @@ def test_a_checkpoint_folder_that_was_not_renamed_is_recovered(left, found, tmp_
 def test_lightning_does_not_warn_of_the_lock_of_a_folder_for_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     where = ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs"), "--data.validation.prompts", "null"]
-    where += ["--trainer.callbacks.dirpath", str(tmp_path / "kept"), "--trainer.max_steps", "1"]
+    where += ["--defaults.checkpoint.init_args.dirpath", str(tmp_path / "kept"), "--trainer.max_steps", "1"]
     small = ["--data.groups_per_step", "1", "--data.group_size", "2", "--model.scheduler", "null"]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -98,4 +98,4 @@ def test_a_table_that_is_there_is_kept(tmp_path):
     set_aside(table)
     table.touch()
     set_aside(table)
-    assert {path.name for path in table.parent.iterdir()} == {"metrics.1.csv", "metrics.2.csv"}
+    assert {path.name for path in table.parent.glob("*.csv")} == {"metrics.1.csv", "metrics.2.csv"}
