@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +36,22 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        part.replace(target)
+        _take_place(part, target)
         sync_folder(target.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _take_place(part: Path, target: Path) -> None:
+    """Renames, also onto a folder: the sharded checkpoint of a run that is resumed under another strategy."""
+    if not target.is_dir():
+        part.replace(target)
+        return
+    old = part.with_suffix(".old.part")  # recovered after a crash by `remove_stale_parts`
+    target.rename(old)
+    part.rename(target)
+    shutil.rmtree(old)
 
 
 @contextmanager

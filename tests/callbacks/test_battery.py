@@ -19,8 +19,8 @@ def test_every_callback_of_the_package_is_public():
 @pytest.mark.parametrize("kind", ["policy", "trajectory"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_our_runs(situation, kind, tmp_path):
-    if (situation, kind) == ("one rollout", "trajectory"):
-        with pytest.raises(ValueError, match=r"TrajectoryBalance with data\.advantage=Raw"):  # its baseline is a group's
+    if (situation, kind) == ("one rollout", "trajectory"):  # its baseline is that of a group
+        with pytest.raises(ValueError, match=r"TrajectoryBalance with data\.advantage=Raw"):
             run(tmp_path, kind, **SITUATIONS[situation])
         return
     run(tmp_path, kind, **SITUATIONS[situation])

@@ -147,7 +147,7 @@ MISTAKES = {
         "line 1: the prompt has",
         "max_prompt_tokens=20",
     ),
-    "no stop string": (["--data.sampling.stop", "['']"], "sampling.stop", "not empty"),
+    "no stop string": (["--data.sampling.stop", "['']"], "sampling.stop", "non-empty"),
     "a special token": (["--data.sampling.stop", "['<|im_end|>']"], "sampling.stop: '<|im_end|>'", "stop_token_ids"),
 }
 

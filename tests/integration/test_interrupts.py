@@ -88,7 +88,7 @@ def test_ctrl_c_saves_and_prints_the_summary_and_how_to_resume(start, tmp_path):
     assert "run summary" in said
     assert "Traceback" not in said
     assert re.search(r"Ctrl-C: saved \S+/last.ckpt after step", said)
-    assert "SIGTERM" not in said, "nobody sent it"
+    assert "SIGTERM: saved" not in said, "nobody sent it"
     (resume,) = re.findall(r"^resume with: python (.*)$", said, re.MULTILINE)
     step = int(re.search(r"saved \S+/last\.ckpt after step (\d+)", said)[1])
 
