@@ -201,6 +201,8 @@ def main() -> None:
         while sum(report.kills.values()) < arguments.kills:
             attack(combos[number % len(combos)], number, arguments, report)
             number += 1
+            if number == len(combos) and not report.kills:  # no run began: the settings are wrong
+                break
     found = summary(report, arguments, time.monotonic() - began)
     print(json.dumps(found, indent=2), *report.wrong, sep="\n")
     if arguments.out:

@@ -16,8 +16,8 @@ from matrix_run import MatrixRun, read
 from lit_async_rl.replay.tape import Tape
 
 DOCUMENTED = re.compile(
-    r"combo\.yaml|log\.\d+\.\d|journal/\d+\.\d\.jsonl|checkpoints/[^.].*\.ckpt(\.sha256|\.digest)?"
-    r"|tape/(steps-.*\.(arrow|undone)|manifest\.json)|log/version_\d+/.*|(.*/)?[^/]*\.lock"
+    r"combo\.yaml|log\.\d+\.\d|journal/\d+\.\d\.jsonl|checkpoints/[^.].*\.ckpt"
+    r"|tape/(steps-.*\.(arrow|undone)|manifest\.jsonl)|\.?[^/]*\.run\.(lock|json)|tape/\.run\.(lock|json)|log/version_\d+/.*|(.*/)?[^/]*\.lock"
 )
 
 

@@ -86,15 +86,14 @@ def write_config(combo: Combo, folder: Path, steps: int) -> Path:
 
 def _config(combo: Combo, folder: Path, steps: int) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "schedule": "fixed_lag" if combo.is_exact else "free",
+        "admission": "FixedLag" if combo.is_exact else "Bounded",
         "max_staleness": LAG,
         "groups_per_step": GROUPS,
         "group_size": GROUP_SIZE,
         "micro_batches_per_step": combo.micro_batches,
         "weight_sync_steps": combo.weight_sync_steps,
-        "stream_groups": combo.source == "streamed",
-        "rollout_timeout_s": ROLLOUT_TIMEOUT_S,
-        "rank_timeout_s": RANK_TIMEOUT_S,
+        "intake": {"stream_groups": combo.source == "streamed"},
+        "limits": {"rollout_timeout_s": ROLLOUT_TIMEOUT_S, "rank_timeout_s": RANK_TIMEOUT_S},
     }
     if combo.source == "replay buffer":
         data["replay"] = {"fresh_fraction": 0.5, "max_staleness": REPLAY_STALENESS}
@@ -103,7 +102,7 @@ def _config(combo: Combo, folder: Path, steps: int) -> dict[str, Any]:
         trainer["strategy"] = {"class_path": "lightning.pytorch.strategies.DDPStrategy"}
     validates = combo.trigger in ("validation", "metric")
     if validates:
-        data["val_prompts"] = _prompts(8)
+        data["validation"] = {"prompts": _prompts(8)}
         trainer |= {"val_check_interval": 2 * combo.micro_batches, "check_val_every_n_epoch": None}
     if combo.trigger == "epoch":
         trainer["limit_train_batches"] = 3 * combo.micro_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from lit_async_rl.data.dataloaders import PromptFeed
@@ -29,6 +30,7 @@ class HeldOut:
     def batches(self, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
         """This rank's batches of the usable prompts; none without `data.validation.prompts`."""
         if (source := self._settings.source) is None:
+            warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
             return []
         usable = UsableSubset(source, self._encode)
         return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
