@@ -187,9 +187,7 @@ class EpisodeEngine(RolloutEngine):
                 self._finish(talk, completion.finish_reason)
                 return
             self._num_waiting += 1
-        if self._codec is None:
-            raise SetupError("the engine was used before its setup")
-        text = self._codec.decode(completion.token_ids, talk.request.sampling.stop)
+        text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
         asyncio.run_coroutine_threadsafe(self._answer(talk, text), self._loop)
 
     def _take_talk(self, turn: Completion) -> Conversation | None:
@@ -232,9 +230,7 @@ class EpisodeEngine(RolloutEngine):
         if observation.done:
             self._finish(talk, "stop")
             return
-        if self._codec is None:
-            raise SetupError("the engine was used before its setup")
-        ids = self._codec.encode_continuation(observation.text)
+        ids = self._tokenizer.encode_continuation(observation.text)
         request = talk.request
         length = len(request.prompt_ids) + len(talk.token_ids) + len(ids) + request.sampling.max_tokens
         if len(talk.turns) == self.max_turns or length > self.max_model_len:
@@ -246,6 +242,12 @@ class EpisodeEngine(RolloutEngine):
         self._talking[following.id] = {0: talk}
         self._asked.open([following])
         self.engine.submit([following])
+
+    @property
+    def _tokenizer(self) -> TextCodec:
+        if self._codec is None:
+            raise SetupError("EpisodeEngine is used before it was set up")
+        return self._codec
 
     def _finish(self, talk: Conversation, reason: FinishReason) -> None:
         live = self._live[talk.request.id]

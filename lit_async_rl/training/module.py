@@ -219,11 +219,9 @@ class PolicyModule(WholeSteps):
         self.validator.begin(self)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Samples and scores completions of held-out prompts."""
         self.validator.step(self, batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs pass@1, pass@k and mean reward."""
         self.log_dict(self.validator.compute(), prog_bar=True)
         self.validator.end()
 
