@@ -83,7 +83,7 @@ def test_a_run_survives_a_stopped_and_a_killed_server_and_trains_on_each_group_o
     long = SamplingParams(max_tokens=150)  # servers always have work
     data = make_data(model=endless_model, engine=engine, sampling=long, rollout_timeout_s=120.0, max_staleness=2)
     disturber = Disturber(servers, engine, caplog)
-    trainer = fit(make_module(), data, max_steps=5000, callbacks=[disturber])
+    trainer = fit(make_module(model=endless_model), data, max_steps=5000, callbacks=[disturber])
     disturber.work.result(60)
 
     lost = [record.args[-1] for record in caplog.records if "go to others" in record.msg]

@@ -50,7 +50,7 @@ def test_a_server_that_was_started_without_what_we_need(servers, monkeypatch):
 def test_weights_in_a_folder_that_the_server_does_not_see(start, lms, monkeypatch, tmp_path):
     engine = start(transfer=FileTransfer(str(tmp_path)))
     engine.setup(MODEL)
-    monkeypatch.setattr(FileTransfer, "staged", "/no/such/folder")
+    monkeypatch.setattr(FileTransfer, "staged", "/no/such/lit_async_rl_weights_1_0")
     with pytest.raises(EngineError, match="can this machine see the trainer's folder"):
         engine.load_weights(0, lms[0].named_parameters())
     monkeypatch.undo()
