@@ -86,7 +86,8 @@ def balanced(bound, latency=Constant, **changes):
 
 def test_overlap_is_nothing_without_staleness_and_nearly_all_with_one_version():
     assert balanced(0, warmup_steps=2).measure().overlap_efficiency < 0.1
-    assert balanced(1, warmup_steps=2).measure().overlap_efficiency > 0.85  # 0.998 on a quiet machine
+    nearly_all = (balanced(1, warmup_steps=2).measure().overlap_efficiency > 0.85 for _ in range(5))
+    assert any(nearly_all)  # 0.998 on a quiet machine; others can only make it less
 
 
 def test_the_real_loop_loses_little_of_what_the_bound_allows():
