@@ -13,7 +13,8 @@ import yaml
 from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import SampleLogger
-from lit_async_rl.cli.app import AsyncRLCLI, evaluate, main
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.commands import evaluate, main
 from lit_async_rl.cli.loggers import run_name
 from lit_async_rl.cli.run_folders import cut
 from lit_async_rl.training.csv_logger import CSVLog
