@@ -31,7 +31,7 @@ SMALL = [
         "2",
     ),
     *("--data.validation.prompts.init_args.size", "4", "--trainer.val_check_interval", "2"),
-    *("--trainer.callbacks.init_args.every_n_train_steps", "2"),
+    *("--defaults.checkpoint.init_args.every_n_train_steps", "2"),
 ]
 pytestmark = pytest.mark.timeout(120)
 
