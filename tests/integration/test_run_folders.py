@@ -128,7 +128,20 @@ def test_nothing_is_left_where_nothing_is_logged(off, tmp_path, monkeypatch):
     for link in ("configs", "lit_async_rl"):
         (tmp_path / link).symlink_to(ROOT / link)
     monkeypatch.chdir(tmp_path)
-    main([*SMALL[:-2], "--trainer.max_steps", "1", "--trainer.callbacks", "null", *off])
+    main(
+        [
+            *SMALL[:-2],
+            "--trainer.max_steps",
+            "1",
+            "--trainer.callbacks",
+            "null",
+            "--defaults.checkpoint",
+            "null",
+            "--defaults.samples",
+            "null",
+            *off,
+        ]
+    )
     assert names(tmp_path) == {"configs", "lit_async_rl"}
 
 

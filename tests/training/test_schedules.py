@@ -113,7 +113,7 @@ def test_torch_schedulers_that_state_another_rate_or_length_are_refused(tmp_path
     with pytest.raises(ValueError, match=re.escape("trainer.max_steps must be set, got -1: model.scheduler=Cosine")):
         fit(make_module(scheduler=Cosine()), make_data(), -1, max_epochs=1)
     with pytest.raises(ValueError, match=re.escape("learning_rate=0.001, but model.optimizer=SGD has lr=0.5")):
-        fit(make_module(optimizer=lambda p: torch.optim.SGD(p, lr=0.5)), make_data(), 2)
+        fit(make_module(learning_rate=1e-3, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)), make_data(), 2)
     trainer = fit(one_cycle(1e-3, 2), make_data(), 2)
     trainer.save_checkpoint(tmp_path / "2.ckpt")
     with pytest.raises(
