@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from lit_async_rl.utils.checks import check_not_negative
+from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class RateSchedule(ABC):
     warmup: int | float = 0.0
 
     def __post_init__(self) -> None:
-        check_not_negative("model.scheduler", warmup=self.warmup)
+        check_range("model.scheduler", ">= 0", warmup=self.warmup)
 
     @abstractmethod
     def rate(self, peak: float, step: int, num_steps: int) -> float:

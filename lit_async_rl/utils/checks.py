@@ -43,13 +43,3 @@ def _holds(rule: str, value: int | float) -> bool:
         above = value >= low if interval[1] == "[" else value > low
         return above and (value <= high if interval[4] == "]" else value < high)
     raise ValueError(f"unknown rule {rule!r}")
-
-
-def check_positive(part: str, **settings: int | float) -> None:
-    """Refuses numbers that are not positive, see `check_range`."""
-    check_range(part, "positive", **settings)
-
-
-def check_not_negative(part: str, **settings: int | float) -> None:
-    """Refuses negative numbers, see `check_range`."""
-    check_range(part, ">= 0", **settings)
