@@ -5,6 +5,10 @@ norm is sum_ts (e_it . e_is) (x_it . x_is), the product of two T x T Gram matric
 2015, arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679, section 4). One backward pass to the outputs of
 the layers serves all trajectories, because rows of a batch are independent.
 
+Packed rows (`SharedPromptPacking`) are not: at positions that a group shares, the gradient is a sum over its
+trajectories. There the norms are those over all other positions, those of a trajectory's own tokens, and of the head,
+whose inputs are separate: a lower bound, up to cross terms, which leaves out what flows into the prompt's keys and values.
+
 B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 """
 
@@ -19,7 +23,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lit_async_rl.baselines.layer_norms import InputGrams, LayerRecord, layer_squared_norms, own_parameters
+from lit_async_rl.baselines.packed_rows import gathered, own_positions, packed
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.packing import PackedRows
 from lit_async_rl.models.policy import CausalPolicy
 
 
@@ -34,16 +40,20 @@ class GhostTape:
     `Conv1D`, embeddings and norm layers are supported, also with an output head tied to the embedding; the head is
     evaluated in chunks of `policy.chunk_tokens` tokens.
 
+    Args:
+        policy: with or without shared-prompt packing.
+        last_blocks: norms over the parameters of the head and of this many last transformer blocks; None is all layers.
+
     Raises:
         ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, or to two
             layers (other than embedding and head), or activations are not kept (gradient checkpointing).
     """
 
-    def __init__(self, policy: CausalPolicy) -> None:
-        self.policy = policy
+    def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
+        self.policy, self.last_blocks = policy, last_blocks
         self._body = policy.causal_lm.base_model
         self._head = policy.causal_lm.get_output_embeddings()
-        self._layers = {name: module for name, module in self._body.named_modules() if own_parameters(module)}
+        self._layers = _chosen_layers(self._body, last_blocks)
         self._check()
         self._records: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> its input and output
         self._hidden: Tensor | None = None
@@ -81,6 +91,8 @@ class GhostTape:
     @staticmethod
     def _spread_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Expands positions to one row per trajectory: a shared row would sum gradients of learned positions."""
+        if "position_ids" in kwargs:  # packed rows have their own
+            return args, kwargs
         ids = kwargs["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return args, {**kwargs, "position_ids": positions}
@@ -102,43 +114,49 @@ class GhostTape:
         input_ids: Int[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
         temperature: float = 1.0,
+        rows: PackedRows | None = None,
     ) -> Float[Tensor, " B"]:
-        """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all trainable parameters."""
+        """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all parameters that were chosen.
+
+        `rows` is the layout of the forward pass if it was packed; see above for what is left out then.
+        """
         if self._hidden is None:
             raise SetupError("GhostTape has recorded no forward pass yet")
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
         columns = _used_columns(coefficients)
-        norms, hidden_grads, taken = self._head_pass(coefficients, input_ids, temperature, columns)
+        hidden = self._hidden.detach() if rows is None else gathered(self._hidden.detach(), rows)
+        norms, hidden_grads, taken = self._head_pass(hidden, coefficients, input_ids, temperature, columns)
+        if rows is not None:
+            hidden_grads = packed(hidden_grads, columns, rows)
         names, grams = list(self._records), InputGrams()
         grads = torch.autograd.grad(
             self._hidden, [self._records[name][1] for name in names], hidden_grads, retain_graph=True, allow_unused=True
         )
+        own = None if rows is None else own_positions(rows)
         embedding = self.policy.causal_lm.get_input_embeddings()
         for name, grad in zip(names, grads, strict=True):
             if grad is None:
                 continue
-            inputs, _ = self._records[name]
-            module = self._layers[name]
+            module, inputs = self._layers[name], self._records[name][0]
+            if own is not None and rows is not None:
+                inputs, grad = own.of_inputs(inputs), own.of_grads(grad)
             if isinstance(module, nn.Embedding):
                 grad = _table_grads(module, inputs, grad)
             self.layer_records.append(record := LayerRecord(module, inputs, grad))
             norms = norms + layer_squared_norms(record, grams)
             if module is embedding and self._head.weight is embedding.weight:
-                dots = self._hidden.detach()[:, columns] @ grad.mT  # h_t . e_s
-                norms = norms + 2 * (taken * dots).sum((1, 2))
+                dots = hidden[:, columns] @ grad.mT  # h_t . e_s
+                norms = norms + 2 * ((taken if own is None else taken[..., own.columns]) * dots).sum((1, 2))
         return norms
 
     def _head_pass(
-        self, coefficients: Tensor, input_ids: Tensor, temperature: float, columns: slice
+        self, hidden: Tensor, coefficients: Tensor, input_ids: Tensor, temperature: float, columns: slice
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms of the head, gradient at its input, and its output gradients at the prompt's and completion's own ids.
 
         Only `columns` predict tokens that count. The last, [B, columns, T], is needed by the cross term of a tied
         embedding, whose gradients overlap in the rows of the input ids.
         """
-        if self._hidden is None:
-            raise SetupError("GhostTape has recorded no forward pass yet")
-        hidden = self._hidden.detach()
         predicted = slice(columns.start + 1, columns.stop + 1)
         rows = max(1, self.policy.chunk_tokens // (columns.stop - columns.start))
         norms, hidden_grads, taken = [], torch.zeros_like(hidden), []
@@ -158,9 +176,26 @@ class GhostTape:
             record = LayerRecord(self._head, features.detach(), logit_grads)
             norms.append(layer_squared_norms(record, InputGrams()))
             taken.append(logit_grads.gather(-1, input_ids[part, None].expand(-1, features.shape[1], -1)))
-        self.is_complete = len(norms) == 1
+        is_whole = self.last_blocks is None and self.policy.packing is None
+        self.is_complete = is_whole and len(norms) == 1
         self.layer_records = [record] if self.is_complete else []
         return torch.cat(norms), hidden_grads, torch.cat(taken)
+
+
+def _chosen_layers(body: nn.Module, last_blocks: int | None) -> dict[str, nn.Module]:
+    """Layers with trainable parameters of their own: all, or those of the last blocks.
+
+    Raises:
+        ValueError: the model is no stack of blocks.
+    """
+    layers = {name: module for name, module in body.named_modules() if own_parameters(module)}
+    if last_blocks is None:
+        return layers
+    stacks = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
+    if not stacks:
+        raise ValueError(f"model.baseline.last_blocks={last_blocks}: {type(body).__name__} has no list of blocks")
+    chosen = {id(part) for block in list(max(stacks, key=len))[-last_blocks:] for part in block.modules()}
+    return {name: module for name, module in layers.items() if id(module) in chosen}
 
 
 def _used_columns(coefficients: Float[Tensor, "B T"]) -> slice:

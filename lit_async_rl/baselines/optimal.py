@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.baselines.ghost_gradients import can_keep_books
 from lit_async_rl.baselines.ghost_norms import GhostTape
 from lit_async_rl.baselines.layer_norms import has_sharded_parameters
 from lit_async_rl.importance import masked, sequence_log_ratio
-from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.policy import CausalPolicy, TokenStats
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_range
 
 
 class Flavour(Enum):
@@ -44,10 +45,13 @@ class Norms(Enum):
 
     GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs; supports sharded models.
     PER_TRAJECTORY: one backward pass per trajectory; any module with unsharded parameters (single device, DDP).
+    SCORE: a proxy without any pass, sum_t c_t^2 (1 - p_t)^2 from the probabilities of the sampled tokens; see
+        `score_squared_norms`. Any model, any layout.
     """
 
     GHOST = "ghost"
     PER_TRAJECTORY = "per_trajectory"
+    SCORE = "score"
 
 
 def optimal_baseline(log_weights: Float[Tensor, " B"], rewards: Float[Tensor, " B"]) -> Float[Tensor, ""]:
@@ -94,6 +98,18 @@ def per_trajectory_squared_norms(
     return torch.stack(norms)
 
 
+def score_squared_norms(
+    logprobs: Float[Tensor, "B T"], coefficients: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " B"]:
+    """sum_t c_it^2 (1 - p_it)^2 of each row i: the squared score at the sampled token's own logit.
+
+    The gradient of c log p_y with respect to all logits, c (onehot_y - p), has a squared norm between c^2 (1 - p_y)^2
+    and twice that. Left out are the network behind the logits, which is the same for all trajectories, and products
+    of different tokens.
+    """
+    return masked((coefficients * torch.expm1(logprobs.detach())).square(), mask).sum(-1)
+
+
 @dataclass(frozen=True)
 class OptimalBaseline:
     """Replaces the advantages of each group by (R_i - b*) / std, b* from this micro-batch's gradient norms.
@@ -108,15 +124,26 @@ class OptimalBaseline:
         norms: computation of the gradient norms, see `Norms`.
         flavour: definition of W_i, see `Flavour`.
         divide_by_std: divide by the population standard deviation of the group's rewards, as the paper's runs do.
+        last_blocks: take the norms over the head and this many last transformer blocks only, a proxy that costs a
+            fraction of a backward pass; None is all layers.
+
+    Raises:
+        ValueError: `last_blocks` is not positive, or the norms are not `GHOST`.
     """
 
     norms: Norms = Norms.GHOST
     flavour: Flavour = Flavour.CONSISTENT
     divide_by_std: bool = True
+    last_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        check_range("model.baseline", ">= 1", last_blocks=self.last_blocks)
+        if self.last_blocks is not None and self.norms is not Norms.GHOST:
+            raise ValueError(f"model.baseline.last_blocks={self.last_blocks} needs model.baseline.norms=GHOST")
 
     def record(self, policy: CausalPolicy) -> AbstractContextManager[GhostTape | None]:
         """Context manager that the forward pass must run in."""
-        return GhostTape(policy) if self.norms is Norms.GHOST else nullcontext()
+        return GhostTape(policy, self.last_blocks) if self.norms is Norms.GHOST else nullcontext()
 
     def can_keep_books(self, tape: GhostTape | None) -> bool:
         """Whether the tape's gradients can be reused for the update, which saves the second backward pass."""
@@ -126,17 +153,19 @@ class OptimalBaseline:
         self,
         policy: CausalPolicy,
         tape: GhostTape | None,
-        logprobs: Float[Tensor, "B T"],
+        stats: TokenStats,
         weights: Float[Tensor, "B T"],
         batch: RolloutBatch,
     ) -> Float[Tensor, "B T"]:
-        """Advantage of each token; `logprobs` carries the forward graph, `weights` are importance weights."""
-        mask = batch.loss_mask
+        """Advantage of each token; `stats` carries the forward graph, `weights` are importance weights."""
+        mask, logprobs = batch.loss_mask, stats.logprobs
         coefficients = mask.float() if self.flavour is Flavour.PAPER else batch.token_weights * weights
-        if tape is None:
+        if self.norms is Norms.SCORE:
+            norms = score_squared_norms(logprobs, coefficients, mask)
+        elif tape is None:
             norms = per_trajectory_squared_norms(policy, logprobs, coefficients)
         else:
-            norms = tape.squared_norms(coefficients, batch.input_ids, mask, batch.temperature)
+            norms = tape.squared_norms(coefficients, batch.input_ids, mask, batch.temperature, stats.rows)
         log_weights = norms.log()
         if self.flavour is not Flavour.CONSISTENT:
             log_weights = log_weights + 2 * sequence_log_ratio(logprobs.detach() - batch.behavior_logprobs, mask)

@@ -92,8 +92,10 @@ class SharedPromptPacking:
         input_ids: Int[Tensor, "B T"],
         needed: Bool[Tensor, "B T"],
         group_index: Int[Tensor, " B"],
-    ) -> Float[Tensor, "N H"]:
+    ) -> tuple[Float[Tensor, "N H"], PackedRows]:
         """Last hidden states at the `needed` positions, equal to `hidden[needed]` of an unpacked forward pass.
+
+        The second value is the layout.
 
         Raises:
             ValueError: the input is longer than the model's attention window.
@@ -106,7 +108,7 @@ class SharedPromptPacking:
             attention_mask=attention_mask(lm, rows),
             use_cache=False,
         ).last_hidden_state
-        return hidden.flatten(0, 1)[rows.target[needed]]
+        return hidden.flatten(0, 1)[rows.target[needed]], rows
 
 
 def group_cost(prompt: int, completions: Sequence[int], shared: bool) -> tuple[int, int]:

@@ -15,16 +15,23 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.packing import SharedPromptPacking, check_packable
+from lit_async_rl.models.packing import PackedRows, SharedPromptPacking, check_packable
 from lit_async_rl.utils.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Log-probability of each token and entropy of its distribution; 0 where the mask is False."""
+    """Log-probability of each token and entropy of its distribution; 0 where the mask is False.
+
+    Attributes:
+        logprobs: log-probabilities.
+        entropy: entropies.
+        rows: layout of the forward pass if it was packed.
+    """
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
+    rows: PackedRows | None = None
 
 
 class CausalPolicy(nn.Module):
@@ -82,8 +89,9 @@ class CausalPolicy(nn.Module):
             predicts = torch.zeros_like(predicts)
             predicts[0, 0] = True
         if self.packing is not None and group_index is not None:
-            features = self.packing.features(self.causal_lm, input_ids[:, :-1], predicts, group_index)  # [N, H]
+            features, rows = self.packing.features(self.causal_lm, input_ids[:, :-1], predicts, group_index)  # [N, H]
         else:
+            rows = None
             hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
             features = hidden[:, :-1][predicts]
         targets = input_ids[:, 1:][predicts]  # [N]
@@ -91,6 +99,7 @@ class CausalPolicy(nn.Module):
         return TokenStats(
             logprobs=_scatter(logprobs, predicts, mask),
             entropy=_scatter(entropy, predicts, mask),
+            rows=rows,
         )
 
     def _chunked_stats(

@@ -7,12 +7,11 @@ effect, or an importance ratio is counted twice or not at all.
 from __future__ import annotations
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LogMeanExp
-from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
+from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, Proximal
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean
-from lit_async_rl.models.packing import SharedPromptPacking
 
 
 def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
@@ -57,19 +56,12 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
         )
 
 
-def check_baseline(
-    loss: PolicyLoss, baseline: OptimalBaseline | None, packing: SharedPromptPacking | None = None
-) -> None:
-    """Checks the assumptions of the optimal baseline: a loss linear in the advantage, and separable gradient norms.
+def check_baseline(loss: PolicyLoss, baseline: OptimalBaseline | None) -> None:
+    """Checks the assumption of the optimal baseline: a loss linear in the advantage.
 
     Raises:
-        ValueError: the loss is not linear, or per-trajectory norms are requested of layers that mix trajectories.
+        ValueError: the loss is not linear.
     """
-    if baseline is not None and packing is not None and baseline.norms is Norms.GHOST:
-        raise ValueError(
-            "model.packing with model.baseline.norms=GHOST: the norms need layers whose rows are trajectories, "
-            "and packed rows hold a whole group. Use PER_TRAJECTORY, or model.packing: null."
-        )
     if baseline is not None and not isinstance(loss, Reinforce):
         raise ValueError(
             f"model.baseline=OptimalBaseline with model.loss={_name(loss)}: its gradient is not linear in the "

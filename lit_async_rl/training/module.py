@@ -103,7 +103,7 @@ class PolicyModule(WholeSteps):
         check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
-        check_baseline(self.objective.loss, baseline, packing)
+        check_baseline(self.objective.loss, baseline)
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.make_optimizer, self.scheduler = optimizer, scheduler or ConstantRate()
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)

@@ -66,7 +66,7 @@ class Objective:
             weights = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.loss_mask).weights
         advantages = batch.advantages
         if self.baseline is not None:
-            advantages = self.baseline.advantages(policy, tape, stats.logprobs, weights, batch)
+            advantages = self.baseline.advantages(policy, tape, stats, weights, batch)
         output = self.loss(_loss_inputs(stats.logprobs, proximal_logprobs, advantages, staleness, batch))
         loss = (batch.token_weights * output.per_token * weights).sum()
         if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):

@@ -138,13 +138,11 @@ def test_a_run_ends_at_the_same_parameters_with_reference_lora_and_checkpointing
         torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=0)
 
 
-def test_the_optimal_baseline_goes_trajectory_by_trajectory_or_not_at_all():
-    with pytest.raises(ValueError, match=r"model\.packing.*GHOST"):
-        make_module(packing=SharedPromptPacking(), loss=Reinforce(), baseline=OptimalBaseline())
+@pytest.mark.parametrize("norms", [Norms.PER_TRAJECTORY, Norms.SCORE])
+def test_an_optimal_baseline_that_does_not_depend_on_the_layout_makes_the_same_update(norms):
     ends = []
     for packing in (None, SharedPromptPacking()):
-        baseline = OptimalBaseline(Norms.PER_TRAJECTORY)
-        module = make_module(packing=packing, loss=Reinforce(), baseline=baseline, optimizer=sgd)
+        module = make_module(packing=packing, loss=Reinforce(), baseline=OptimalBaseline(norms), optimizer=sgd)
         fit(module, make_data(max_staleness=0), 2)
         ends.append(parameters(module))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=0)
