@@ -1,4 +1,4 @@
-"""What the engine does, for a run's timeline."""
+"""Spans of the engine in the timeline of a run: generation, weight updates, restarts."""
 
 from __future__ import annotations
 

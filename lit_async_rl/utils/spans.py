@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 
 class Spans:
-    """Collects the events of one process, in the Trace Event format that Perfetto and Chrome read.
+    """Recorder of the events of one process, in the Trace Event format that Perfetto and Chrome read.
 
     Args:
         offset_s: added to this machine's clock.
