@@ -37,7 +37,8 @@ def clipped_surrogate(
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Returns -min(r A, clip(r, low, high) A), and the mask of clipped tokens, whose gradient is 0."""
     cut = moved_away(ratio, advantages, low, high)
-    return -torch.where(cut, ratio.detach().clamp(low, high), ratio) * advantages, cut
+    clipped = ratio.detach().clamp(low, high)  # type: ignore[arg-type]  # the stubs know numbers or tensors, no union
+    return -torch.where(cut, clipped, ratio) * advantages, cut
 
 
 @dataclass(frozen=True)
