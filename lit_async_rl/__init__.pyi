@@ -101,7 +101,9 @@ from .losses import M2PO as M2PO
 from .losses import OAPL as OAPL
 from .losses import OPMD as OPMD
 from .losses import OPSM as OPSM
+from .losses import PNPO as PNPO
 from .losses import SAPO as SAPO
+from .losses import SAT as SAT
 from .losses import TOPR as TOPR
 from .losses import VESPO as VESPO
 from .losses import BAPOReleased as BAPOReleased
@@ -112,6 +114,7 @@ from .losses import LossInputs as LossInputs
 from .losses import LossOutput as LossOutput
 from .losses import M2POAdaptiveClip as M2POAdaptiveClip
 from .losses import MiniRL as MiniRL
+from .losses import MinPRO as MinPRO
 from .losses import PolicyLoss as PolicyLoss
 from .losses import PPOClip as PPOClip
 from .losses import Reinforce as Reinforce
