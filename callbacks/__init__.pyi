@@ -11,6 +11,7 @@ from .monitors.staleness_monitor import StalenessMonitor as StalenessMonitor
 from .monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
 from .monitors.timeline import Timeline as Timeline
 from .run.evaluation import Evaluation as Evaluation
+from .run.live_view import LiveView as LiveView
 from .run.progress import Progress as Progress
 from .run.rollout_tape import RolloutTape as RolloutTape
 from .run.sample_logger import SampleLogger as SampleLogger

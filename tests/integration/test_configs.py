@@ -130,14 +130,6 @@ def test_train_evaluate_export_and_chat(tmp_path, capsys):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_other_loggers_run_beside_the_csv_log(name, tmp_path):
-    quiet = ["--trainer.enable_progress_bar", "false"]
-    main([*BASE, "--config", f"configs/loggers/{name}.yaml", *TINY, *logs(tmp_path), *quiet])
-    assert list(tmp_path.rglob("metrics.csv"))
-    assert list(tmp_path.rglob("*.wandb" if name == "wandb" else "events.out*"))
-
-
 def test_a_lora_run_trains_and_exports_merged_weights(tmp_path):
     lora = ["--config", "configs/lora.yaml"]
     main([*BASE, *lora, *TINY, *logs(tmp_path), "--defaults.checkpoint.init_args.every_n_train_steps", "2"])
