@@ -83,6 +83,11 @@ def test_two_processes_train_from_the_command_line(name, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("held-out accuracy before, after") == 1
+    timelines = {path.name: path.read_text() for path in tmp_path.rglob("timeline/*.json")}
+    assert set(timelines) == {"rank0.json", "rank1.json"}
+    assert all('"forward_backward"' in text and '"wait"' in text for text in timelines.values())
+    assert '"decode"' in timelines["rank0.json"]
+    assert '"pid":1,' in timelines["rank1.json"]
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     if checkpoint.is_dir():  # FSDP1's
         consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(checkpoint)]
