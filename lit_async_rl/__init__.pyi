@@ -40,6 +40,7 @@ from .callbacks import SaveOnSigterm as SaveOnSigterm
 from .callbacks import SkipNonFinite as SkipNonFinite
 from .callbacks import StalenessMonitor as StalenessMonitor
 from .callbacks import ThroughputMonitor as ThroughputMonitor
+from .callbacks import Timeline as Timeline
 from .callbacks import WeightSync as WeightSync
 from .corrections import BatchNormalized as BatchNormalized
 from .corrections import Correction as Correction
