@@ -204,6 +204,8 @@ class Progress(ProgressBar):
         self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self.has_dataloader_changed(dataloader_idx)
+        if self._display is not None:
+            self._display.validation(batch_idx, float(self.total_val_batches_current_dataloader))
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Stays open until `teardown`: other callbacks print, too."""

@@ -25,9 +25,6 @@ class TrackioLogger(Logger):
         save_dir: folder of the database; None is Trackio's own, which `trackio show` opens. Another one is opened by
             `TRACKIO_DIR=<folder> trackio show`; a process has one.
         settings: other arguments of `trackio.init`.
-
-    Raises:
-        ValueError: this process already has a database in another folder.
     """
 
     def __init__(
@@ -43,11 +40,6 @@ class TrackioLogger(Logger):
         self._run: Any = None
         self._has_begun = False
         self._params: dict[str, Any] = {}
-        if save_dir is not None:
-            before = os.environ.get("TRACKIO_DIR")
-            if "trackio" in sys.modules and before != str(Path(save_dir).absolute()):
-                raise ValueError(f"TrackioLogger.save_dir={save_dir!r}, but this process already writes to {before}")
-            os.environ["TRACKIO_DIR"] = str(Path(save_dir).absolute())
 
     @property
     def name(self) -> str:
@@ -70,8 +62,10 @@ class TrackioLogger(Logger):
 
         Raises:
             ModuleNotFoundError: Trackio is not installed.
+            ValueError: this process already has a database in another folder.
         """
         if self._run is None:
+            self._choose_folder()
             try:
                 import trackio
             except ModuleNotFoundError as error:
@@ -81,6 +75,15 @@ class TrackioLogger(Logger):
             self._run = trackio.init(project=self._project, name=self.run_name, **given)
             self.run_name, self._has_begun = self._run.name, True
         return self._run
+
+    def _choose_folder(self) -> None:
+        """Trackio reads its folder when it is imported."""
+        if self._save_dir is None:
+            return
+        before, wanted = os.environ.get("TRACKIO_DIR"), str(Path(self._save_dir).absolute())
+        if "trackio" in sys.modules and before != wanted:
+            raise ValueError(f"TrackioLogger.save_dir={self._save_dir!r}, but this process already writes to {before}")
+        os.environ["TRACKIO_DIR"] = wanted
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
