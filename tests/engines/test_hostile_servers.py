@@ -1,30 +1,20 @@
 """Servers that answer nonsense with status 200: a failure of theirs, never of the run. No vLLM."""
 
-import asyncio
 import json
 import logging
 import re
 
 import pytest
-import transformers
 from aiohttp import web
 from flow import MODEL
 from http_servers import MisbehavingServer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_server_fleet import QUICK, publish, requests, wait_for
 
-from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.logprob_error import Probe, probe_tokens
 from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.model_identity import describe_config
-from lit_async_rl.engines.vllm.request_book import RequestBook
-from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
-from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
 from lit_async_rl.errors import EngineError
-from lit_async_rl.models.loading import load_config
 
 pytestmark = pytest.mark.timeout(120)
 HTML = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
@@ -138,151 +128,6 @@ def test_a_malformed_answer_is_that_servers_failure_and_its_requests_are_sampled
         assert "\n" not in line
         assert len(line) < 450
     assert engine.poll(0.05) == []
-
-
-# -- fuzz -------------------------------------------------------------------------------------------------------------
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def places(value, path=()):
-    """Paths of all parts of a JSON value."""
-    yield path
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from places(value[key], (*path, key))
-
-
-@st.composite
-def fuzzed(draw, right: dict) -> bytes:
-    """Arbitrary bytes, or a right answer in which parts were replaced, removed, repeated or cut off."""
-    if draw(st.integers(0, 9)) == 0:
-        return draw(st.binary(max_size=60))
-    answer = json.loads(json.dumps(right))
-    for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from([path for path in places(answer) if path] or [()]))
-        if not path:
-            break
-        holder = answer
-        for key in path[:-1]:
-            holder = holder[key]
-        action = draw(st.sampled_from(["replace", "remove", "repeat", "near"]))
-        if action == "remove":
-            del holder[path[-1]]
-        elif action == "repeat" and isinstance(holder, list):
-            holder.append(holder[path[-1]])
-        elif action == "near" and isinstance(holder[path[-1]], int | float):
-            holder[path[-1]] += draw(st.sampled_from([-1, 1, 0.5, 10**6, 10**30]))
-        else:
-            holder[path[-1]] = draw(JSON)
-    text = json.dumps(answer).encode("utf-8", "replace")
-    return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 9)) == 0 else text
-
-
-RUN = "a1b2c3d4"
-ASKED = GenerationRequest(id=7, prompt_ids=(4, 5), num_samples=2, sampling=SamplingParams(max_tokens=3))
-ONE = {
-    "finish_reason": "length",
-    "token_ids": [8, 9, 10],
-    "logprobs": {"content": [{"token_id": t, "logprob": -float(t)} for t in (8, 9, 10)]},
-    "weight_versions": [{"version": f"{RUN}-2", "start": 0, "end": 3}],
-}
-RIGHT = {"choices": [ONE | {"index": 0}, ONE | {"index": 1}]}
-
-
-def served(answer: bytes, status: int):
-    """Client of a server that always answers this."""
-
-    class Canned(ServerClient):
-        async def ask(self, method, path, timeout_s, body=None, max_bytes=0):
-            return status, answer
-
-    return Canned("http://127.0.0.1:1", None, 1.0, 1.0, 1.0)
-
-
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(answer=fuzzed(RIGHT), status=st.sampled_from([200] * 9 + [500, 404, 302]))
-def test_2000_fuzzed_answers_are_right_or_that_servers_failure(answer, status):
-    completions, failure = [], ""
-    try:
-        completions = asyncio.run(served(answer, status).generate(ASKED, (1,), "salt", RUN))
-    except (ServerFailure, ServerRefusal) as error:
-        failure = str(error)
-    if failure:
-        assert "\n" not in failure
-        assert len(failure) < 400
-        return
-    assert status == 200
-    assert [(c.request_id, c.sample_index) for c in completions] == [(7, 0), (7, 1)]
-    for c in completions:
-        assert len(c.token_ids) == len(c.logprobs) == len(c.versions) == 3
-        assert all(type(token) is int and token >= 0 for token in c.token_ids)
-        assert all(type(p) is float and -750 <= p <= 1e-4 for p in c.logprobs)
-
-
-class InMemory(ServerClient):
-    """A server without a network; `mangle` makes what it answers of the right answer."""
-
-    def __init__(self, url, mangle):
-        super().__init__(url, None, 5.0, 5.0, 5.0)
-        self.mangle, self.tag = mangle, "default"
-
-    async def ask(self, method, path, timeout_s, body=None, max_bytes=0):
-        await asyncio.sleep(0)
-        if path == "/update_weight_version":
-            self.tag = body["new_version"]
-        answers = {
-            "/v1/models": {"data": [{"max_model_len": 256}]},
-            "/weight_info": {"weight_version": self.tag},
-            "/collective_rpc": {"results": [REPORT]},
-        }
-        if path != "/inference/v1/generate" or not body:
-            return 200, json.dumps(answers.get(path, {})).encode()
-        span = {"version": self.tag, "start": 0, "end": body["sampling_params"]["max_tokens"]}
-        token = {"token_id": 8, "logprob": -1.0}
-        one = {"finish_reason": "length", "token_ids": [8] * span["end"], "weight_versions": [span]}
-        one["logprobs"] = {"content": [token] * span["end"]}
-        right = {"choices": [one | {"index": n} for n in range(body["sampling_params"]["n"])]}
-        is_proof = body["cache_salt"].endswith("proof")
-        return 200, json.dumps(right).encode() if is_proof else self.mangle(right)
-
-
-CONFIG = describe_config(load_config(MODEL).get_text_config())
-REPORT = {"model": CONFIG, "transformers": transformers.__version__, "dtype": "float32", "problems": []}
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_of_2000_groups_sent_to_a_server_that_answers_nonsense_none_is_lost_or_comes_twice(data):
-    async def scenario():
-        book = RequestBook("the fleet")
-        hostile = InMemory("http://a:1", lambda right: data.draw(fuzzed(right)))
-        good = InMemory("http://b:1", lambda right: json.dumps(right).encode())
-        fleet = ServerFleet([hostile, good], book, RUN, False, probe_interval_s=1e-4, recovery_timeout_s=60.0)
-        await fleet.start(CONFIG, 98, (1,), 5.0)
-        await fleet.begin_update()
-        await fleet.update(0, "folder")
-        fleet.end_update()
-        found = []
-        for number in range(40):
-            while len(fleet.pool.servers_in) < 2:
-                await asyncio.sleep(1e-4)
-            book.begin([2 * number, 2 * number + 1])
-            fleet.submit(requests(2, first=2 * number))  # one for each
-            while book.num_running:
-                await asyncio.sleep(1e-4)
-                book.check()
-            found += book.take(0.0)
-        for watcher in fleet._watchers:
-            watcher.cancel()
-        return found
-
-    found = asyncio.run(asyncio.wait_for(scenario(), 60.0))
-    assert sorted((c.request_id, c.sample_index) for c in found) == [(n, i) for n in range(80) for i in range(2)]
 
 
 # -- servers that come back otherwise than they were ------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -228,4 +229,6 @@ def _name(path: str) -> str:
 def _reason(error: Exception) -> str:
     """Why a connection failed, without the address, which messages name anyway."""
     cause: Any = getattr(error, "os_error", error)
-    return getattr(cause, "strerror", None) or str(error) or type(error).__name__
+    number = getattr(cause, "errno", None)
+    known = os.strerror(number) if isinstance(number, int) and number > 0 else getattr(cause, "strerror", None)
+    return known or str(error) or type(error).__name__

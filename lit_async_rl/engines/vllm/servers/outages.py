@@ -23,14 +23,13 @@ class Outages:
     def __init__(self, servers: Iterable[str]) -> None:
         self._why = dict.fromkeys(servers, "has no weights yet")
         self._strikes: Counter[str] = Counter()  # since the last good answer
-        self._written: dict[str, float] = {}  # when a line about it was logged last
+        self._written: dict[str, float] = {}  # when it was logged last that it stays out
         self._last_taken_out = 0.0
 
     def begin(self, server: str, why: str, num_requests: int) -> None:
         """Records and logs that a server was taken out."""
         self._why[server], self._last_taken_out = why, time.monotonic()
         self._strikes[server] += 1
-        self._written[server] = time.monotonic()
         log.warning("vLLM server %s is out: %s; its %d requests go to others", server, why, num_requests)
 
     def go_on(self, server: str, why: str, counts: bool) -> None:
