@@ -100,6 +100,7 @@ class WeightSync(pl.Callback):
         data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
+        data.shared_source.note_publication(module.version, began, seconds)
         return seconds
 
     @staticmethod

@@ -17,6 +17,7 @@ from lit_async_rl.engines.logprob_error import Probe
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt, Turn
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.spans import Spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases all resources. Safe to call twice and from any thread."""
+
+    def observe(self, spans: Spans) -> bool:
+        """Records in a timeline when it generates; False if it cannot: then `busy_s` is read around each `poll`."""
+        return False
 
     @property
     @abstractmethod

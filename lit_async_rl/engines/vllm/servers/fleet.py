@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from lit_async_rl.engines.base import GenerationRequest
-from lit_async_rl.engines.logprob_error import Probe, default_bound
+from lit_async_rl.engines.logprob_error import Probe
 from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.servers import handshake
 from lit_async_rl.engines.vllm.servers.answers import first_fault
@@ -32,6 +32,7 @@ from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure
 from lit_async_rl.engines.vllm.servers.outages import Outages
 from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
 from lit_async_rl.errors import EngineError, describe
+from lit_async_rl.utils.spans import ENGINE, FIRST_SERVER, Overlap, Spans
 
 MAX_FAILURES = 5  # of one request on one server after the other: then it is the request
 
@@ -70,6 +71,13 @@ class ServerFleet:
         self._loaded = -1  # version that all servers which are in have
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
         self._num_changes = 0
+        self._work = {client.url: Overlap("decode") for client in clients}
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline when each server has requests."""
+        for number, (url, work) in enumerate(self._work.items(), start=FIRST_SERVER):
+            spans.name_process(number, f"server {url}")
+            work.lane = spans.lane(number, ENGINE, "engine", "engine", shows_idle=True)
 
     @property
     def _tag(self) -> str:
@@ -80,12 +88,11 @@ class ServerFleet:
     async def start(
         self, model: Mapping[str, Any], vocab_size: int, eos_token_ids: Sequence[int], timeout_s: float
     ) -> handshake.Served:
-        """Waits until all servers are ready; returns the smallest of their limits. Raises: see `wait_for_server`."""
+        """Waits until all servers are ready; returns the smallest of their limits. Raises: see `wait_for_servers`."""
         self._model, self._vocab_size, self._eos_token_ids = model, vocab_size, eos_token_ids
-        waits = (handshake.wait_for_server(client, model, timeout_s) for client in self._clients.values())
-        found = await asyncio.gather(*waits)
-        self._max_model_len = min(served.max_model_len for served in found)
-        return handshake.Served(self._max_model_len, max((served.dtype for served in found), key=default_bound))
+        served = await handshake.wait_for_servers(self._clients.values(), model, timeout_s)
+        self._max_model_len = served.max_model_len
+        return served
 
     async def _watch(self, client: ServerClient) -> None:
         while True:
@@ -220,7 +227,8 @@ class ServerFleet:
     async def _run(self, assignment: Assignment) -> None:
         client, request, oldest = self._clients[assignment.server], assignment.request, self._loaded
         try:
-            completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
+            with self._work[client.url].one(version=self._version):
+                completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
             fault = first_fault(completions, request, (oldest, self._version), self._vocab_size, self._max_model_len)
             if fault:
                 raise ServerFailure(fault)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,17 @@ class Served:
 
     max_model_len: int
     dtype: str
+
+
+async def wait_for_servers(clients: Iterable[ServerClient], expected: Mapping[str, Any], timeout_s: float) -> Served:
+    """Waits until all servers are ready; returns the smallest limit and the coarsest dtype.
+
+    Raises:
+        EngineError: a server was not reachable in time, or cannot be used.
+    """
+    found = await asyncio.gather(*(wait_for_server(client, expected, timeout_s) for client in clients))
+    dtype = max((served.dtype for served in found), key=default_bound)
+    return Served(min(served.max_model_len for served in found), dtype)
 
 
 async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], timeout_s: float) -> Served:
