@@ -56,6 +56,9 @@ class EngineCheck(pl.Callback):
             0.03 in float16 and 0.1 in bfloat16.
         on_error: what happens above it: `warn`, or `stop`, which raises `EngineError`.
 
+    Attributes:
+        num_checks: versions compared since training began.
+
     Raises:
         ValueError: a setting is out of range.
     """
@@ -72,7 +75,7 @@ class EngineCheck(pl.Callback):
         self.every_n_updates, self.num_rollouts = every_n_updates, num_rollouts
         self.bound, self.on_error = bound, on_error
         self._copies: dict[int, dict[str, Tensor] | None] = {}  # versions to check; None before they are copied
-        self._is_on = False
+        self._is_on, self.num_checks = False, 0
         self._version, self._published_at, self._last = -1, -1, -1
         self._found: dict[str, float] = {}
         self._engine: object = None
@@ -84,7 +87,7 @@ class EngineCheck(pl.Callback):
         is_truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         self._is_on = data.tape is None and data.engine.has_model and not is_truncated and can_be_called(module)
         self._copies, self._found, self._version, self._last = {}, {}, -1, -1
-        self._engine = data.engine
+        self._engine, self.num_checks = data.engine, 0
         if module.is_changed:  # a resume: what was sampled before came from older weights with the same number
             self._version, self._last = module.version, module.version
 
@@ -176,6 +179,7 @@ class EngineCheck(pl.Callback):
             for value in (sums[2], bound)  # the leading rank alone has set the engine up
         )
         error = total / number if number else 0.0
+        self.num_checks += 1
         self._found = {"engine/logprob_error": error, "engine/logprob_error_max": largest}
         if error <= bound:
             return
