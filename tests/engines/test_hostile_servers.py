@@ -202,6 +202,7 @@ def test_an_unreachable_server_is_named_without_a_raw_dump():
     engine = VLLMServerEngine(["127.0.0.1:9"], **(QUICK | dict(startup_timeout_s=0.1)))
     with pytest.raises(EngineError) as error:
         engine.setup(MODEL)
+    engine.close()
     assert re.fullmatch(
         r"vLLM server http://127\.0\.0\.1:9 cannot be reached \([^()\[\]]*\); "
         r"waited data\.engine\.startup_timeout_s=0\.1 for it",
