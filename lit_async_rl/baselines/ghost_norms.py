@@ -7,7 +7,7 @@ the layers serves all trajectories, because rows of a batch are independent.
 
 Packed rows (`SharedPromptPacking`) are not: at positions that a group shares, the gradient is a sum over its
 trajectories. There the norms are those over all other positions, those of a trajectory's own tokens, and of the head,
-whose inputs are separate: a lower bound, up to cross terms, which leaves out what flows into the prompt's keys and values.
+whose inputs are separate. What flows into the prompt's keys and values is left out.
 
 B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 """
