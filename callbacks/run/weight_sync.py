@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,8 +78,9 @@ class WeightSync(pl.Callback):
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
-        data.shared_source.publish(module.version, module.stream_weights())
-        data.shared_source.start(module.version, trainer.global_step, module.stream_weights)
+        stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
+        data.shared_source.publish(module.version, stream())
+        data.shared_source.start(module.version, trainer.global_step, stream)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -95,7 +97,7 @@ class WeightSync(pl.Callback):
         began = time.monotonic()
         if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
-            data.shared_source.publish(module.version, module.stream_weights())
+            data.shared_source.publish(module.version, module.stream_weights(adapters=data.engine.takes_adapters))
         data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds

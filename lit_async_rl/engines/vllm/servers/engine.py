@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.engines.vllm.worker import ARCHITECTURE
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
@@ -136,11 +136,11 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         loop, limit_s = self._loop, self.update_timeout_s
         if not self.in_flight_weight_updates:
             loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights (data.engine)")
-        patience_s = limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
+        patience_s = 2 * limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         loop.call(self._fleet.begin_update(), patience_s, "waiting for a server that was coming back")
         try:
             self.transfer.stage(weights)
-            update = self._fleet.update(version, self.transfer.staged)
+            update = self._fleet.update(version, self.transfer)
             return loop.call(update, patience_s, "loading weights into the vLLM servers")
         finally:
             loop.soon(self._fleet.end_update)

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.handshake import check_server, prove_version, wait_for_server
@@ -63,7 +64,9 @@ class ServerFleet:
         self._watchers: list[asyncio.Task[None]] = []
         self._failures: Counter[int] = Counter()
         self._why_out = dict.fromkeys(self._clients, "has no weights yet")
-        self._version, self._folder, self._salt = -1, "", ""
+        self._version, self._salt = -1, ""
+        self._transfer: FileTransfer
+        self._writing = asyncio.Lock()  # held while whole weights are written
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
         self._num_changes, self._last_seen = 0, 0.0
 
@@ -118,13 +121,30 @@ class ServerFleet:
 
     async def _load_and_prove(self, client: ServerClient) -> float:
         """Aborts all requests of the server, loads the weights, and checks that a token is tagged with them."""
-        load = partial(client.load, self._folder, self._tag, self.clear_cache, abort=True)
+        load = partial(client.load, await self._whole(), self._tag, self.clear_cache, abort=True)
         try:
             pause_s = await load()
         except ServerFailure:  # as a model does that another load has left half loaded; then it is whole again
             pause_s = await load()
         await prove_version(client, self._run_name, self._version)
         return pause_s
+
+    async def _whole(self) -> str:
+        """Folder of all weights, for a server that does not have the last ones."""
+        async with self._writing:
+            return await asyncio.to_thread(self._transfer.whole)
+
+    async def _load_running(self, client: ServerClient) -> float:
+        """Loads the staged weights into a server that has those before; returns the seconds paused."""
+        folder: str | None = self._transfer.staged
+        if self._transfer.preload:
+            try:
+                await client.preload(self._transfer.staged)
+                folder = None
+            except ServerFailure as error:
+                log.warning("vLLM server %s loads weights in a pause, not while it generates: %s", client.url, error)
+                folder = await self._whole()
+        return await client.load(folder, self._tag, self.clear_cache, abort=False)
 
     def _bring_in(self, url: str) -> None:
         self.pool.bring_in(url)
@@ -165,18 +185,15 @@ class ServerFleet:
         await self._changing.acquire()
         self._num_changes += 1
 
-    async def update(self, version: int, folder: str) -> float:
-        """Loads new weights on all servers that are in; takes out those that fail. Returns the seconds paused.
+    async def update(self, version: int, transfer: FileTransfer) -> float:
+        """Loads staged weights on all servers that are in; takes out those that fail. Returns the seconds paused.
 
         Raises:
             EngineError: a server did not load the first weights.
         """
-        is_first, self._version, self._folder = self._version < 0, version, folder
+        is_first, self._version, self._transfer = self._version < 0, version, transfer
         clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
-        load_running = partial(
-            ServerClient.load, folder=folder, tag=self._tag, clear_cache=self.clear_cache, abort=False
-        )
-        loads = map(self._load_and_prove if is_first else load_running, clients)
+        loads = map(self._load_and_prove if is_first else self._load_running, clients)
         pauses = []
         for client, found in zip(clients, await asyncio.gather(*loads, return_exceptions=True), strict=True):
             if isinstance(found, float):
