@@ -12,6 +12,7 @@ outside, and the engine is stopped: it never samples from half-loaded weights.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         clear_cache: see above.
         transfer: moves weights to vLLM's processes; None is `SharedMemoryTransfer()`.
         dtype: of weights and computation.
-        tensor_parallel_size: GPUs that share the model.
+        tensor_parallel_size: GPUs that share a model.
         device_ids: GPUs to use; None takes the first. Set it if the trainer uses GPUs of the same machine.
         gpu_memory_utilization: share of each GPU's memory for weights and KV cache.
         kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
@@ -59,10 +60,21 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         startup_timeout_s: timeout of `setup`.
         update_timeout_s: timeout of each step of `load_weights`.
         engine_args: other fields of vLLM's `AsyncEngineArgs`.
+        replicas: models that generate side by side, each on `tensor_parallel_size` GPUs. For a model that fits onto one
+            GPU they are faster than tensor parallelism. They are processes that the trainer starts; one that dies is
+            started again, and its requests are sampled again by others.
 
     Raises:
         ValueError: a setting is out of range.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Several replicas are a class of their own."""
+        replicas = kwargs.get("replicas", 1)
+        if cls is VLLMEngine and isinstance(replicas, int) and replicas > 1:
+            module = importlib.import_module("lit_async_rl.engines.vllm.replicas")  # which imports this one
+            return super().__new__(module.VLLMReplicas, *args, **kwargs)
+        return super().__new__(cls, *args, **kwargs)
 
     def __init__(
         self,
@@ -83,10 +95,13 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         startup_timeout_s: float = 600.0,
         update_timeout_s: float = 600.0,
         engine_args: dict[str, Any] | None = None,
+        *,
+        replicas: int = 1,
     ) -> None:
         check_range(
             "data.engine",
             "positive",
+            replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_gb=kv_cache_memory_gb,
@@ -96,6 +111,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             startup_timeout_s=startup_timeout_s,
             update_timeout_s=update_timeout_s,
         )
+        self.replicas = replicas
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.num_threads, self.startup_timeout_s, self.update_timeout_s = (
             num_threads,

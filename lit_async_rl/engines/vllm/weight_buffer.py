@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -91,7 +92,11 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
     layers = list(zip(twin.modules(), model.modules(), strict=True))
     for layer, original in layers:
         info = get_layerwise_info(original)
-        LAYERWISE_INFO[layer] = LayerReloadingInfo(info.restore_metadata, info.restore_device)
+        parameters, buffers = (
+            {name: _metadata_for(layer, tensor, original) for name, tensor in kind.items()}
+            for kind in info.restore_metadata
+        )
+        LAYERWISE_INFO[layer] = LayerReloadingInfo((parameters, buffers), info.restore_device)
     initialize_layerwise_reload(twin)
     infos = [get_layerwise_info(layer) for layer, _ in layers]
     kernel_tensors = [info.kernel_tensors for info in infos]
@@ -104,6 +109,24 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
     finalize_layerwise_reload(twin, config)
     _tie_heads(layers)
     return None if loaded is None else set(loaded)
+
+
+def _metadata_for(twin: nn.Module, tensor: Any, original: nn.Module) -> Tensor:
+    """A copy of a layer's metadata tensor whose loader loads into the twin.
+
+    vLLM leaves loaders that belong to one reload of one layer on these tensors; with them nothing would be loaded.
+    """
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+
+    copied: Any = to_meta_tensor(tensor)
+    for name, value in copied.__dict__.items():
+        while getattr(value, "__name__", "") == "online_process_loader":
+            value = value.__wrapped__
+        if isinstance(value, MethodType) and (value.__self__ is original or value.__self__ is layer_ref_sentinel):
+            value = value.__func__.__get__(twin)
+        copied.__dict__[name] = value
+    return copied
 
 
 def _tie_heads(layers: list[tuple[Any, Any]]) -> None:

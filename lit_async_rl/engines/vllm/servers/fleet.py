@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,8 @@ class ServerFleet:
         self._book, self._run_name, self.clear_cache = book, run, clear_cache
         self.probe_interval_s, self.recovery_timeout_s = probe_interval_s, recovery_timeout_s
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # started with the first weights
         self._failures: Counter[int] = Counter()
         self._why_out = dict.fromkeys(self._clients, "has no weights yet")
         self._version, self._salt = -1, ""
@@ -93,6 +94,28 @@ class ServerFleet:
         self._model, self._eos_token_ids = model, eos_token_ids
         waits = (wait_for_server(client, model, timeout_s) for client in self._clients.values())
         return min(await asyncio.gather(*waits))
+
+    @property
+    def urls(self) -> set[str]:
+        """All servers, in or out."""
+        return set(self._clients)
+
+    def add(self, client: ServerClient) -> None:
+        """Adds a server, which is out until its watcher brings it in; there must be weights."""
+        self._clients[client.url] = client
+        self._why_out[client.url] = "has just joined"
+        self._work[client.url] = Overlap("decode")
+        self.pool.add(client.url)
+        self._watchers[client.url] = self._start_task(self._watch(client))
+
+    async def remove(self, url: str) -> None:
+        """Forgets a server; requests that it still has go to others."""
+        async with self._changing:  # not in the middle of an update
+            self._watchers.pop(url).cancel()
+            self.take_out(url, "it leaves")
+            self.pool.remove(url)
+            await self._clients.pop(url).close()
+            del self._why_out[url], self._work[url]
 
     async def _watch(self, client: ServerClient) -> None:
         while True:
@@ -216,7 +239,8 @@ class ServerFleet:
         if is_first:
             for url in self._clients:
                 self._bring_in(url)
-            self._watchers = [self._start_task(self._watch(client)) for client in clients]
+            self._watchers = {client.url: self._start_task(self._watch(client)) for client in clients}
+            self._watchers |= {f"background {n}": self._start_task(run()) for n, run in enumerate(self.background)}
         return max(pauses, default=0.0)
 
     def end_update(self) -> None:
