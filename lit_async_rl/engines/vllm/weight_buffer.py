@@ -108,6 +108,10 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
             info.kernel_tensors = tensors
     finalize_layerwise_reload(twin, config)
     _tie_heads(layers)
+    before = dict(model.named_parameters())
+    for name, tensor in twin.named_parameters():
+        if name in (loaded or ()) and before.get(name) is tensor:
+            raise RuntimeError(f"vLLM says that it has loaded {name!r}, and has not")
     return None if loaded is None else set(loaded)
 
 

@@ -54,6 +54,8 @@ class WorkerExtension:
     vllm_config: Any
     _held = Held()
     _incoming: Incoming
+    _expected: set[str]
+    _recorded: set[str]
     _buffer: LayerBuffer | None = None
     _is_in_host_memory = False
     _read: list[tuple[str, Tensor]] = []  # noqa: RUF012  (replaced, never changed)
@@ -63,6 +65,32 @@ class WorkerExtension:
         config = self.model_config.hf_text_config
         model = {name: getattr(config, name) for name in ARCHITECTURE}
         return {"model": model, "logprobs_mode": str(self.model_config.logprobs_mode)}
+
+    # -- checking what vLLM's own transfers load
+
+    def record_loaded_weights(self) -> None:
+        """Begins to note what is loaded, for `check_loaded_weights`."""
+        model = self.model_runner.get_model()
+        model.__dict__.pop("load_weights", None)  # of an update that failed
+        load, recorded = model.load_weights, set[str]()
+        self._expected, self._recorded = {name for name, _ in model.named_parameters()}, recorded
+
+        def loading(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+            loaded = load(weights)
+            recorded.update(self._expected if loaded is None else loaded)  # a loader that does not say
+            return loaded
+
+        model.load_weights = loading
+
+    def check_loaded_weights(self) -> None:
+        """Ends that.
+
+        Raises:
+            RuntimeError: the model has weights that were not loaded meanwhile.
+        """
+        self.model_runner.get_model().__dict__.pop("load_weights", None)
+        if self.model_config.quantization is None and (missing := self._expected - self._recorded):
+            raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
 
     # -- loading weights: at once ...
 
