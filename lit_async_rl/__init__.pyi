@@ -95,6 +95,7 @@ from .losses import ASPO as ASPO
 from .losses import BAPO as BAPO
 from .losses import CISPO as CISPO
 from .losses import DPPO as DPPO
+from .losses import ESTR as ESTR
 from .losses import GSPO as GSPO
 from .losses import IPO as IPO
 from .losses import M2PO as M2PO
@@ -118,6 +119,7 @@ from .losses import MinPRO as MinPRO
 from .losses import PolicyLoss as PolicyLoss
 from .losses import PPOClip as PPOClip
 from .losses import Reinforce as Reinforce
+from .losses import ScoreCentering as ScoreCentering
 from .losses import TrajectoryBalance as TrajectoryBalance
 from .losses import TrajectoryBalancePrime as TrajectoryBalancePrime
 from .losses.aggregation import Aggregation as Aggregation

@@ -63,7 +63,7 @@ class WeightSync(pl.Callback):
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
-        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
+        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation, data.sampling.head)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
         if module.objective.baseline is None and data.tape is None:  # it takes the advantage's place
             check_signal(data.advantage, data.group_size, data.sampling.temperature, is_sampled)
