@@ -44,6 +44,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         """Text configuration of the model. Raises FileNotFoundError if there is no such model."""
         config: Any = load_config(model).get_text_config()
         self._vocab_size = int(config.vocab_size)
+        self.transfer.check_room(model)
         return config
 
     @property

@@ -28,7 +28,7 @@ from lit_async_rl.engines.vllm.requests import RequestRunner
 from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
-from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.models.loading import stored_dtype, stored_eos_token_ids
 from lit_async_rl.utils.checks import check_range
 
 
@@ -46,10 +46,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         in_flight_weight_updates: False: running requests finish under the old weights before an update.
         clear_cache: see above.
         transfer: moves weights to vLLM's processes; None is `SharedMemoryTransfer()`.
-        dtype: of weights and computation.
+        dtype: of weights and computation; None is that of the model's files.
         tensor_parallel_size: GPUs that share a model.
         device_ids: GPUs to use; None takes the first. Set it if the trainer uses GPUs of the same machine.
-        gpu_memory_utilization: share of each GPU's memory for weights and KV cache.
+        gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`, and
+            0.4 without, where the trainer may use the same GPU.
         kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
         max_num_seqs: samples decoded together.
         max_model_len: maximum tokens of prompt and completion; None is the model's context length.
@@ -81,10 +82,10 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         in_flight_weight_updates: bool = True,
         clear_cache: bool = False,
         transfer: WeightTransfer | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         tensor_parallel_size: int = 1,
         device_ids: list[int] | None = None,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float | None = None,
         kv_cache_memory_gb: float | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
@@ -122,7 +123,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
             device_ids=device_ids,
-            gpu_memory_utilization=gpu_memory_utilization,
+            gpu_memory_utilization=gpu_memory_utilization or (0.4 if device_ids is None else 0.9),
             kv_cache_memory_bytes=None if kv_cache_memory_gb is None else int(kv_cache_memory_gb * 2**30),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -143,6 +144,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
+        arguments["dtype"] = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
         self._process = start_vllm(
             arguments, environment, self.num_threads, self.startup_timeout_s, self.update_timeout_s

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -17,9 +19,11 @@ from lit_async_rl.engines.vllm.weight_files import write_folder
 from lit_async_rl.engines.vllm.weight_folders import WeightFolders
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype, chunks
 from lit_async_rl.errors import SetupError, StalledError
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.utils.checks import check_range
 
 log = logging.getLogger(__name__)
+SHARED_MEMORY = "/dev/shm"
 LOOK_S = 0.02  # between two looks at whether the workers have loaded weights
 
 
@@ -159,6 +163,9 @@ class FileTransfer(WeightTransfer):
 class SharedMemoryTransfer(FileTransfer):
     """Files in `/dev/shm`: trainer and engine on one machine, CPU or GPU. Needs room for one copy of the weights.
 
+    Where there is less, as in containers that were started without `--shm-size`, files in the system's temporary folder
+    take its place, with a warning.
+
     Args:
         shard_gb: as in `FileTransfer`.
         dtype: as in `FileTransfer`.
@@ -169,7 +176,22 @@ class SharedMemoryTransfer(FileTransfer):
     def __init__(
         self, shard_gb: float = 1.0, dtype: str | None = None, delta: bool = False, preload: bool = True
     ) -> None:
-        super().__init__("/dev/shm", shard_gb, dtype, delta, preload)
+        super().__init__(SHARED_MEMORY, shard_gb, dtype, delta, preload)
+
+    def check_room(self, model: str) -> None:
+        """Falls back to files elsewhere if the weights do not fit."""
+        size = 4 if self.dtype is None else self.dtype.itemsize
+        needed = size * sum(p.numel() for p in load_policy(model, device="meta").parameters())
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free >= needed * (2 if self.delta else 1):  # whole weights, for a server that comes back, beside an update
+            return
+        folder, room_gb = tempfile.gettempdir(), math.ceil(2 * needed / 2**30)
+        log.warning(
+            "%s has %.2f GiB free, and one copy of the weights takes %.2f: they go through files in %s, which is "
+            "slower. For containers there is --shm-size=%dg (docker run), or a volume of medium Memory (Kubernetes)",
+            *(SHARED_MEMORY, free / 2**30, needed / 2**30, folder, room_gb),
+        )
+        self.folder, self._folders = folder, WeightFolders(folder)
 
 
 def _shards(entries: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -23,6 +23,7 @@ from lit_async_rl.engines.vllm.replica_process import LOOK_S, MAX_RESTARTS, Repl
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError, SetupError, StalledError
+from lit_async_rl.models.loading import stored_dtype
 from lit_async_rl.utils.spans import Spans
 
 SET_BY_SERVE = (
@@ -131,6 +132,7 @@ class VLLMReplicas(VLLMEngine):
         check_vllm()
         key = secrets.token_hex(16)
         environment = {**self.transfer.environment(), "VLLM_API_KEY": key, "OMP_NUM_THREADS": str(self.num_threads)}
+        self._arguments["dtype"] = self._arguments["dtype"] or stored_dtype(model)
         replicas = [Replica(n, model, self._arguments_of(n), environment) for n in range(self.replicas)]
         self._fleet = ReplicaFleet(
             replicas,

@@ -54,6 +54,9 @@ class WeightTransfer(ABC):
     takes_adapters = False
     staged_bytes = 0
 
+    def check_room(self, model: str) -> None:  # noqa: B027  (most need none)
+        """Checks, before the engine starts, that the weights of `model` fit."""
+
     @abstractmethod
     def engine_arguments(self) -> dict[str, Any]:
         """Fields of vLLM's `AsyncEngineArgs` that this transfer needs (with dashes: flags of a server)."""
