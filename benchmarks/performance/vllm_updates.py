@@ -58,11 +58,31 @@ def keep_busy(engine: VLLMEngine, number: int) -> int:
     return number + 8
 
 
+def count_bytes(args: argparse.Namespace, kind: str, rate: float, transfer: Staging) -> dict:
+    """The bytes of some updates of one kind, without an engine; the first one is whole for all of them."""
+    policy, optimizer = prepare(args.model, kind, rate)
+    sizes, staging_s = [], []
+    for step in range(args.steps + 1):
+        train_step(policy, optimizer, step)
+        transfer.stage(stream_weights(policy, adapters=transfer.takes_adapters))
+        sizes.append(transfer.staged_bytes)
+        staging_s.append(transfer.staging_s)
+    transfer.close()
+    found = {"kind": kind, "rate": rate, "whole_bytes": sizes[0], "bytes": sorted(sizes[1:])[len(sizes[1:]) // 2]}
+    return found | {"staging_s": min(staging_s[1:]), "rows": sizes}
+
+
+def prepare(model: str, kind: str, rate: float) -> tuple[CausalPolicy, torch.optim.Optimizer]:
+    """A policy, with adapters or all weights to be trained."""
+    lm = load_policy(model)
+    policy = CausalPolicy(add_lora(lm, LoRA(rank=16)) if kind == "adapters" else lm)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    return policy, torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
+
+
 def measure(engine: VLLMEngine, args: argparse.Namespace, kind: str, rate: float, transfer: FileTransfer) -> dict:
     """Some updates of one kind; the first one, which is whole for all of them, does not count."""
-    lm = load_policy(args.model)
-    policy = CausalPolicy(add_lora(lm, LoRA(rank=16)) if kind == "adapters" else lm)
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    policy, optimizer = prepare(args.model, kind, rate)
     engine.transfer.close()
     engine.transfer = transfer
     rows: list[dict[str, float]] = []
@@ -83,18 +103,25 @@ def measure(engine: VLLMEngine, args: argparse.Namespace, kind: str, rate: float
     return {"kind": kind, "rate": rate, "bytes": middle["bytes"], **best, "rows": rows}
 
 
+def started(args: argparse.Namespace) -> VLLMEngine:
+    """An engine with the weights of the model."""
+    engine = VLLMEngine(dtype=args.dtype, max_num_seqs=8, kv_cache_memory_gb=0.25, max_model_len=512)
+    engine.setup(args.model)
+    engine.load_weights(0, load_policy(args.model).named_parameters())
+    return engine
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--bytes_only", action="store_true", help="without vLLM: sizes and staging")
     parser.add_argument("--output", type=Path, default=Path("updates.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    engine = VLLMEngine(dtype=args.dtype, max_num_seqs=8, kv_cache_memory_gb=0.25, max_model_len=512)
-    engine.setup(args.model)
-    engine.load_weights(0, load_policy(args.model).named_parameters())
+    engine = None if args.bytes_only else started(args)
     results = []
     cases: list[tuple[str, float, dict[str, Any]]] = [
         ("whole, loaded in the pause", 1e-6, {"preload": False}),
@@ -104,10 +131,17 @@ def main() -> None:
         ("adapters", 1e-5, {"delta": True}),
     ]
     for kind, rate, settings in cases:
-        found = measure(engine, args, kind, rate, Staging(dtype=args.dtype, **settings))
+        transfer = Staging(dtype=args.dtype, **settings)
+        if engine is not None:
+            found = measure(engine, args, kind, rate, transfer)
+        elif transfer.delta:
+            found = count_bytes(args, kind, rate, transfer)
+        else:
+            continue
         print({name: value for name, value in found.items() if name != "rows"}, flush=True)
         results.append(found)
-    engine.close()
+    if engine is not None:
+        engine.close()
     args.output.write_text(json.dumps({"settings": {**vars(args), "output": None}, "results": results}, indent=1))
 
 

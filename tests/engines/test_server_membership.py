@@ -19,7 +19,7 @@ from lit_async_rl.errors import EngineError
 pytestmark = pytest.mark.timeout(120)
 
 QUICK = dict(
-    probe_interval_s=0.05, health_timeout_s=2.0, startup_timeout_s=5.0, update_timeout_s=5.0, recovery_timeout_s=10.0
+    probe_interval_s=0.05, health_timeout_s=20.0, startup_timeout_s=20.0, update_timeout_s=30.0, recovery_timeout_s=60.0
 )
 
 
@@ -57,7 +57,7 @@ def requests(number, first=0):
 
 
 def wait_for(condition, what):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

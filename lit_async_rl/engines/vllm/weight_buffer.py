@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SLOTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_TENSORS = ("_parameters", "_buffers")
+_SLOTS = (*_TENSORS, "_modules", "_non_persistent_buffers_set")
 
 
 class LayerBuffer:
@@ -28,7 +29,7 @@ class LayerBuffer:
 
     def __init__(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
         self._model, self._load = model, load
-        self._before: dict[int, dict[str, Any]] = {}
+        self._before: dict[str, dict[tuple[str, str], Any]] = {}  # of each layer
         self._twin: nn.Module | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -38,6 +39,7 @@ class LayerBuffer:
         try:
             with torch.no_grad():
                 twin = twin_of(self._model)
+                self._before = {name: _contents(layer) for name, layer in twin.named_modules()}
                 self._load(twin)
             self._twin = twin
         except BaseException as error:
@@ -61,8 +63,8 @@ class LayerBuffer:
             raise RuntimeError("the weights are not loaded yet")
         twins, replaced = dict(self._twin.named_modules()), []
         for name, layer in self._model.named_modules():
-            replaced += _take_over(layer, twins[name])
-        self._twin = None
+            replaced += _take_over(layer, twins[name], self._before[name])
+        self._twin, self._before = None, {}
         threading.Thread(target=_free, args=(replaced,), name="old weights", daemon=True).start()
 
 
@@ -149,18 +151,20 @@ def _tie_heads(layers: list[tuple[Any, Any]]) -> None:
                 twin.quant_method.process_weights_after_loading(twin)
 
 
-def _take_over(layer: nn.Module, twin: nn.Module) -> list[Any]:
-    """Replaces what differs in the twin; returns what was replaced."""
+def _contents(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """Tensors and attributes of a layer, without its children, by slot and name."""
+    found = {(slot, name): value for slot in _TENSORS for name, value in layer.__dict__[slot].items()}
+    return found | {("", name): value for name, value in layer.__dict__.items() if name not in _SLOTS}
+
+
+def _take_over(layer: nn.Module, twin: nn.Module, before: dict[tuple[str, str], Any]) -> list[Any]:
+    """Gives a layer what loading has changed in its twin, and leaves all else; returns what was replaced."""
     replaced: list[Any] = []
-    for slot in ("_parameters", "_buffers"):
-        for name, tensor in twin.__dict__[slot].items():
-            if layer.__dict__[slot].get(name) is not tensor:
-                replaced.append(layer.__dict__[slot].get(name))
-                layer.__dict__[slot][name] = tensor
-    for name, value in twin.__dict__.items():
-        if name not in _SLOTS and layer.__dict__.get(name) is not value:
-            replaced.append(layer.__dict__.get(name))
-            layer.__dict__[name] = value
+    for (slot, name), value in _contents(twin).items():
+        if before.get((slot, name)) is not value:
+            target = layer.__dict__[slot] if slot else layer.__dict__
+            replaced.append(target.get(name))
+            target[name] = value
     return replaced
 
 

@@ -142,7 +142,8 @@ class ServerClient:
     async def _rpc(self, method: str, **kwargs: Any) -> Any:
         """What the server's workers answer to a call."""
         body = {"method": method, "kwargs": kwargs}
-        return (await self.done("POST", "/collective_rpc", self.update_timeout_s, body))["results"]
+        call = self.done("POST", "/collective_rpc", self.update_timeout_s, body)
+        return (await self._while_listening(call))["results"]
 
     async def load(self, folder: str | None, tag: str, clear_cache: bool, abort: bool) -> float:
         """Loads the weights in `folder` on the server; returns the seconds without generation.
@@ -161,19 +162,18 @@ class ServerClient:
         clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
         await self.done("POST", f"/pause?{query}", self.health_timeout_s)
-        loading = self._rpc("load_policy_weights", folder=folder) if folder else self._rpc("swap_policy_weights")
-        await self._while_listening(loading)
+        await (self._rpc("load_policy_weights", folder=folder) if folder else self._rpc("swap_policy_weights"))
         await self.done("POST", "/update_weight_version", self.health_timeout_s, {"new_version": tag})
         await self.done("POST", "/resume", self.health_timeout_s)
         return clock() - began
 
-    async def _while_listening(self, work: Any) -> None:
-        """Awaits `work` as long as the server accepts connections; loading may take minutes."""
+    async def _while_listening(self, work: Any) -> Any:
+        """Result of `work`, awaited as long as the server accepts connections; loading may take minutes."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=self.health_timeout_s))[0]:
                 await self.done("GET", "/health", self.health_timeout_s)
-            task.result()
+            return task.result()
         finally:
             task.cancel()
 
