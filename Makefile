@@ -41,13 +41,13 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_updates.py
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py
 
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py
 
-test-vllm-fleet: $(VLLM)/installed  ## replicas, and servers that join, leave and die in a run of 200 steps
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_fleet.py
+test-vllm-fleet: $(VLLM)/installed  ## updates of what has changed, replicas, and servers that join, leave and die in a run of 200 steps
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_updates.py tests/with_vllm/test_vllm_fleet.py
 
 gpu-rehearsal: $(VENV)/installed  ## what a machine with a GPU has to pass, as far as it runs on a CPU
 	$(BIN)/python benchmarks/gpu_acceptance --device cpu

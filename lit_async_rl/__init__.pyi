@@ -21,6 +21,7 @@ from .callbacks import AdaptiveStaleness as AdaptiveStaleness
 from .callbacks import AnnealBeta as AnnealBeta
 from .callbacks import BottleneckVerdict as BottleneckVerdict
 from .callbacks import CollapseAlarm as CollapseAlarm
+from .callbacks import EngineCheck as EngineCheck
 from .callbacks import ESSLearningRate as ESSLearningRate
 from .callbacks import Evaluation as Evaluation
 from .callbacks import GradientAlignmentControl as GradientAlignmentControl

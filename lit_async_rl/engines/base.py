@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_async_rl.engines.logprob_error import Probe
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import FinishReason, Prompt, Turn
@@ -116,6 +117,10 @@ class RolloutEngine(ABC):
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
+        has_model: False for engines that make tokens up, whose log-probabilities mean nothing.
+        dtype: of weights and computation; says how exact log-probabilities are.
+        uses_probe: whether `probe` is to be set before each `load_weights`.
+        probe: what the trainer computes with the weights that come next, for engines that check theirs.
     """
 
     in_flight_weight_updates: bool
@@ -124,6 +129,10 @@ class RolloutEngine(ABC):
     records_heads: bool = False
     startup_timeout_s: float = 3600.0
     update_timeout_s: float = 0.0
+    has_model: bool = True
+    dtype: str = "unknown"
+    uses_probe: bool = False
+    probe: Probe | None = None
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -69,6 +69,7 @@ class EpisodeEngine(RolloutEngine):
         self.records_heads = engine.records_heads
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
         self.takes_adapters = engine.takes_adapters
+        self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
         self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
@@ -93,6 +94,7 @@ class EpisodeEngine(RolloutEngine):
     def setup(self, model: str) -> None:
         self._codec = TextCodec(model)
         self.engine.setup(model)
+        self.dtype = self.engine.dtype
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     @property
@@ -116,6 +118,7 @@ class EpisodeEngine(RolloutEngine):
         """Loads weights; running episodes continue under them."""
         with self._lock:
             self._asked.newest = version
+        self.engine.probe = self.probe
         self.engine.load_weights(version, weights)
         with self._lock:
             self._asked.loaded = version

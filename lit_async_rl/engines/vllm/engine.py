@@ -22,10 +22,11 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
-from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
+from lit_async_rl.engines.vllm.startup import start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_dtype, stored_eos_token_ids
@@ -38,7 +39,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     `clear_cache` decides about the KV cache of running completions when weights change. False: they keep it, as in
     PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. True: vLLM recomputes it with the new weights, as
     if the new policy had written the text so far. The recorded log-probabilities are those of the sampling distribution
-    either way. A later request never reuses a prompt's KV cache from before the version it was submitted under.
+    either way. A sample never reads its prompt from a KV cache of older weights than its first token is tagged with.
 
     Not reproducible to the bit: the composition of batches depends on timing.
 
@@ -60,13 +61,14 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         num_threads: of each worker on a CPU.
         startup_timeout_s: timeout of `setup`.
         update_timeout_s: timeout of each step of `load_weights`.
-        engine_args: other fields of vLLM's `AsyncEngineArgs`.
+        engine_args: other fields of vLLM's `AsyncEngineArgs`. Those that would break a promise are refused, such as
+            `speculative_config`, `logprobs_mode` and `load_format`.
         replicas: models that generate side by side, each on `tensor_parallel_size` GPUs. For a model that fits onto one
             GPU they are faster than tensor parallelism. They are processes that the trainer starts; one that dies is
             started again, and its requests are sampled again by others.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range, or refused.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +116,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         )
         self.replicas = replicas
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
+        self.dtype = dtype or "auto"  # known in `setup`
         self.num_threads, self.startup_timeout_s, self.update_timeout_s = (
             num_threads,
             startup_timeout_s,
@@ -131,6 +134,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
+        check_engine_arguments(engine_args or {}, self._arguments)
         self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
         self._process: VLLMProcess | None = None
         self._lock = threading.Lock()  # guards the next three
@@ -144,7 +148,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
-        arguments["dtype"] = arguments["dtype"] or stored_dtype(model)
+        arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
         self._process = start_vllm(
             arguments, environment, self.num_threads, self.startup_timeout_s, self.update_timeout_s

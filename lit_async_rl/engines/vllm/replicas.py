@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.installation import check_vllm, is_cpu_build
 from lit_async_rl.engines.vllm.replica_process import LOOK_S, MAX_RESTARTS, Replica
@@ -26,14 +27,7 @@ from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_dtype
 from lit_async_rl.utils.spans import Spans
 
-SET_BY_SERVE = (
-    "logprobs_mode",
-    "load_format",
-    "skip_tokenizer_init",
-    "stream_interval",
-    "worker_extension_cls",
-    "model",
-)
+SET_BY_SERVE = (*FIXED_ARGUMENTS, "worker_extension_cls", "model")
 log = logging.getLogger(__name__)
 
 
@@ -108,6 +102,7 @@ class ReplicaFleet(VLLMServerEngine):
 class VLLMReplicas(VLLMEngine):
     """What `VLLMEngine(replicas=N)` makes for N > 1."""
 
+    uses_probe = True
     transfer: FileTransfer
     _fleet: ReplicaFleet | None = None
     _spans: Spans | None = None
@@ -132,7 +127,7 @@ class VLLMReplicas(VLLMEngine):
         check_vllm()
         key = secrets.token_hex(16)
         environment = {**self.transfer.environment(), "VLLM_API_KEY": key, "OMP_NUM_THREADS": str(self.num_threads)}
-        self._arguments["dtype"] = self._arguments["dtype"] or stored_dtype(model)
+        self._arguments["dtype"] = self.dtype = self._arguments["dtype"] or stored_dtype(model)
         replicas = [Replica(n, model, self._arguments_of(n), environment) for n in range(self.replicas)]
         self._fleet = ReplicaFleet(
             replicas,
@@ -175,6 +170,7 @@ class VLLMReplicas(VLLMEngine):
         return self._started.max_model_len
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._started.probe = self.probe
         self._started.load_weights(version, weights)
         self.update_pauses_s = self._started.update_pauses_s
 
