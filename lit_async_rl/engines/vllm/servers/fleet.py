@@ -210,11 +210,6 @@ class ServerFleet:
         clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
         load_running = partial(self._publication.load_running, tag=self._tag, clear_cache=self.clear_cache)
         loads = map(self._load_and_prove if is_first else load_running, clients)
-            self._load_and_prove
-            if is_first
-            else partial(self._publication.load_running, tag=self._tag, clear_cache=self.clear_cache),
-            clients,
-        )
         pauses = []
         for client, found in zip(clients, await asyncio.gather(*loads, return_exceptions=True), strict=True):
             if isinstance(found, float):
