@@ -36,7 +36,7 @@ def wait_for(condition, what, timeout_s=300.0):
 
 def test_two_replicas_sample_from_the_newest_weights_and_a_killed_one_comes_back(lms, endless_model):
     others = children()
-    engine = VLLMEngine(replicas=2, transfer=SharedMemoryTransfer(delta=True), **SETTINGS)
+    engine = VLLMEngine(replicas=2, transfer=SharedMemoryTransfer(delta=True, preload=True), **SETTINGS)
     engine.setup(endless_model)
     try:
         fleet = engine._fleet
@@ -140,7 +140,9 @@ def test_200_steps_while_a_server_joins_one_leaves_and_one_dies(started_servers,
     third = Server(endless_model, tmp_path / "third.log")
     file = tmp_path / "servers"
     file.write_text("\n".join(server.address for server in servers[:2]))
-    engine = VLLMServerEngine(servers_file=str(file), transfer=SharedMemoryTransfer(delta=True), **IMPATIENT)
+    engine = VLLMServerEngine(
+        servers_file=str(file), transfer=SharedMemoryTransfer(delta=True, preload=True), **IMPATIENT
+    )
     changing = Changing(engine, [servers[0], servers[1], third.wait()], file, 200)
     sampling = SamplingParams(max_tokens=24)
     data = make_data(model=endless_model, engine=engine, sampling=sampling, rollout_timeout_s=120.0, max_staleness=2)

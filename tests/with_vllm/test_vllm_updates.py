@@ -33,7 +33,11 @@ def shared(request, tmp_path_factory):
                     where = torch.rand(parameter.shape, generator=generator) < 0.05
                     parameter += where * torch.randn(parameter.shape, generator=generator) * 0.3
     others = children()
-    engine = started(save(lms[0], tmp_path_factory.mktemp("model")), transfer=SharedMemoryTransfer(delta=True))
+    engine = started(
+        save(lms[0], tmp_path_factory.mktemp("model")),
+        transfer=SharedMemoryTransfer(delta=True, preload=True),
+        startup_timeout_s=550.0,
+    )
     engine.load_weights(0, lms[0].named_parameters())
     yield engine, lms
     engine.close()
