@@ -55,7 +55,7 @@ class FileTransfer(WeightTransfer):
         shard_gb: float = 1.0,
         dtype: str | None = None,
         delta: bool = False,
-        preload: bool = False,
+        preload: bool = True,
     ) -> None:
         check_range("transfer", "positive", shard_gb=shard_gb)
         self.folder, self.shard_gb, self.dtype = folder, shard_gb, as_dtype(dtype)
@@ -174,7 +174,7 @@ class SharedMemoryTransfer(FileTransfer):
     """
 
     def __init__(
-        self, shard_gb: float = 1.0, dtype: str | None = None, delta: bool = False, preload: bool = False
+        self, shard_gb: float = 1.0, dtype: str | None = None, delta: bool = False, preload: bool = True
     ) -> None:
         super().__init__(SHARED_MEMORY, shard_gb, dtype, delta, preload)
 
