@@ -171,7 +171,7 @@ class EngineCheck(pl.Callback):
         return torch.stack([error.sum(), mask.sum().float(), error.max()])
 
     def _judge(self, trainer: AnyTrainer, data: Any, version: int, sums: Float[Tensor, " 3"]) -> None:
-        dtypes = compute_dtype(policy_module(trainer.lightning_module, "EngineCheck")), data.engine.dtype
+        dtypes = compute_dtype(policy_module(trainer.lightning_module, "EngineCheck")), str(data.engine.dtype)
         bound = self.bound or default_bound(*dtypes) if trainer.is_global_zero else 0.0
         total, number = sum_over_ranks(sums[:2]).tolist()
         largest, bound = (
