@@ -17,8 +17,8 @@ def trained_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def num_bytes(module: nn.Module) -> int:
-    """Size of `copy_weights`."""
-    return sum(piece.nbytes for piece in trained_weights(module).values())
+    """Size of the trained weights on all ranks together, at least 1; the same on each rank."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) or 1
 
 
 def copy_weights(module: nn.Module) -> dict[str, Tensor]:
