@@ -50,7 +50,7 @@ METRICS: dict[str, list[Metric]] = {
         importance/clip_fraction | share | tokens whose gradient the loss's clipping removes
     """),
     "EngineCheck": _metrics("""
-        engine/logprob_error | nats | mean absolute difference of a token's log-probability, engine and trainer at one version
+        engine/logprob_error | nats | mean absolute difference of log-probabilities, engine and trainer at one version
         engine/logprob_error_max | nats | the largest difference among the replayed tokens
     """),
     "ThroughputMonitor": _metrics("""
