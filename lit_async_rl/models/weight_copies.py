@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
     """The parts on this rank of all parameters that train."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # the root keeps what it gathered for a forward pass without gradients
     return {name: _piece(p) for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -49,9 +52,6 @@ def with_weights(module: nn.Module, copies: Mapping[str, Tensor] | None) -> Iter
 def _put(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
     for name, piece in trained_weights(module).items():
         piece.copy_(copies[name])
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # the root keeps what it gathered for a forward pass without gradients
 
 
 def _piece(tensor: Tensor) -> Tensor:
