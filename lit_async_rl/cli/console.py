@@ -14,6 +14,8 @@ COMMANDS = {
     "export": ("lit_async_rl.cli.commands", "export", "write a checkpoint as a Hugging Face folder"),
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
     "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
+    "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
+    "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
 }
 

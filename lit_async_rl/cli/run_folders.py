@@ -19,7 +19,7 @@ from lit_async_rl.utils.files import check_writable, replacing
 from lit_async_rl.utils.folder_lock import locked, remove_stale_parts
 
 CHECKPOINTS = "ModelCheckpoint.dirpath"  # Lightning warns where it is not empty
-TABLES = ("metrics.csv", "samples.jsonl")
+TABLES = ("metrics.csv", "samples.jsonl", "held_out.jsonl", "verdicts.jsonl")
 
 
 @contextmanager

@@ -194,6 +194,16 @@ class Tape:
                 continue
             yield from (step for step in _steps_of(file) if step.step >= first_step)
 
+    def some_steps(self, most: int) -> Iterator[TapeStep]:
+        """The first step of each of at most `most` files at equal distances, the last one among them.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        parts = min(most, len(self._files))
+        for number in sorted({round(n * (len(self._files) - 1) / max(1, parts - 1)) for n in range(parts)}):
+            yield _steps_of(self._files[number])[0]
+
 
 def _steps_of(file: TapeFile) -> list[TapeStep]:
     rows = _read(file, None).to_pylist()
