@@ -1,4 +1,4 @@
-"""Reports of runs: one HTML file, or a page served while the run goes on. Reads run folders, and never writes to them."""
+"""Reports of runs: one HTML file, or a page served while the run goes on. Run folders are only read."""
 
 import lazy_loader
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lit_async_rl.report.timeline import Timeline
 
 FILES = ("metrics.csv", "samples.jsonl", "timeline", "tape", "config.yaml")
 MAX_CONFIG = 100_000  # characters
+TAPE_S = 20.0  # between two looks at the tape, which is read as a whole
 
 
 class RunData:
@@ -37,6 +39,8 @@ class RunData:
         self._curves, self._timeline = Curves(self.folder), Timeline(self.folder)
         self._samples, self._held_out = Samples(self.folder / "samples.jsonl"), HeldOut(self.folder)
         self._verdict_tail, self._verdicts = Tail(self.folder / "verdicts.jsonl"), list[dict[str, Any]]()
+        self._of_tape: list[dict[str, Any]] = []
+        self._tape_read_at, self._tape_size = -TAPE_S, 0
         self._notes: list[str] = []
         self._numbers = {"curves": 0, "timeline": 0, "rollouts": 0, "held_out": 0}
 
@@ -46,7 +50,7 @@ class RunData:
         changed = {
             "curves": self._curves.refresh() or verdicts,
             "timeline": self._timeline.refresh() or verdicts,
-            "rollouts": self._samples.refresh(),
+            "rollouts": self._samples.refresh() or self._tape_has_grown(),
             "held_out": self._held_out.refresh(),
         }
         for name, has_changed in changed.items():
@@ -64,7 +68,7 @@ class RunData:
                 self._verdicts.append(row)
         return True
 
-    def payload(self, known: dict[str, int] | None = None, with_tape: bool = True) -> dict[str, Any]:
+    def payload(self, known: dict[str, int] | None = None) -> dict[str, Any]:
         """The run for the page, without the parts whose number is in `known`."""
         numbers = self.refresh()
         made: dict[str, Any] = {"name": self._name(), "folder": str(self.folder), "parts": numbers}
@@ -77,7 +81,7 @@ class RunData:
             made |= {"timeline": self._timeline.payload(), "idle": self._timeline.idle(*window), "verdict": verdict}
             made["verdicts"] = [row for row in self._verdicts if row.get("whole_run") is False][-200:]
         if "rollouts" in wanted:
-            made["rollouts"] = self._groups(with_tape)
+            made["rollouts"] = self._groups()
         if "held_out" in wanted:
             made["held_out"] = self._held_out.payload()
         return made | {"notes": self._notes}
@@ -92,15 +96,27 @@ class RunData:
         rows = [row for row in self._verdicts if row.get("whole_run") is True and needed <= row.keys()]
         return rows[-1] if rows else None
 
-    def _groups(self, with_tape: bool) -> list[dict[str, Any]]:
-        groups = self._samples.payload(self._max_bytes)
-        if not with_tape or not self._tape.is_dir():
-            return groups
+    def _tape_has_grown(self) -> bool:
+        """Whether the tape's files are others than when it was read; looks only every `TAPE_S` seconds."""
+        if time.monotonic() < self._tape_read_at + TAPE_S or not self._tape.is_dir():
+            return False
+        self._tape_read_at = time.monotonic()
+        size = sum(1 for _ in self._tape.glob("*.arrow"))
+        if size == self._tape_size:
+            return False
+        self._tape_size = size
         try:
-            more = tape_groups(self._tape, token_texts(self.folder), self._samples.steps(), self._max_bytes // 2)
+            known = self._samples.steps()
+            self._of_tape = tape_groups(self._tape, token_texts(self.folder), known, self._max_bytes // 2)
+            self._notes = []
         except (ValueError, OSError) as error:
-            self._notes = [f"The tape was left out: {error}"]
-            return groups
+            self._of_tape, self._notes = [], [f"The tape was left out: {error}"]
+        return True
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = self._samples.payload(self._max_bytes // (2 if self._of_tape else 1))
+        known = {(group["step"], group["group"]) for group in groups}
+        more = [group for group in self._of_tape if (group["step"], group["group"]) not in known]
         return sorted(groups + more, key=lambda group: (group["step"], group["group"]))
 
     def _config(self) -> str:
@@ -114,12 +130,16 @@ class RunData:
         rows = [["optimizer steps", f"{self._curves.num_steps:,}"]]
         for name in ("val/pass@1", "val/reward"):
             if len(values := self._curves.values(name)):
-                rows.append([f"held-out {name.removeprefix('val/')}, first and last", f"{values[0]:.3f}, {values[-1]:.3f}"])
+                rows.append(
+                    [f"held-out {name.removeprefix('val/')}, first and last", f"{values[0]:.3f}, {values[-1]:.3f}"]
+                )
                 break
         reward = self._curves.values("reward/mean")
         if len(reward):
             part = max(1, len(reward) // 10)
-            rows.append(["mean reward, first and last tenth", f"{reward[:part].mean():.3f}, {reward[-part:].mean():.3f}"])
+            rows.append(
+                ["mean reward, first and last tenth", f"{reward[:part].mean():.3f}, {reward[-part:].mean():.3f}"]
+            )
         if len(seconds := self._curves.values("perf/step_s")):
             rows.append(["time in steps", f"{seconds.sum():,.1f} s, {seconds.mean():.2f} s a step"])
         mean, most = self._curves.values("sample/staleness_mean"), self._curves.values("sample/staleness_max")

@@ -44,9 +44,9 @@ class ReportServer(ThreadingHTTPServer):
             return page([self.run.payload()], live=True)
 
     def changes(self, known: dict[str, int]) -> str:
-        """JSON of the parts that have changed since the numbers in `known`. The tape is read only for the page."""
+        """JSON of the parts that have changed since the numbers in `known`."""
         with self.lock:
-            return embedded(self.run.payload(known, with_tape=False))
+            return embedded(self.run.payload(known))
 
 
 class _Handler(BaseHTTPRequestHandler):

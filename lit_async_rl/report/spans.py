@@ -47,7 +47,10 @@ class Spans:
 
 
 def _before(points: np.ndarray, times: np.ndarray) -> np.ndarray:
-    ordered = np.sort(points)
+    if not len(points):
+        return np.zeros(len(times))
+    origin = points.min()  # seconds since 1970 would leave few digits to their sums
+    ordered, times = np.sort(points) - origin, times - origin
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     number = np.searchsorted(ordered, times)
     return number * times - sums[number]

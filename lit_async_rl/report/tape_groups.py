@@ -11,7 +11,7 @@ import yaml
 
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.replay.tape import Tape, TapeStep
-from lit_async_rl.report.samples import as_group, evenly
+from lit_async_rl.report.samples import as_group
 from lit_async_rl.types import RolloutGroup
 
 MAX_STEPS, MAX_TOKENS = 100, 1024

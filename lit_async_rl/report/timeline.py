@@ -51,7 +51,7 @@ class Timeline:
         """Reads new events; whether there were any."""
         for path in sorted(self._folder.glob("*.json")):
             self._tails.setdefault(path.name, Tail(path))
-        if not any([tail.begin() for tail in self._tails.values()]):
+        if not sum(tail.begin() for tail in self._tails.values()):  # all of them are asked
             return False
         if (generations := sum(tail.generation for tail in self._tails.values())) != self._generations:
             self._generations = generations
@@ -113,7 +113,8 @@ class Timeline:
         """Idle and busy seconds of a window as the verdict counts them: without validation. None without any training.
 
         Args:
-            began_at: by default the beginning of the first micro-batch; `ended_at`: the end of the last span.
+            began_at: by default the beginning of the first micro-batch.
+            ended_at: by default the end of the last span.
         """
         training = self.spans("trainer/forward_backward")
         if not len(training.begin):
