@@ -9,6 +9,7 @@ from .monitors.rollout_monitor import RolloutMonitor as RolloutMonitor
 from .monitors.run_summary import RunSummary as RunSummary
 from .monitors.staleness_monitor import StalenessMonitor as StalenessMonitor
 from .monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+from .monitors.timeline import Timeline as Timeline
 from .run.evaluation import Evaluation as Evaluation
 from .run.progress import Progress as Progress
 from .run.rollout_tape import RolloutTape as RolloutTape

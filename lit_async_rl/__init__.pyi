@@ -40,6 +40,7 @@ from .callbacks import SaveOnSigterm as SaveOnSigterm
 from .callbacks import SkipNonFinite as SkipNonFinite
 from .callbacks import StalenessMonitor as StalenessMonitor
 from .callbacks import ThroughputMonitor as ThroughputMonitor
+from .callbacks import Timeline as Timeline
 from .callbacks import WeightSync as WeightSync
 from .corrections import BatchNormalized as BatchNormalized
 from .corrections import Correction as Correction
@@ -100,7 +101,9 @@ from .losses import M2PO as M2PO
 from .losses import OAPL as OAPL
 from .losses import OPMD as OPMD
 from .losses import OPSM as OPSM
+from .losses import PNPO as PNPO
 from .losses import SAPO as SAPO
+from .losses import SAT as SAT
 from .losses import TOPR as TOPR
 from .losses import VESPO as VESPO
 from .losses import BAPOReleased as BAPOReleased
@@ -111,6 +114,7 @@ from .losses import LossInputs as LossInputs
 from .losses import LossOutput as LossOutput
 from .losses import M2POAdaptiveClip as M2POAdaptiveClip
 from .losses import MiniRL as MiniRL
+from .losses import MinPRO as MinPRO
 from .losses import PolicyLoss as PolicyLoss
 from .losses import PPOClip as PPOClip
 from .losses import Reinforce as Reinforce

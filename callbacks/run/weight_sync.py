@@ -99,6 +99,7 @@ class WeightSync(pl.Callback):
         data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
+        data.shared_source.note_publication(module.version, began, seconds)
         return seconds
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt, Turn
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.spans import Spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases all resources. Safe to call twice and from any thread."""
+
+    def observe(self, spans: Spans) -> bool:
+        """Records in a timeline when it generates; False if it cannot: then `busy_s` is read around each `poll`."""
+        return False
 
     @property
     @abstractmethod

@@ -29,6 +29,7 @@ from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 
 WAKE_S = 0.01
 
@@ -74,6 +75,7 @@ class EpisodeEngine(RolloutEngine):
         self._talking: dict[int, dict[int, Conversation]] = {}  # inner request -> conversations whose turn it samples
         self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
         self._num_waiting = 0  # conversations whose environment works
+        self._answering = Overlap("answer")
         self._finished: list[Completion] = []
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -103,6 +105,10 @@ class EpisodeEngine(RolloutEngine):
     def num_tokens(self) -> int:
         """Tokens generated, without those of environments."""
         return self.engine.num_tokens
+
+    def observe(self, spans: Spans) -> bool:
+        self._answering.lane = spans.lane(0, ENVIRONMENT, "environment", "environments")
+        return self.engine.observe(spans)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; running episodes continue under them."""
@@ -204,7 +210,8 @@ class EpisodeEngine(RolloutEngine):
         if prompt is None:
             raise InvariantError("an episode without a prompt")
         try:
-            observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
+            with self._answering.one(turns=1):
+                observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
             if not math.isfinite(observation.reward):
                 raise ValueError(f"a reward of {observation.reward}")
             with self._lock:

@@ -8,9 +8,11 @@ correction.
 from lit_async_rl.losses.balanced import BAPO, BAPOReleased
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
 from lit_async_rl.losses.clipped import ASPO, OPSM, MiniRL, PPOClip
+from lit_async_rl.losses.prefix import PNPO, MinPRO
 from lit_async_rl.losses.regression import OPMD, KimiRegression
 from lit_async_rl.losses.reinforce import CISPO, SAPO, Reinforce
 from lit_async_rl.losses.sequence import GSPO, TOPR, VESPO, GSPOToken
+from lit_async_rl.losses.staleness_adaptive import SAT
 from lit_async_rl.losses.trajectory import OAPL, TrajectoryBalance, TrajectoryBalancePrime
 from lit_async_rl.losses.trust_region import DPPO, IPO, M2PO, DPPOBinaryKL, M2POAdaptiveClip
 
@@ -25,7 +27,9 @@ __all__ = [
     "OAPL",
     "OPMD",
     "OPSM",
+    "PNPO",
     "SAPO",
+    "SAT",
     "TOPR",
     "VESPO",
     "BAPOReleased",
@@ -35,6 +39,7 @@ __all__ = [
     "LossInputs",
     "LossOutput",
     "M2POAdaptiveClip",
+    "MinPRO",
     "MiniRL",
     "PPOClip",
     "PolicyLoss",

@@ -113,6 +113,20 @@ def opsm(loss, batch, row, t):
 
 
 @token_wise
+def min_pro(loss, batch, row, t):
+    before = [batch.log_ratio(row, u) for u in batch.tokens(row) if u < t]
+    weight = math.exp(batch.log_ratio(row, t)) * math.exp(min(before, default=0.0))
+    return weighted(min(weight, loss.cap), batch, row, t)
+
+
+@token_wise
+def pnpo(loss, batch, row, t):
+    prefix = [batch.log_ratio(row, u) for u in batch.tokens(row) if u <= t]
+    ratio = math.exp(math.fsum(prefix) / len(prefix))
+    return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
+
+
+@token_wise
 def cispo(loss, batch, row, t):
     return weighted(min(max(math.exp(batch.log_ratio(row, t)), 1 - loss.clip_low), 1 + loss.clip_high), batch, row, t)
 

@@ -27,6 +27,7 @@ from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.event_loop import LoopThread
+from lit_async_rl.utils.spans import Spans
 
 
 class VLLMServerEngine(BackgroundEngine[FileTransfer]):
@@ -96,6 +97,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         self._thread: LoopThread | None = None
         self._model = ""
         self._clients: list[ServerClient] = []
+        self._spans: Spans | None = None
         self._stop_strings: StopStrings | None = None
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
@@ -120,10 +122,18 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             probe_interval_s=self.probe_interval_s,
             recovery_timeout_s=self.recovery_timeout_s,
         )
+        if self._spans is not None:
+            self._fleet.observe(self._spans)
         self._thread = LoopThread("vLLM servers")
         start = self._fleet.start(expected, stored_eos_token_ids(model), self.startup_timeout_s)
         limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         self._max_model_len = self._thread.call(start, limit_s, "the check of the vLLM servers")
+
+    def observe(self, spans: Spans) -> bool:
+        self._spans = spans
+        if self._thread is not None:  # else in `setup`
+            self._fleet.observe(spans)
+        return super().observe(spans)
 
     @property
     def _loop(self) -> LoopThread:

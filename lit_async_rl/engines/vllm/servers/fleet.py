@@ -28,6 +28,7 @@ from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure
 from lit_async_rl.engines.vllm.servers.handshake import check_server, prove_version, wait_for_server
 from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
 from lit_async_rl.errors import EngineError
+from lit_async_rl.utils.spans import ENGINE, FIRST_SERVER, Overlap, Spans
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,13 @@ class ServerFleet:
         self._version, self._folder, self._salt = -1, "", ""
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
         self._num_changes, self._last_seen = 0, 0.0
+        self._work = {client.url: Overlap("decode") for client in clients}
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline when each server has requests."""
+        for number, (url, work) in enumerate(self._work.items(), start=FIRST_SERVER):
+            spans.name_process(number, f"server {url}")
+            work.lane = spans.lane(number, ENGINE, "engine", "engine", shows_idle=True)
 
     @property
     def _tag(self) -> str:
@@ -218,7 +226,8 @@ class ServerFleet:
     async def _run(self, assignment: Assignment) -> None:
         client, request = self._clients[assignment.server], assignment.request
         try:
-            completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
+            with self._work[client.url].one(version=self._version):
+                completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
         except (ServerFailure, ServerRefusal) as error:
             self._tasks.pop(assignment, None)
             self._failures[request.id] += 1
