@@ -10,7 +10,6 @@ from lit_async_rl.report.curves import Curves
 from lit_async_rl.report.held_out import HeldOut
 from lit_async_rl.report.samples import MAX_BYTES, Samples, parsed
 from lit_async_rl.report.tail import Tail
-from lit_async_rl.report.tape_groups import tape_groups, token_texts
 from lit_async_rl.report.timeline import Timeline
 
 FILES = ("metrics.csv", "samples.jsonl", "timeline", "tape", "config.yaml")
@@ -105,6 +104,8 @@ class RunData:
         if size == self._tape_size:
             return False
         self._tape_size = size
+        from lit_async_rl.report.tape_groups import tape_groups, token_texts  # imports torch and transformers
+
         try:
             known = self._samples.steps()
             self._of_tape = tape_groups(self._tape, token_texts(self.folder), known, self._max_bytes // 2)

@@ -84,6 +84,8 @@ def choose(sizes: dict[tuple[int, int], int], max_bytes: int) -> Iterator[tuple[
         sizes: bytes of each group, by step and group.
         max_bytes: of all of them.
     """
+    if not sizes:
+        return
     by_step: dict[int, list[tuple[int, int]]] = {}
     for place in sizes:
         by_step.setdefault(place[0], []).append(place)

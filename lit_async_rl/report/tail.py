@@ -16,7 +16,7 @@ class Tail:
         self.path = path
         self.generation = 0
         self._identity: tuple[int, int] | None = None
-        self._offset = 0
+        self._offset = self._seen = 0  # after the last complete line, and after all that was looked at
 
     def begin(self) -> bool:
         """Whether there is anything new; notices a file that was replaced. Called before `lines`."""
@@ -26,9 +26,9 @@ class Tail:
             return False
         identity = found.st_dev, found.st_ino
         if self._identity is not None and (identity != self._identity or found.st_size < self._offset):
-            self._offset, self.generation = 0, self.generation + 1
+            self._offset, self._seen, self.generation = 0, 0, self.generation + 1
         self._identity = identity
-        return found.st_size > self._offset
+        return found.st_size > self._seen
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Offset and content of each new line; one that is not complete yet comes the next time."""
@@ -36,6 +36,7 @@ class Tail:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 for line in file:
+                    self._seen = self._offset + len(line)
                     if not line.endswith(b"\n"):
                         break
                     offset, self._offset = self._offset, self._offset + len(line)

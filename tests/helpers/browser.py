@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--mute-audio"),
     "--force-color-profile=srgb",
 )
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+IS_NEEDED = bool(os.environ.get("NEEDS_BROWSER"))  # as in CI: without one the tests fail
 MISSING = "chromium and chromium-driver are not installed: make browser"
 is_there = CHROMIUM is not None and DRIVER is not None
 
@@ -56,3 +59,29 @@ def show(driver: webdriver.Chrome, path: Path, tab: str = "overview") -> None:
 def errors(driver: webdriver.Chrome) -> list[str]:
     """Messages on the console since the last call, of any level."""
     return [entry["message"] for entry in driver.get_log("browser")]
+
+
+# Milliseconds from an action to the second frame after it, in which its effect is on the screen.
+TIMED = """
+const done = arguments[arguments.length - 1];
+const began = performance.now();
+new Function(arguments[0])();
+requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - began)));
+"""
+_CHANGE = (
+    "const e = document.querySelector('{0}'); e.value = '{1}'; e.dispatchEvent(new Event('{2}', {{bubbles: true}}));"
+)
+INTERACTIONS = {
+    "curves": "document.querySelector('#tab-curves').click()",
+    "smoothing": _CHANGE.format("#smoothing", "20", "change"),
+    "pipeline": "document.querySelector('#tab-pipeline').click()",
+    "zoom": "document.querySelector('.gantt button').click()",
+    "another part": _CHANGE.format(".part", "3", "change"),
+    "rollouts": "document.querySelector('#tab-rollouts').click()",
+    "filter": _CHANGE.format("#min-reward", "1", "input"),
+    "search": _CHANGE.format("#text", "word", "input"),
+    "colours": _CHANGE.format("#mode", "entropy", "change"),
+    "another group": "document.querySelectorAll('.entry')[20].click()",
+    "compare": "document.querySelector('#tab-compare').click()",
+    "theme": _CHANGE.format("#theme", "dark", "change"),
+}

@@ -27,14 +27,14 @@ def write_metrics(folder: Path, steps: int) -> None:
             writer.writerow({"epoch": 0, "step": step, **values})
 
 
-def rollout(step: int, group: int, sample: int, tokens: int = 12, **changes: object) -> dict[str, object]:
+def rollout(step: int, group: int, sample: int, length: int = 12, **changes: object) -> dict[str, object]:
     """A line of `samples.jsonl`."""
     version = max(0, step - 1 - sample % 5)
     row: dict[str, object] = {
         "step": step,
         "group": group,
         "prompt": f"prompt {group}=",
-        "completion": "word " * tokens,
+        "completion": "word " * length,
         "answer": "word",
         "reward": float((step + sample) % 2),
         "oldest_version": version,
@@ -42,12 +42,12 @@ def rollout(step: int, group: int, sample: int, tokens: int = 12, **changes: obj
         "sample": sample,
         "policy_version": step - 1,
         "finish_reason": "stop",
-        "num_tokens": tokens,
-        "tokens": ["word "] * tokens,
-        "versions": [version + (n > tokens // 2) for n in range(tokens)],
-        "log_ratios": [round(math.sin(n) * 0.9, 4) for n in range(tokens)],
-        "advantages": [round(sample - 3.5, 2)] * tokens,
-        "entropies": [round(abs(math.cos(n)) * 1.5, 4) for n in range(tokens)],
+        "num_tokens": length,
+        "tokens": ["word "] * length,
+        "versions": [version + (n > length // 2) for n in range(length)],
+        "log_ratios": [round(math.sin(n) * 0.9, 4) for n in range(length)],
+        "advantages": [round(sample - 3.5, 2)] * length,
+        "entropies": [round(abs(math.cos(n)) * 1.5, 4) for n in range(length)],
     }
     return row | changes
 

@@ -29,7 +29,7 @@ def test_arithmetic_of_spans():
     assert overlapping.within(1.5, 5.5) == pytest.approx(0.5 + 1.5 + 1 + 0.5)
     left = overlapping.union().without(spans((1, 2), (3.5, 5.25)))
     assert list(zip(left.begin, left.end, strict=True)) == [(0, 1), (2, 3.5), (5.25, 6)]
-    assert spans().union().within(0, 1) == 0
+    assert spans().union().within(0.0, 1.0) == 0
 
 
 def test_spans_agree_with_a_count_of_small_parts():
@@ -39,7 +39,7 @@ def test_spans_agree_with_a_count_of_small_parts():
     times = (np.arange(100_000) + 0.5) / 10_000
     inside = ((found.begin <= times[:, None]) & (times[:, None] < found.end)).any(1)
     seen = inside & ~((times >= 2) & (times < 3)) & ~((times >= 7) & (times < 7.5))
-    assert found.union().without(hidden).within(0, 10) == pytest.approx(seen.mean() * 10, abs=0.02)
+    assert found.union().without(hidden).within(0.0, 10.0) == pytest.approx(seen.mean() * 10, abs=0.02)
 
 
 @pytest.mark.parametrize(("lag", "wait", "busy"), [(2, 0.1, 0.9), (0, 0.5, 0.5)])
