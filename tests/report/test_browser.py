@@ -52,7 +52,8 @@ def report(tmp_path_factory):
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
         talk = rollout(50, 900, 0, 6, tokens=words, mask=mask, turns=turns, messages=messages, prompt="1+1?")
         file.write(json.dumps(talk) + "\n")
-        row = rollout(51, 901, 0, prompt=HOSTILE, completion=HOSTILE * (100_000 // len(HOSTILE) + 1), answer=HOSTILE, num_tokens=100_000)
+        long = HOSTILE * (100_000 // len(HOSTILE) + 1)
+        row = rollout(51, 901, 0, prompt=HOSTILE, completion=long, answer=HOSTILE)
         del row["tokens"]
         file.write(json.dumps(row) + "\n")
         file.write(json.dumps(rollout(51, 901, 1, 3, tokens=[HOSTILE, "</div>", "x"], prompt=HOSTILE)) + "\n")
