@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import pytest
@@ -14,6 +15,8 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 from lit_async_rl.report import write_report  # noqa: E402
+from lit_async_rl.report.run_data import RunData  # noqa: E402
+from lit_async_rl.report.server import ReportServer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not browser.is_there and not browser.IS_NEEDED, reason=browser.MISSING)
 WAIT_S = 30
@@ -217,6 +220,29 @@ def test_theme_can_be_chosen(driver, report):
     assert luminance(color(driver, "--page")) < 0.1
     Select(css(driver, "#theme")).select_by_value("light")
     assert luminance(color(driver, "--page")) > 0.8
+
+
+def test_the_live_page_follows_the_run(driver, tmp_path):
+    run = make_run(tmp_path / "run" / "v0", steps=3)
+    server = ReportServer(RunData(run), 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        driver.get(f"{server.address}#rollouts")
+        until(driver, "document.querySelector('#found')")
+        assert css(driver, "#found").text == "24 of 24 rollouts"
+        with (run / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(rollout(4, 70, 0, prompt="a new prompt")) + "\n")
+        until(driver, "document.querySelector('#found').textContent.startsWith('25 of')")
+        assert "a new prompt" in css(driver, "#group").text
+        assert css(driver, "#state").text.startswith("live")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+    assert browser.errors(driver) == []
+    until(driver, "document.querySelector('#state').textContent.includes('has ended')")
+    browser.errors(driver)  # that of the request that failed
 
 
 def test_a_long_run_answers_at_once(driver, tmp_path):

@@ -25,7 +25,7 @@
     const box = useRef(null);
     const state = useRef({});
     state.current.option = option;
-    const draw = () => state.current.chart && state.current.chart.setOption(state.current.option(), { notMerge: true });
+    const draw = () => state.current.chart && state.current.chart.setOption(state.current.option(), { replaceMerge: ["series"] });
     useEffect(() => {
       const here = state.current;
       const begin = () => {

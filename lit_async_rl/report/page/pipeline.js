@@ -150,10 +150,20 @@
       const first = Math.min(...window_.spans.map((span) => span[2]));
       return [first, window_.spans.reduce((most, span) => Math.max(most, span[2] + span[3]), first)];
     }, [window_]);
-    const option = useMemo(() => ganttOption(timeline, window_, whole), [window_, theme]);
+    const zoomed = useRef(null); // kept while a live page is updated
+    const option = useMemo(() => ganttOption(timeline, window_, zoomed.current || whole), [window_, theme]);
+    const limits = useRef(whole);
+    limits.current = whole;
     const now = () => {
       const { startValue, endValue } = chart.current.getOption().dataZoom[0];
       return [startValue, endValue];
+    };
+    const follow = (made) => {
+      chart.current = made;
+      made.on("datazoom", () => {
+        const [a, b] = now();
+        zoomed.current = b - a > 0.98 * (limits.current[1] - limits.current[0]) ? null : [a, b];
+      });
     };
     const show = (begin, end) => {
       const length = Math.min(end - begin, whole[1] - whole[0]);
@@ -170,7 +180,7 @@
     return html`<div class="gantt" tabindex="0" onKeyDown=${onKey} aria-label="${label}. Plus and minus zoom, arrow keys move, 0 shows all.">
       <div class="controls">
         ${timeline.windows.length > 1 && html`<label>part of the run
-          <select class="part" value=${number} onChange=${(e) => setNumber(Number(e.target.value))}>
+          <select class="part" value=${number} onChange=${(e) => { zoomed.current = null; setNumber(Number(e.target.value)); }}>
             ${timeline.windows.map((w, i) => html`<option value=${i}>${w.steps ? `steps ${w.steps[0]} to ${w.steps[1]}` : `part ${i + 1}`}</option>`)}
           </select></label>`}
         <span class="buttons">
@@ -179,7 +189,7 @@
         </span>
         <span class="hint">colours are policy versions; thin grey bars are idle time</span>
       </div>
-      <${report.Chart} className=${lanesOf(timeline, window_).length > 5 ? "tallest" : "tall"} option=${option} label=${label} onReady=${(made) => { chart.current = made; }} />
+      <${report.Chart} className=${lanesOf(timeline, window_).length > 5 ? "tallest" : "tall"} option=${option} label=${label} onReady=${follow} />
     </div>`;
   };
 
