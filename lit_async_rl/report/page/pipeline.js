@@ -85,16 +85,16 @@
     const last = window.spans.reduce((most, span) => Math.max(most, span[2] + span[3]), 0);
     return {
       ...report.chartBase(),
-      grid: { left: 8, right: 16, top: 8, bottom: 34, containLabel: true },
+      grid: { left: 112, right: 16, top: 8, bottom: 52 },
       tooltip: { ...report.chartBase().tooltip, formatter: (p) => tipOf(window.spans[p.dataIndex], window.kinds, timeline.lanes[window.spans[p.dataIndex][0]]) },
       dataZoom: [
         { type: "inside", filterMode: "weakFilter", startValue: range[0], endValue: range[1], minValueSpan: 1e-4 },
         { type: "slider", filterMode: "weakFilter", height: 16, bottom: 4, startValue: range[0], endValue: range[1], showDataShadow: false, brushSelect: false, moveHandleSize: 0,
           labelFormatter: (v) => `${Number(v).toFixed(1)} s`, textStyle: { color: report.color("--muted"), fontSize: 10 } },
       ],
-      xAxis: { type: "value", min: first, max: last, ...report.axis(), axisLabel: { color: report.color("--muted"), fontSize: 11, formatter: (v) => `${+v.toFixed(3)} s` } },
+      xAxis: { type: "value", min: first, max: last, ...report.axis(), axisLabel: { color: report.color("--muted"), fontSize: 11, showMaxLabel: false, formatter: (v) => `${+v.toFixed(3)} s` } },
       yAxis: { type: "category", inverse: true, data: lanes.map((lane) => laneLabel(timeline.lanes[lane])), ...report.axis(), splitLine: { show: false },
-        axisLabel: { color: report.color("--text"), width: 110, overflow: "truncate" } },
+        axisLabel: { color: report.color("--text"), width: 100, overflow: "truncate" } },
       series: [{
         type: "custom", renderItem: drawSpan(window.spans, window.kinds), clip: true, progressive: 0,
         encode: { x: [1, 2], y: 0 },
@@ -111,7 +111,7 @@
       grid: { left: 8, right: 14, top: 30, bottom: 8, containLabel: true },
       tooltip: { ...report.chartBase().tooltip, trigger: "axis",
         formatter: (points) => report.tip(`at ${points[0].axisValue.toFixed(1)} s`, points.map((p) => [p.seriesName, `${(100 * p.value[1]).toFixed(1)} %`])) },
-      xAxis: { type: "value", min: 0, max: timeline.duration, ...report.axis(), splitLine: { show: false }, axisLabel: { color: report.color("--muted"), formatter: (v) => `${Math.round(v)} s`, showMaxLabel: false } },
+      xAxis: { type: "value", min: 0, max: timeline.duration, ...report.axis(), splitLine: { show: false }, axisLabel: { color: report.color("--muted"), showMaxLabel: false, formatter: (v) => `${+v.toFixed(1)} s` } },
       yAxis: { type: "value", min: 0, ...report.axis(), axisLabel: { color: report.color("--muted"), formatter: (v) => `${Math.round(100 * v)} %` } },
       series: names.map((kind, n) => ({
         type: "line", name: kind.replace("/", ": ").replace("_", " "), step: "middle", showSymbol: false, sampling: "average",
