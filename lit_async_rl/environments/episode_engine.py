@@ -66,7 +66,9 @@ class EpisodeEngine(RolloutEngine):
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         self.engine, self.environment = engine, environment
+        self.records_heads = engine.records_heads
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
+        self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
         self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
@@ -91,6 +93,7 @@ class EpisodeEngine(RolloutEngine):
     def setup(self, model: str) -> None:
         self._codec = TextCodec(model)
         self.engine.setup(model)
+        self.dtype = self.engine.dtype
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     @property
@@ -114,6 +117,7 @@ class EpisodeEngine(RolloutEngine):
         """Loads weights; running episodes continue under them."""
         with self._lock:
             self._asked.newest = version
+        self.engine.probe = self.probe
         self.engine.load_weights(version, weights)
         with self._lock:
             self._asked.loaded = version

@@ -58,6 +58,8 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
+    records_heads = True
+
     def __init__(
         self,
         num_slots: int = 64,
