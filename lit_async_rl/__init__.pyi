@@ -29,6 +29,7 @@ from .callbacks import GradientClipping as GradientClipping
 from .callbacks import GradientMonitor as GradientMonitor
 from .callbacks import ImportanceMonitor as ImportanceMonitor
 from .callbacks import LengthBiasMonitor as LengthBiasMonitor
+from .callbacks import LiveView as LiveView
 from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
@@ -203,6 +204,7 @@ from .training.schedules import Cosine as Cosine
 from .training.schedules import Linear as Linear
 from .training.schedules import OneCycle as OneCycle
 from .training.schedules import RateSchedule as RateSchedule
+from .training.trackers import TrackioLogger as TrackioLogger
 from .types import Prompt as Prompt
 from .types import PromptBatch as PromptBatch
 from .types import Rollout as Rollout

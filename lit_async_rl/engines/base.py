@@ -210,6 +210,11 @@ class RolloutEngine(ABC):
         return False
 
     @property
+    def num_running(self) -> int | None:
+        """Samples or requests being generated now; None if the engine does not say."""
+        return None
+
+    @property
     @abstractmethod
     def busy_s(self) -> float:
         """Seconds spent generating so far."""

@@ -109,6 +109,10 @@ class EpisodeEngine(RolloutEngine):
         """Tokens generated, without those of environments."""
         return self.engine.num_tokens
 
+    @property
+    def num_running(self) -> int | None:
+        return self.engine.num_running
+
     def observe(self, spans: Spans) -> bool:
         self._answering.lane = spans.lane(0, ENVIRONMENT, "environment", "environments")
         return self.engine.observe(spans)

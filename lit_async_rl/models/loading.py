@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.meta_loading import parameters_on_meta
+from lit_async_rl.utils.patience import announced
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def load_policy(
     elif random_init:
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
-        lm = _load(AutoModelForCausalLM, model, **kwargs)
+        with announced(f"model {model!r} to be read, or downloaded"):
+            lm = _load(AutoModelForCausalLM, model, **kwargs)
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator

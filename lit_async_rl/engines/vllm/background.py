@@ -80,6 +80,11 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         """Publishes `weights`; returns the seconds without generation. After an error nothing may be sampled."""
 
+    @property
+    def num_running(self) -> int:
+        """Requests being generated, each of one or more samples."""
+        return self._book.num_running
+
     def observe(self, spans: Spans) -> bool:
         self._book.lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
         return True

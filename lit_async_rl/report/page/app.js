@@ -45,6 +45,7 @@
       if (!data.live) return undefined;
       let timer = 0;
       let known = data.runs[0].parts;
+      let pause = POLL_MS;
       const ask = async () => {
         const began = performance.now();
         try {
@@ -54,11 +55,13 @@
           if (JSON.stringify(changes.parts) !== JSON.stringify(known))
             setData((old) => ({ ...old, runs: [{ ...old.runs[0], ...changes }] }));
           known = changes.parts;
+          pause = POLL_MS;
           setState(`live, ${new Date().toLocaleTimeString("en-GB")}`);
         } catch {
           setState("the watch command has ended");
+          pause = Math.min(2 * pause, 60000);
         }
-        timer = setTimeout(ask, Math.max(POLL_MS, 10 * (performance.now() - began))); // the run needs the processor more
+        timer = setTimeout(ask, Math.max(pause, 10 * (performance.now() - began))); // the run needs the processor more
       };
       timer = setTimeout(ask, POLL_MS);
       return () => clearTimeout(timer);
