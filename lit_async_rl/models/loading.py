@@ -135,6 +135,16 @@ def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
     return _first_eos(lm.name_or_path or "", lm.generation_config, lm.config.get_text_config())
 
 
+def stored_dtype(model: str) -> str:
+    """Name of the dtype of a model's files; float32 where its configuration does not say.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    dtype = getattr(load_config(model), "dtype", None)
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+
+
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
     """Token ids that end a completion, read from the files of a model that is not loaded.
 
