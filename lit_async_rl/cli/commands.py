@@ -12,13 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_async_rl.api import run as api
+from lit_async_rl.api.interrupts import CtrlC
 from lit_async_rl.api.notices import quiet
+from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.cli.error_report import one_line_errors
-from lit_async_rl.cli.interrupts import CtrlC, resume_command
-from lit_async_rl.cli.run_folders import run_folders
+from lit_async_rl.cli.resume import resume_command
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.files import check_writable
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -39,6 +42,7 @@ def evaluate(args: Sequence[str] | None = None) -> None:
     """Held-out pass@1 and pass@k of a checkpoint, with samples."""
     with command():
         cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
+        check_range("", ">= 0", num_shown=cli.config["num_shown"])
         if cli.datamodule.validation.source is None:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
@@ -63,6 +67,7 @@ def export(args: Sequence[str] | None = None) -> None:
             raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
         if any(Path(cli.config["out"]).glob("*")):
             raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
+        check_writable(Path(cli.config["out"]), "out")
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
         cli.model.configure_model()
         cli.model.on_load_checkpoint(checkpoint)

@@ -209,7 +209,10 @@ class PolicyModule(WholeSteps):
         parameters = list(self.policy.parameters())
         adamw = partial(torch.optim.AdamW, lr=self.learning_rate or LEARNING_RATE, weight_decay=self.weight_decay)
         make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
-        optimizer = make_optimizer(parameters)
+        try:
+            optimizer = make_optimizer(parameters)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model.optimizer cannot be made: {error}") from error
         scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

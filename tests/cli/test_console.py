@@ -9,7 +9,7 @@ import pytest
 
 import lit_async_rl
 from lit_async_rl.cli.console import COMMANDS, main
-from lit_async_rl.cli.interrupts import resume_command
+from lit_async_rl.cli.resume import resume_command
 
 ROOT = Path(__file__).parents[2]
 
