@@ -17,7 +17,7 @@ from lit_async_rl.api.notices import quiet
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.csv_logger import CSVLog
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_objects, check_range
 
 SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
 
@@ -56,7 +56,14 @@ class Trainer(pl.Trainer):
             if name not in SETTINGS:
                 raise TypeError(f"Trainer has no setting {name!r}{meant(name, SETTINGS)}")
         settings = _with_defaults(settings)
-        own = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
+        for callback in own:
+            check_objects("trainer", callbacks=callback)
+        if isinstance(logger, str | type):
+            raise ValueError(
+                f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
+            )
+        check_range("trainer", ">= -1", max_steps=settings.get("max_steps"))
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])

@@ -67,11 +67,11 @@ def export(args: Sequence[str] | None = None) -> None:
             raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
         if any(Path(cli.config["out"]).glob("*")):
             raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
-        check_writable(Path(cli.config["out"]), "out")
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
         cli.model.configure_model()
         cli.model.on_load_checkpoint(checkpoint)
         cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
+        check_writable(Path(cli.config["out"]), "out")
         lm = cli.model.policy.causal_lm
         weights = {name: tensor.contiguous() for name, tensor in stream_weights(cli.model.policy)}
         lm.save_pretrained(cli.config["out"], state_dict=weights)

@@ -132,7 +132,7 @@ def _with_setting(error: Exception, where: str, kind: type) -> Exception:
 
 
 def _sentence(error: Exception) -> str:
-    return describe(error).removeprefix("MisconfigurationException: ").removeprefix("ModuleNotFoundError: ")
+    return re.sub(r"^(MisconfigurationException: |ModuleNotFoundError: |\[Errno \d+\] )", "", describe(error))
 
 
 def _words(error: Exception) -> str:

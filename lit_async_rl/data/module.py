@@ -44,7 +44,7 @@ from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
@@ -103,6 +103,11 @@ class RolloutDataModule(ModelName):
         super().__init__(model)
         if prompts is None:
             raise ValueError("data.prompts is not set")
+        if reward is not None and not callable(reward):
+            raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
+        check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
+        check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
+        check_objects("data", replay=replay, limits=limits)
         source = as_source(prompts, "data.prompts")
         self.admission, self.intake = admission or Bounded(), intake or Intake()
         self.tape = open_tape(self.admission) if isinstance(self.admission, FromTape) else None

@@ -36,7 +36,7 @@ from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_objects, check_range
 
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
@@ -99,6 +99,8 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
+        check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
+        check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline

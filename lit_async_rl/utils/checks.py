@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 import torch
 
@@ -27,9 +28,30 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         ValueError: a value is outside of the range; the message names setting, rule and value.
     """
     for name, value in settings.items():
+        setting = f"{owner}.{name}" if owner else name
+        if isinstance(value, str | type):
+            raise ValueError(f"{setting} must be a number, {rule}, got {value!r}")
         if value is not None and not all(_holds(part, value) for part in rule.split(" and ")):
-            setting = f"{owner}.{name}" if owner else name
             raise ValueError(f"{setting} must be {rule}, got {value}")
+
+
+def check_objects(owner: str, **settings: object) -> None:
+    """Refuses what is written in Python where an object is expected: its name, its class, or its settings.
+
+    Example: `check_objects("data", engine="vllm")` raises `data.engine must be an object, got 'vllm'`.
+
+    Args:
+        owner: path in the YAML of the class that has the settings.
+        settings: values by name; None passes.
+
+    Raises:
+        ValueError: names setting and value.
+    """
+    for name, value in settings.items():
+        if isinstance(value, type):
+            raise ValueError(f"{owner}.{name} must be an object, got the class: write {value.__name__}(...)")
+        if isinstance(value, str | bytes | Mapping | list | tuple | int | float):
+            raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
 
 
 def check_dtype(setting: str, name: str) -> None:
