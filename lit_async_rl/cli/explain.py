@@ -22,6 +22,7 @@ USUAL_NAMES = {  # of other programs
     "checkpoint": "ckpt_path",
 }
 REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
+MOST_LISTED = 12
 PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
 NOISE = re.compile(
     r"(- )?(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
@@ -123,7 +124,9 @@ def _unknown_class(key: str, message: str) -> str | None:
         return None
     name = (unknown and (unknown[1] or unknown[2])) or value
     kind_name, names = _classes_for(key, message)
-    return f"{key} must be {kind_name}, got {name}{meant(str(name).rpartition('.')[2], names)}"
+    close = meant(_last(str(name)), names)
+    listed = f"; there are {', '.join(names)}" if not close and len(names) <= MOST_LISTED else ""
+    return f"{key} must be {kind_name}, got {name}{close or listed}"
 
 
 def _classes_for(key: str, message: str) -> tuple[str, list[str]]:
@@ -138,13 +141,13 @@ def _classes_for(key: str, message: str) -> tuple[str, list[str]]:
     for path in re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:])):
         base = pkgutil.resolve_name(path)
         kinds = [name for name, one in public.items() if inspect.isclass(one) and _is_kind(one, base)]
-        return f"a {base.__name__}", kinds or list(public)
+        return f"{'an' if base.__name__[0] in 'AEIO' else 'a'} {base.__name__}", kinds or list(public)
     return "a class", list(public)
 
 
 def _is_kind(one: type, base: type) -> bool:
     try:
-        return issubclass(one, base) and one is not base
+        return issubclass(one, base) and not (one is base and (inspect.isabstract(one) or one.__subclasses__()))
     except TypeError:  # a protocol with data
         return False
 
