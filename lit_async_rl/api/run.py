@@ -16,6 +16,7 @@ from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.rewards.score import Reward
+from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 
 OF_THE_MODULE = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]
@@ -50,6 +51,7 @@ def fit(
         The Trainer; `trainer.lightning_module` is the trained module.
 
     Raises:
+        FileNotFoundError: there is no such checkpoint.
         OSError: another process uses the run's folder.
         TypeError: none of the three has such an argument.
         ValueError: a setting is out of range, or settings contradict each other.
@@ -62,6 +64,8 @@ def fit(
                 raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
             raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
     parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
+    if ckpt_path is not None:
+        check_checkpoint(ckpt_path)
     trainer = Trainer(max_steps=max_steps, **parts[2])
     data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])

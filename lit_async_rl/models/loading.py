@@ -213,9 +213,9 @@ def _first_device() -> torch.device:
 
 
 def _load(loader: Any, model: str, **kwargs: Any) -> Any:
-    is_folder = Path(model).is_dir()
     if not model:
-        raise FileNotFoundError("model.model is empty: name a model of the hub, or a folder")
+        raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
+    is_folder = Path(model).is_dir()
     if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
     try:
