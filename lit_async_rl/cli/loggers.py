@@ -21,6 +21,7 @@ from wandb.sdk.lib.runid import generate_id
 from lit_async_rl.api.run_folders import WANDB_ID
 from lit_async_rl.cli.config_check import config_files
 from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import TrackioLogger
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
@@ -51,6 +52,8 @@ def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_pat
                 _remember_wandb_run(logger, Path(log.log_dir, WANDB_ID), goes_on)
             if not _is_named(args):
                 logger._name = logger._wandb_init["name"] = f"{name}, seed {seed}"
+        elif isinstance(logger, TrackioLogger):
+            logger.run_name = logger.run_name or f"{name}, seed {seed}, {log.version}"
         elif isinstance(logger, TensorBoardLogger):
             logger._root_dir, logger._name, logger._version = log.save_dir, log.name, log.version
     trainer.loggers = [log, *(logger for logger in given if logger is not log)]
