@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichBars
+from rich.table import Column
 
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -69,8 +70,10 @@ class Bars:
     """A bar of the steps, and one of a validation while it lasts."""
 
     def __init__(self, console: Console) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}")
-        self._bars = RichBars(*columns, console=console, refresh_per_second=REFRESH_HZ)
+        # in a narrow terminal the end of the metrics is cut off, and nothing is wrapped
+        steps = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=len("step 10000/10000")))
+        text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        self._bars = RichBars(steps, BarColumn(bar_width=10), text, console=console, refresh_per_second=REFRESH_HZ)
         self._steps: Any = None
         self._validation: Any = None
         self._bars.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,6 +47,8 @@ class WeightSync(pl.Callback):
         self._steps_before = 0  # a resume: steps since the last publication
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("trainer.callbacks holds several WeightSync: each would start the engine; leave one")
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self.link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
@@ -58,6 +61,11 @@ class WeightSync(pl.Callback):
         Raises:
             ValueError: two of them contradict each other.
         """
+        if str(trainer.precision) in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
+                "dtype: use model.dtype=bfloat16, or trainer.precision=bf16-mixed"
+            )
         data.use_model(module.model)
         if data.model != module.model:
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
@@ -79,7 +87,8 @@ class WeightSync(pl.Callback):
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         self._publish(module, data)
-        data.shared_source.start(module.version, trainer.global_step, module.stream_weights)
+        stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
+        data.shared_source.start(module.version, trainer.global_step, stream)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -107,7 +116,7 @@ class WeightSync(pl.Callback):
     def _publish(module: PolicyModule, data: RolloutDataModule) -> None:
         if data.engine.uses_probe:
             data.engine.probe = make_probe(module)
-        data.shared_source.publish(module.version, module.stream_weights())
+        data.shared_source.publish(module.version, module.stream_weights(adapters=data.engine.takes_adapters))
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["steps_since_publication"] = self._steps_since(trainer)

@@ -59,6 +59,8 @@ class SamplingParams:
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
         check_range("sampling", ">= 1", max_tokens=self.max_tokens)
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
         check_range("sampling", ">= 0", head=self.head)
 
 
@@ -113,6 +115,7 @@ class RolloutEngine(ABC):
     Attributes:
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
+        takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
@@ -124,6 +127,7 @@ class RolloutEngine(ABC):
 
     in_flight_weight_updates: bool
     scores: bool = False
+    takes_adapters: bool = False
     records_heads: bool = False
     startup_timeout_s: float = 3600.0
     update_timeout_s: float = 0.0

@@ -35,6 +35,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
     def __init__(self, name: str, transfer: Transfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
         self.name, self.transfer = name, transfer
         self.in_flight_weight_updates, self.clear_cache = in_flight_weight_updates, clear_cache
+        self.takes_adapters = transfer.takes_adapters
         self.update_pauses_s: list[float] = []  # seconds without generation in each weight update
         self._book = RequestBook(name)
         self._max_model_len = self._vocab_size = 0
@@ -43,6 +44,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         """Text configuration of the model. Raises FileNotFoundError if there is no such model."""
         config: Any = load_config(model).get_text_config()
         self._vocab_size = int(config.vocab_size)
+        self.transfer.check_room(model)
         return config
 
     @property
