@@ -151,6 +151,7 @@ from .replay.weighting import UniformReplay as UniformReplay
 from .rewards.functions import IsolatedReward as IsolatedReward
 from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
+from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
 from .rollouts.filters import DynamicSampling as DynamicSampling
 from .rollouts.filters import GroupFilter as GroupFilter
@@ -188,6 +189,7 @@ from .stabilizers.rollback import RollBack as RollBack
 from .stabilizers.rollback import RollBackToCheckpoint as RollBackToCheckpoint
 from .tasks import Addition as Addition
 from .tasks import Calculator as Calculator
+from .tasks import MentalArithmetic as MentalArithmetic
 from .tasks import ReasoningGym as ReasoningGym
 from .tasks import ReasoningGymReward as ReasoningGymReward
 from .tasks import SortDigits as SortDigits

@@ -18,12 +18,13 @@ class LoRA:
     Args:
         rank: rank of the update.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the adapted layers; None is the default of PEFT.
+        target_modules: names of the adapted layers, or a regular expression of their full names; None is the default of
+            PEFT.
     """
 
     rank: int = 16
     alpha: int = 32
-    target_modules: list[str] | None = None
+    target_modules: list[str] | str | None = None
 
 
 def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
