@@ -10,6 +10,7 @@ from .monitors.run_summary import RunSummary as RunSummary
 from .monitors.staleness_monitor import StalenessMonitor as StalenessMonitor
 from .monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
 from .run.evaluation import Evaluation as Evaluation
+from .run.linked_checkpoint import LinkedCheckpoint as LinkedCheckpoint
 from .run.progress import Progress as Progress
 from .run.rollout_tape import RolloutTape as RolloutTape
 from .run.sample_logger import SampleLogger as SampleLogger

@@ -28,6 +28,7 @@ from .callbacks import GradientClipping as GradientClipping
 from .callbacks import GradientMonitor as GradientMonitor
 from .callbacks import ImportanceMonitor as ImportanceMonitor
 from .callbacks import LengthBiasMonitor as LengthBiasMonitor
+from .callbacks import LinkedCheckpoint as LinkedCheckpoint
 from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
@@ -193,6 +194,7 @@ from .tasks import MentalArithmetic as MentalArithmetic
 from .tasks import ReasoningGym as ReasoningGym
 from .tasks import ReasoningGymReward as ReasoningGymReward
 from .tasks import SortDigits as SortDigits
+from .training.background_io import BackgroundCheckpointIO as BackgroundCheckpointIO
 from .training.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from .training.csv_logger import CSVLog as CSVLog
 from .training.module import PolicyModule as PolicyModule

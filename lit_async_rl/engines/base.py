@@ -104,12 +104,14 @@ class RolloutEngine(ABC):
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
+        num_slots: samples decoded together, also by validation.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
     """
 
     in_flight_weight_updates: bool
     scores: bool = False
     startup_timeout_s: float = 3600.0
+    num_slots: int = 64
     update_timeout_s: float = 0.0
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -45,7 +45,7 @@ def test_added_behind_the_quick_start_it_builds(path, tmp_path):
 def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
     off = ["--trainer.enable_checkpointing", "false"]
     cli = AsyncRLCLI([*BASE, *logs(tmp_path), *off, "--trainer.enable_progress_bar", "false"])
-    assert not {"Progress", "SaveOnSigterm", "ModelCheckpoint"} & {type(c).__name__ for c in cli.trainer.callbacks}
+    assert not {"Progress", "SaveOnSigterm", "LinkedCheckpoint"} & {type(c).__name__ for c in cli.trainer.callbacks}
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS_HUB))
