@@ -1,10 +1,10 @@
 """Random projection of a gradient, for inner products of gradients that are not kept.
 
-Count sketch (Charikar, Chen and Farach-Colton 2002) with fixed positions: entry i of the vector is added, with a random
-sign, to entry i mod m of the sketch. Inner products of sketches are unbiased estimates of those of the vectors, and the
-cosine has the standard error sqrt((1 + c^2) / m), 0.004 to 0.0055 for m = 65,521, whatever the size of the model. It is
-larger where few entries dominate both vectors and fall on the same places; m is prime, so that the dimensions of a
-layer do not.
+Count sketch (Charikar, Chen and Farach-Colton 2002) by rows: the vector is cut into rows of m entries, each of which is
+multiplied by random signs, rotated by a random number of places, and added. Inner products of sketches are unbiased
+estimates of those of the vectors, and the cosine has the standard error sqrt((1 + c^2) / m) over the random numbers,
+0.004 to 0.0055 for m = 65,521, whatever the size of the model. m is prime, so that the dimensions of a layer do not all
+fall on the same places.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 SIZE = 65_521  # m
 OFFSETS = 2**20  # signs of a row of m entries begin at one of so many places
-ROWS_AT_ONCE = 64  # on an accelerator, where a kernel launch costs more than the memory
+ROWS_AT_ONCE = 8  # on an accelerator, where a kernel launch costs more than the memory
 SEED = 0
 
 
@@ -32,7 +32,7 @@ class Sketch:
         self._generator = torch.Generator().manual_seed(SEED)
         signs = torch.randint(0, 2, (OFFSETS + SIZE,), generator=self._generator, dtype=torch.int8)
         self._signs = (2 * signs - 1).to(device, torch.float32)
-        self._offsets: list[int] = []
+        self._offsets: list[tuple[int, int]] = []  # of each block: in the signs, and its rotation
         self._rows_at_once = 1 if device.type == "cpu" else ROWS_AT_ONCE
 
     @torch.no_grad()
@@ -42,22 +42,31 @@ class Sketch:
         block = 0
         for piece in pieces:
             for part in piece.reshape(-1).split(self._rows_at_once * SIZE):
-                self._add(out, part, self._offset(block))
+                self._add(out, part, *self._offset(block))
                 block += 1
         return out
 
-    def _add(self, out: Tensor, part: Tensor, offset: int) -> None:
+    def _add(self, out: Tensor, part: Tensor, offset: int, rotation: int) -> None:
         num_rows, rest = divmod(len(part), SIZE)
         if num_rows:
             rows = part[: num_rows * SIZE].view(num_rows, SIZE).to(out.dtype)
             signs = self._signs.as_strided((num_rows, SIZE), (1, 1), offset)  # each row one place further on
-            out.addcmul_(rows[0], signs[0]) if num_rows == 1 else out.add_((rows * signs).sum(0))
+            signed = rows[0] * signs[0] if num_rows == 1 else (rows * signs).sum(0)
+            _add_rotated(out, signed, rotation)
         if rest:
             begin = offset + num_rows
-            out[:rest].addcmul_(part[-rest:].to(out.dtype), self._signs[begin : begin + rest])
+            _add_rotated(out, part[-rest:].to(out.dtype) * self._signs[begin : begin + rest], rotation)
 
-    def _offset(self, block: int) -> int:
-        if block >= len(self._offsets):
-            more = torch.randint(0, OFFSETS - ROWS_AT_ONCE, (1024,), generator=self._generator)
-            self._offsets += more.tolist()
+    def _offset(self, block: int) -> tuple[int, int]:
+        while block >= len(self._offsets):
+            limits = OFFSETS - ROWS_AT_ONCE, SIZE
+            signs, rotations = (torch.randint(0, n, (1024,), generator=self._generator).tolist() for n in limits)
+            self._offsets += zip(signs, rotations, strict=True)
         return self._offsets[block]
+
+
+def _add_rotated(out: Tensor, values: Tensor, rotation: int) -> None:
+    """Adds values from place `rotation` on, and from the beginning once the end is reached."""
+    first = min(len(values), SIZE - rotation)
+    out[rotation : rotation + first].add_(values[:first])
+    out[: len(values) - first].add_(values[first:])

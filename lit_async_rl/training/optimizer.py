@@ -26,7 +26,10 @@ def make_adamw(parameters: Sequence[nn.Parameter], trainer: AnyTrainer, lr: floa
     """
     has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
     is_supported = all(p.device.type in FUSED and p.is_floating_point() for p in parameters)
-    return AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True if is_supported and not has_scaler else None)
+    fused = True if is_supported and not has_scaler else None
+    optimizer: Any = AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=fused)
+    optimizer._step_supports_amp_scaling = False  # without a scaler: Lightning would not clip under bf16-mixed either
+    return optimizer
 
 
 @torch.no_grad()

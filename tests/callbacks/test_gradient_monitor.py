@@ -64,4 +64,4 @@ def cosines(tmp_path, **settings) -> list[float]:
 def test_a_run_logs_the_same_cosine_without_a_copy(tmp_path):
     exact, estimated = cosines(tmp_path), cosines(tmp_path, max_copied=0)
     assert len(exact) == 3
-    assert estimated == pytest.approx(exact, abs=0.025)
+    assert estimated == pytest.approx(exact, abs=0.03)

@@ -39,4 +39,4 @@ def test_validation_decodes_num_slots_rows_together(monkeypatch):
         validation=rl.Validation(prompts=rl.SortDigits(4, size=16, split="held_out")),
         **dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False),
     )
-    assert asked == [8, 8]
+    assert set(asked) == {8}
