@@ -21,6 +21,7 @@ from .callbacks import AdaptiveStaleness as AdaptiveStaleness
 from .callbacks import AnnealBeta as AnnealBeta
 from .callbacks import BottleneckVerdict as BottleneckVerdict
 from .callbacks import CollapseAlarm as CollapseAlarm
+from .callbacks import EngineCheck as EngineCheck
 from .callbacks import ESSLearningRate as ESSLearningRate
 from .callbacks import Evaluation as Evaluation
 from .callbacks import GradientAlignmentControl as GradientAlignmentControl
@@ -41,6 +42,7 @@ from .callbacks import SaveOnSigterm as SaveOnSigterm
 from .callbacks import SkipNonFinite as SkipNonFinite
 from .callbacks import StalenessMonitor as StalenessMonitor
 from .callbacks import ThroughputMonitor as ThroughputMonitor
+from .callbacks import Timeline as Timeline
 from .callbacks import WeightSync as WeightSync
 from .corrections import BatchNormalized as BatchNormalized
 from .corrections import Correction as Correction
@@ -95,6 +97,7 @@ from .losses import ASPO as ASPO
 from .losses import BAPO as BAPO
 from .losses import CISPO as CISPO
 from .losses import DPPO as DPPO
+from .losses import ESTR as ESTR
 from .losses import GSPO as GSPO
 from .losses import IPO as IPO
 from .losses import M2PO as M2PO
@@ -118,6 +121,7 @@ from .losses import MinPRO as MinPRO
 from .losses import PolicyLoss as PolicyLoss
 from .losses import PPOClip as PPOClip
 from .losses import Reinforce as Reinforce
+from .losses import ScoreCentering as ScoreCentering
 from .losses import TrajectoryBalance as TrajectoryBalance
 from .losses import TrajectoryBalancePrime as TrajectoryBalancePrime
 from .losses.aggregation import Aggregation as Aggregation

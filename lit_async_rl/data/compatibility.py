@@ -12,12 +12,18 @@ from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
 
 
-def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy) -> None:
-    """Checks that exactly one of reward and engine scores, and that an in-order admission can be reproduced.
+def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy, head: int | None = None) -> None:
+    """Checks that exactly one of reward and engine scores, and that the engine can do what is asked of it.
 
     Raises:
-        ValueError: none or both score; or the engine may change weights within a completion.
+        ValueError: none or both score; the engine may change weights within a completion, though the admission is in
+            order; or it does not record the distributions it samples from.
     """
+    if head is not None and not engine.records_heads:
+        raise ValueError(
+            f"data.sampling.head={head} with data.engine={type(engine).__name__}, which does not record the "
+            "distributions that it samples from. Use EmbeddedEngine, or leave data.sampling.head out."
+        )
     if (reward is None) != engine.scores:
         does = "gives rewards itself" if engine.scores else "gives no rewards"
         raise ValueError(f"data.reward={reward}, but data.engine ({type(engine).__name__}) {does}")

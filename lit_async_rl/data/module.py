@@ -7,6 +7,7 @@ SIGTERM and dead threads. Nothing here waits for the trainer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,14 +106,14 @@ class RolloutDataModule(ModelName):
         self.prompts, self.reward = source, reward
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
-        check_range("data", "positive", groups_per_step=groups_per_step, group_size=group_size)
-        steps = dict(micro_batches_per_step=micro_batches_per_step, weight_sync_steps=weight_sync_steps)
-        check_range("data", "positive", **steps)
+        sizes = dict(groups_per_step=groups_per_step, group_size=group_size)
+        check_range("data", "positive", **sizes, micro_batches_per_step=micro_batches_per_step)
+        check_range("data", "positive", weight_sync_steps=weight_sync_steps)
         self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
         self.sampling, self.scoring, self.limits, self.replay = sampling, scoring, limits, replay
-        self.validation, self.val_sampling = validation, validation.sampling or sampling
+        self.validation, self.val_sampling = validation, validation.sampling or replace(sampling, head=None)
         check_bound(self.admission, max_staleness)
-        check_engine(engine, reward, self.admission)
+        check_engine(engine, reward, self.admission, sampling.head)
         check_intake(self.intake, self.admission, replay is not None)
         check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.keep_groups_whole = False

@@ -7,7 +7,9 @@ correction.
 
 from lit_async_rl.losses.balanced import BAPO, BAPOReleased
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
+from lit_async_rl.losses.centered import ImportanceWeight, ScoreCentering
 from lit_async_rl.losses.clipped import ASPO, OPSM, MiniRL, PPOClip
+from lit_async_rl.losses.entropy_region import ESTR
 from lit_async_rl.losses.prefix import PNPO, MinPRO
 from lit_async_rl.losses.regression import OPMD, KimiRegression
 from lit_async_rl.losses.reinforce import CISPO, SAPO, Reinforce
@@ -21,6 +23,7 @@ __all__ = [
     "BAPO",
     "CISPO",
     "DPPO",
+    "ESTR",
     "GSPO",
     "IPO",
     "M2PO",
@@ -35,6 +38,7 @@ __all__ = [
     "BAPOReleased",
     "DPPOBinaryKL",
     "GSPOToken",
+    "ImportanceWeight",
     "KimiRegression",
     "LossInputs",
     "LossOutput",
@@ -44,6 +48,7 @@ __all__ = [
     "PPOClip",
     "PolicyLoss",
     "Reinforce",
+    "ScoreCentering",
     "TrajectoryBalance",
     "TrajectoryBalancePrime",
 ]

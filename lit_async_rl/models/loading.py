@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
+
+log = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -135,15 +139,33 @@ def context_length(lm: PreTrainedModel) -> int:
 
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """Token ids that end a completion."""
-    return _as_tuple(lm.generation_config.eos_token_id if lm.generation_config is not None else lm.config.eos_token_id)
+    """Token ids that end a completion, see `stored_eos_token_ids`."""
+    return _first_eos(lm.name_or_path or "", lm.generation_config, lm.config.get_text_config())
 
 
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
-    """Token ids that end a completion, read from the files of a model that is not loaded."""
-    config: Any = load_config(model)
-    stored = _generation_config(model)
-    return _as_tuple(config.get_text_config().eos_token_id if stored is None else stored.eos_token_id)
+    """Token ids that end a completion, read from the files of a model that is not loaded.
+
+    They are those of the generation configuration; if it names none, of the configuration, and then of the tokenizer.
+    An empty list says that nothing ends a completion. Warns if there are none.
+    """
+    return _first_eos(model, _generation_config(model), load_config(model).get_text_config())
+
+
+def _first_eos(model: str, *configs: Any) -> tuple[int, ...]:
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    with contextlib.suppress(FileNotFoundError):  # a model may come without a tokenizer, or from memory
+        if model and (token := load_tokenizer(model).eos_token_id) is not None:
+            return (int(token),)
+    log.warning(
+        "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends a "
+        "text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
+        model,
+    )
+    return ()
 
 
 def _generation_config(model: str) -> GenerationConfig | None:
@@ -151,12 +173,6 @@ def _generation_config(model: str) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(model)
     except OSError:  # many models have no such file; transformers, too, then asks the configuration
         return None
-
-
-def _as_tuple(ids: int | Sequence[int] | None) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

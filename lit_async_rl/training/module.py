@@ -191,8 +191,10 @@ class PolicyModule(WholeSteps):
         self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
+    is_changed = property(lambda self: bool(self._updated), doc="Whether the weights changed since their publication.")
+
     def mark_updated(self) -> None:
-        """Marks the weights as changed by other means than the optimizer (a rollback), to be published."""
+        """Marks the weights as changed by other means than the optimizer, to be published."""
         self._updated = True
 
     def take_updated(self) -> bool:

@@ -31,6 +31,7 @@ from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode, receive_weights
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.locks import FairLock, Room
+from lit_async_rl.utils.spans import ENGINE, Lane, Spans
 
 MAX_PENDING_UPDATES = 2
 CLOSE_S = 5.0
@@ -57,6 +58,8 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
+    records_heads = True
+
     def __init__(
         self,
         num_slots: int = 64,
@@ -82,6 +85,7 @@ class EmbeddedEngine(RolloutEngine):
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
         self._closed, self._threads_set, self._has_weights = False, False, True  # those of a module, until `setup`
+        self._lane: Lane | None = None  # of a timeline
 
     @classmethod
     def from_module(cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0) -> EmbeddedEngine:
@@ -152,6 +156,10 @@ class EmbeddedEngine(RolloutEngine):
         with self._lock.hold():
             return self._active_slots.partial_completions()
 
+    def observe(self, spans: Spans) -> bool:
+        self._lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+        return True
+
     def random_state(self) -> Tensor:
         return self._active_slots.generator.get_state()
 
@@ -175,19 +183,23 @@ class EmbeddedEngine(RolloutEngine):
 
     def _step(self) -> list[Completion]:
         """Fills free slots from the queue, or samples one token for every active row."""
-        began = time.monotonic()
         slots = self._active_slots
         while (barrier := self._queue.take_barrier(slots.num_active)) is not None:
             self._pass(barrier)
+        began = time.monotonic()
         if pending := self._queue.take_requests(slots.num_active):
-            finished = slots.admit(pending, self._version)
+            name, finished = "prefill", slots.admit(pending, self._version)
         elif slots.num_active:
-            finished = slots.decode(self._version)
+            name, finished = "decode", slots.decode(self._version)
         else:
             self._work.clear()
             return []
-        self._num_tokens = slots.num_tokens
-        self._busy_s += time.monotonic() - began
+        num_tokens, self._num_tokens = slots.num_tokens - self._num_tokens, slots.num_tokens
+        seconds = time.monotonic() - began
+        self._busy_s += seconds
+        if self._lane is not None:
+            done = dict(version=self._version, slots=slots.num_active, tokens=num_tokens)
+            self._lane.add(name, began, seconds, self._version, **done)
         return finished
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -14,6 +14,7 @@ from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
+from lit_async_rl.utils.spans import ENGINE, Spans
 
 Transfer = TypeVar("Transfer", bound=WeightTransfer)
 
@@ -73,10 +74,15 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
             self._book.fail(interrupt)
             raise
         self._book.pause(self.update_pauses_s[-1])
+        self._book.version = version
 
     @abstractmethod
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         """Publishes `weights`; returns the seconds without generation. After an error nothing may be sampled."""
+
+    def observe(self, spans: Spans) -> bool:
+        self._book.lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+        return True
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
-from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
+from lit_async_rl.engines.vllm.startup import start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import SharedMemoryTransfer, WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_eos_token_ids
@@ -36,7 +37,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     `clear_cache` decides about the KV cache of running completions when weights change. False: they keep it, as in
     PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. True: vLLM recomputes it with the new weights, as
     if the new policy had written the text so far. The recorded log-probabilities are those of the sampling distribution
-    either way. A later request never reuses a prompt's KV cache from before the version it was submitted under.
+    either way. A sample never reads its prompt from a KV cache of older weights than its first token is tagged with.
 
     Not reproducible to the bit: the composition of batches depends on timing.
 
@@ -57,10 +58,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         num_threads: of each worker on a CPU.
         startup_timeout_s: timeout of `setup`.
         update_timeout_s: timeout of each step of `load_weights`.
-        engine_args: other fields of vLLM's `AsyncEngineArgs`.
+        engine_args: other fields of vLLM's `AsyncEngineArgs`. Those that would break a promise are refused, such as
+            `speculative_config`, `logprobs_mode` and `load_format`.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range, or refused.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             update_timeout_s=update_timeout_s,
         )
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
+        self.dtype = dtype
         self.num_threads, self.startup_timeout_s, self.update_timeout_s = (
             num_threads,
             startup_timeout_s,
@@ -113,6 +116,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
+        check_engine_arguments(engine_args or {}, self._arguments)
         self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
         self._process: VLLMProcess | None = None
         self._lock = threading.Lock()  # guards the next three

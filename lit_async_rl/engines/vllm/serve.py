@@ -17,6 +17,7 @@ from lit_async_rl.engines.vllm.installation import (
     check_vllm,
     is_cpu_build,
 )
+from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
 from lit_async_rl.errors import SetupError
 from lit_async_rl.utils.processes import die_with_parent
@@ -74,6 +75,7 @@ def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool
         *("--model", model, "--host", host, "--port", str(port), "--dtype", dtype),
         "--enable-scale-out",  # /inference/v1/generate, which tags tokens with versions
         *("--logprobs-mode", "processed_logprobs"),  # those that were sampled from
+        *("--scheduler-cls", SCHEDULER),  # reads nothing from the KV cache of older weights
         *("--worker-extension-cls", EXTENSION),  # loads the trainer's weights
         *("--load-format", "dummy"),  # which come before the first request
         *("--generation-config", "vllm"),  # the trainer alone says how to sample

@@ -20,14 +20,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lit_async_rl.engines.vllm.engine_arguments import unusable_settings
+from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.weight_folders import PREFIX
 from lit_async_rl.utils.processes import die_with_parent
-
-# What trainer and server must agree on: fields of a transformers configuration.
-ARCHITECTURE = (
-    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    "tie_word_embeddings",
-)
 
 
 def end_with_trainer() -> None:
@@ -77,10 +73,15 @@ class WorkerExtension:
     vllm_config: Any
 
     def describe_policy(self) -> dict[str, Any]:
-        """Architecture and log-probability mode, which the trainer checks before it uses a server."""
-        config = self.model_config.hf_text_config
-        model = {name: getattr(config, name) for name in ARCHITECTURE}
-        return {"model": model, "logprobs_mode": str(self.model_config.logprobs_mode)}
+        """Model, precision, and settings that break a promise, which the trainer checks before it uses a server."""
+        import transformers
+
+        return {
+            "model": describe_config(self.model_config.hf_text_config),
+            "transformers": transformers.__version__,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "problems": unusable_settings(self.vllm_config),
+        }
 
     def load_policy_weights(self, folder: str) -> None:
         """Replaces all weights by those in a folder of safetensors files.

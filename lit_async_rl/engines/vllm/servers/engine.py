@@ -18,15 +18,16 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
 from lit_async_rl.engines.vllm.weight_transfer import FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.worker import ARCHITECTURE
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.event_loop import LoopThread
+from lit_async_rl.utils.spans import Spans
 
 
 class VLLMServerEngine(BackgroundEngine[FileTransfer]):
@@ -59,6 +60,8 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     Raises:
         ValueError: a setting is out of range, or a server is not given as `host:port`.
     """
+
+    uses_probe = True
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         self._thread: LoopThread | None = None
         self._model = ""
         self._clients: list[ServerClient] = []
+        self._spans: Spans | None = None
         self._stop_strings: StopStrings | None = None
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
@@ -108,7 +112,6 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             EngineError: a server was not reachable in time, or cannot be used; says why.
         """
         self._model, config = model, self._read_config(model)
-        expected = {name: getattr(config, name) for name in ARCHITECTURE}
         key = os.environ.get(self.api_key_variable)
         limits = (self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
         self._clients = [ServerClient(url, key, *limits) for url in self.urls]
@@ -120,10 +123,21 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             probe_interval_s=self.probe_interval_s,
             recovery_timeout_s=self.recovery_timeout_s,
         )
+        if self._spans is not None:
+            self._fleet.observe(self._spans)
         self._thread = LoopThread("vLLM servers")
-        start = self._fleet.start(expected, stored_eos_token_ids(model), self.startup_timeout_s)
+        start = self._fleet.start(
+            describe_config(config), self._vocab_size, stored_eos_token_ids(model), self.startup_timeout_s
+        )
         limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
-        self._max_model_len = self._thread.call(start, limit_s, "the check of the vLLM servers")
+        served = self._thread.call(start, limit_s, "the check of the vLLM servers")
+        self._max_model_len, self.dtype = served.max_model_len, served.dtype
+
+    def observe(self, spans: Spans) -> bool:
+        self._spans = spans
+        if self._thread is not None:  # else in `setup`
+            self._fleet.observe(spans)
+        return super().observe(spans)
 
     @property
     def _loop(self) -> LoopThread:
@@ -139,6 +153,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         patience_s = limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         loop.call(self._fleet.begin_update(), patience_s, "waiting for a server that was coming back")
         try:
+            self._fleet.probe = self.probe
             self.transfer.stage(weights)
             update = self._fleet.update(version, self.transfer.staged)
             return loop.call(update, patience_s, "loading weights into the vLLM servers")
