@@ -144,7 +144,10 @@ def table(before: dict[str, Any], after: dict[str, Any], commit: str, date: str)
     rows = []
     for name, text in ROWS.items():
         per = [found["full"][name] / number for found in (before, after)]
-        rows.append([text, *(round(x, 2) for x in per), *(round(x * TARGET / 1e9, 1) for x in per)])
+        sizes = [
+            x * TARGET / 1e9 if x > 0.1 else x * number / 1e9 for x in per
+        ]  # small ones do not grow with the model
+        rows.append([text, *(round(x, 2) for x in per), *(round(x, 1) for x in sizes)])
     for name, text in (("pause_cpu_s", "saving pauses training, CPU s"),):
         per_s = [found["full"][name] for found in (before, after)]
         rows.append([text, *(round(x, 2) for x in per_s), *(round(x * TARGET / number, 1) for x in per_s)])
