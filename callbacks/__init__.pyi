@@ -5,6 +5,7 @@ from .monitors.engine_check import EngineCheck as EngineCheck
 from .monitors.gradient_monitor import GradientMonitor as GradientMonitor
 from .monitors.importance_monitor import ImportanceMonitor as ImportanceMonitor
 from .monitors.length_bias_monitor import LengthBiasMonitor as LengthBiasMonitor
+from .monitors.live_view import LiveView as LiveView
 from .monitors.replay_monitor import ReplayMonitor as ReplayMonitor
 from .monitors.rollout_monitor import RolloutMonitor as RolloutMonitor
 from .monitors.run_summary import RunSummary as RunSummary

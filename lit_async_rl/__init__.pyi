@@ -30,6 +30,7 @@ from .callbacks import GradientMonitor as GradientMonitor
 from .callbacks import ImportanceMonitor as ImportanceMonitor
 from .callbacks import LengthBiasMonitor as LengthBiasMonitor
 from .callbacks import LinkedCheckpoint as LinkedCheckpoint
+from .callbacks import LiveView as LiveView
 from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
@@ -73,11 +74,11 @@ from .engines.base import RolloutEngine as RolloutEngine
 from .engines.base import SamplingParams as SamplingParams
 from .engines.embedded.engine import EmbeddedEngine as EmbeddedEngine
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
+from .engines.vllm.file_transfer import FileTransfer as FileTransfer
+from .engines.vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .engines.vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
 from .engines.vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
 from .engines.vllm.servers.engine import VLLMServerEngine as VLLMServerEngine
-from .engines.vllm.weight_transfer import FileTransfer as FileTransfer
-from .engines.vllm.weight_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .engines.vllm.weight_transfer import WeightTransfer as WeightTransfer
 from .environments.base import Environment as Environment
 from .environments.base import Episode as Episode
@@ -207,6 +208,7 @@ from .training.schedules import Cosine as Cosine
 from .training.schedules import Linear as Linear
 from .training.schedules import OneCycle as OneCycle
 from .training.schedules import RateSchedule as RateSchedule
+from .training.trackers import TrackioLogger as TrackioLogger
 from .types import Prompt as Prompt
 from .types import PromptBatch as PromptBatch
 from .types import Rollout as Rollout

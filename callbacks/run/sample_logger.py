@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.callbacks.parts import rollout_data, run_folder
+from lit_async_rl.training.trackers import log_table
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.folder_lock import FolderLock
@@ -22,7 +22,7 @@ COLUMNS = ["step", "group", "prompt", "completion", "answer", "reward", "oldest_
 
 class SampleLogger(pl.Callback):
     """Every `every_n_steps` steps, some rollouts of that step: to `samples.jsonl` in the run's folder, and as a table
-    to Weights & Biases and TensorBoard where they are used. Of several in one Trainer the last one writes.
+    to Weights & Biases, MLflow, Trackio and TensorBoard where they are used. Of several in one Trainer one writes.
 
     Args:
         every_n_steps: optimizer steps between samples.
@@ -86,8 +86,4 @@ class SampleLogger(pl.Callback):
             with tolerate_full_disk(str(path)):
                 append(path, "".join(lines))
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_table("samples", columns=COLUMNS, data=[list(row) for row in rows], step=trainer.global_step)
-            elif isinstance(logger, TensorBoardLogger):
-                table = "\n".join(f"    {row[2]}{row[3]}   reward {row[5]:g}" for row in rows)
-                logger.experiment.add_text("samples", table, trainer.global_step)
+            log_table(logger, "samples", COLUMNS, rows, trainer.global_step)

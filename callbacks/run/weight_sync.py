@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,7 +80,8 @@ class WeightSync(pl.Callback):
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
         self._publish(module, data)
-        data.shared_source.start(module.version, trainer.global_step, module.stream_weights)
+        stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
+        data.shared_source.start(module.version, trainer.global_step, stream)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -107,7 +109,7 @@ class WeightSync(pl.Callback):
     def _publish(module: PolicyModule, data: RolloutDataModule) -> None:
         if data.engine.uses_probe:
             data.engine.probe = make_probe(module)
-        data.shared_source.publish(module.version, module.stream_weights())
+        data.shared_source.publish(module.version, module.stream_weights(adapters=data.engine.takes_adapters))
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["steps_since_publication"] = self._steps_since(trainer)

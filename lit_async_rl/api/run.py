@@ -11,10 +11,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_async_rl.api.defaults import meant
 from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
+from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.rewards.score import Reward
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.training.trackers import log_file
 
 OF_THE_MODULE = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]
 OF_THE_DATA = tuple(inspect.signature(RolloutDataModule.__init__).parameters)[2:]
@@ -62,6 +64,7 @@ def fit(
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
     run(trainer, module, data, ckpt_path)
     print_summary(trainer)
+    upload_report(trainer)
     return trainer
 
 
@@ -85,6 +88,14 @@ def print_summary(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunSummary):
             callback.print(trainer)
+
+
+def upload_report(trainer: pl.Trainer) -> None:
+    """Adds `report.html` of the run's folder to the trackers that keep files, if it is there."""
+    folder = run_folder(trainer)  # a collective
+    if folder is not None and trainer.is_global_zero and (path := folder / "report.html").exists():
+        for logger in trainer.loggers:
+            log_file(logger, path, "report")
 
 
 def _fit_until_stopped(

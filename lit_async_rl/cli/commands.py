@@ -31,6 +31,7 @@ def main(args: Sequence[str] | None = None) -> None:
         with run_folders(trainer, ckpt_path):
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path)
         api.print_summary(trainer)
+        api.upload_report(trainer)
         if stopped_at is not None and trainer.is_global_zero:
             print(f"resume with: {resume_command(stopped_at, args)}")
 

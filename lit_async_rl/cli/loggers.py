@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lit_async_rl.cli.config_check import config_files
 from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import TrackioLogger
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
@@ -46,6 +47,8 @@ def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_pat
             logger._wandb_init.pop("anonymous", None)  # W&B warns of it, whatever it is
             if not _is_named(args):
                 logger._name = logger._wandb_init["name"] = f"{name}, seed {seed}"
+        elif isinstance(logger, TrackioLogger):
+            logger.run_name = logger.run_name or f"{name}, seed {seed}, {log.version}"
         elif isinstance(logger, TensorBoardLogger):
             logger._root_dir, logger._name, logger._version = log.save_dir, log.name, log.version
     trainer.loggers = [log, *(logger for logger in given if logger is not log)]

@@ -27,6 +27,7 @@ from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.patience import announced
 from lit_async_rl.utils.spans import Spans
 
 CLOSE_S = 10.0  # of an engine that broke
@@ -95,7 +96,8 @@ class RolloutSource:
     def _set_up(self, calls: EngineCalls) -> None:
         if self.model is None:
             raise SetupError("data.model is not set")
-        calls.setup(self.model)
+        with announced(f"{calls.name} to start: it loads the model, and may compile"):
+            calls.setup(self.model)
 
     def start(self, version: int, step: int) -> None:
         """Starts the background thread, from the restored state if there is one; the engine has its weights."""

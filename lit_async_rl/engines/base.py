@@ -113,6 +113,7 @@ class RolloutEngine(ABC):
     Attributes:
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
+        takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         num_slots: samples decoded together, also by validation.
@@ -125,6 +126,7 @@ class RolloutEngine(ABC):
 
     in_flight_weight_updates: bool
     scores: bool = False
+    takes_adapters: bool = False
     records_heads: bool = False
     startup_timeout_s: float = 3600.0
     num_slots: int = 64
@@ -210,6 +212,11 @@ class RolloutEngine(ABC):
     def observe(self, spans: Spans) -> bool:
         """Records in a timeline when it generates; False if it cannot: then `busy_s` is read around each `poll`."""
         return False
+
+    @property
+    def num_running(self) -> int | None:
+        """Samples or requests being generated now; None if the engine does not say."""
+        return None
 
     @property
     @abstractmethod

@@ -68,6 +68,7 @@ class EpisodeEngine(RolloutEngine):
         self.engine, self.environment = engine, environment
         self.records_heads = engine.records_heads
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
+        self.takes_adapters = engine.takes_adapters
         self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
         self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
         self._codec: TextCodec | None = None
@@ -112,6 +113,10 @@ class EpisodeEngine(RolloutEngine):
     def num_tokens(self) -> int:
         """Tokens generated, without those of environments."""
         return self.engine.num_tokens
+
+    @property
+    def num_running(self) -> int | None:
+        return self.engine.num_running
 
     def observe(self, spans: Spans) -> bool:
         self._answering.lane = spans.lane(0, ENVIRONMENT, "environment", "environments")

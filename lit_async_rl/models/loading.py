@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
+from lit_async_rl.utils.patience import announced
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def load_policy(
     elif random_init:
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
-        lm = _load(AutoModelForCausalLM, model, **kwargs)
+        with announced(f"model {model!r} to be read, or downloaded"):
+            lm = _load(AutoModelForCausalLM, model, **kwargs)
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
@@ -141,6 +143,16 @@ def context_length(lm: PreTrainedModel) -> int:
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
     """Token ids that end a completion, see `stored_eos_token_ids`."""
     return _first_eos(lm.name_or_path or "", lm.generation_config, lm.config.get_text_config())
+
+
+def stored_dtype(model: str) -> str:
+    """Name of the dtype of a model's files; float32 where its configuration does not say.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    dtype = getattr(load_config(model), "dtype", None)
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:

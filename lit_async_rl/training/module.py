@@ -202,9 +202,9 @@ class PolicyModule(WholeSteps):
         updated, self._updated = self._updated, False
         return updated
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Full weights under their Hugging Face names, one at a time; a collective if sharded."""
-        return stream_weights(self.policy, self.trainer.strategy.model)
+        return stream_weights(self.policy, self.trainer.strategy.model, adapters)
 
     def configure_optimizers(self) -> Any:
         """AdamW unless another was given, and the schedule, bound to this run.

@@ -140,7 +140,7 @@ class Lane:
             now = time.monotonic()
             if age_s == 0.0:
                 self._close_open(now)
-            if self._window and now - self._ended >= age_s:
+            if self._window and (age_s == 0.0 or now - self._ended >= age_s):
                 self._flush()
 
     def end(self) -> None:

@@ -92,6 +92,11 @@ class MisbehavingServer:
     async def _rpc(self, request):
         if (await request.json())["method"] == "describe_policy":
             return web.json_response({"results": [self.report]})
+        method = (await request.json())["method"]
+        if method == "policy_weights_state":
+            return web.json_response({"results": [{"loaded": True}]})
+        if method == "swap_policy_weights":
+            return web.json_response({"results": [None]})
         if self.num_bad_loads:
             self.num_bad_loads -= 1
             return web.json_response({"error": {"message": "half loaded"}}, status=500)

@@ -9,8 +9,8 @@ from vllm_servers import PATIENT, free_port
 
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.logprob_error import Probe, probe_tokens
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.loading import load_policy, load_tokenizer
 

@@ -156,6 +156,10 @@ class EmbeddedEngine(RolloutEngine):
         with self._lock.hold():
             return self._active_slots.partial_completions()
 
+    @property
+    def num_running(self) -> int:
+        return 0 if self._slots is None else self._slots.num_active
+
     def observe(self, spans: Spans) -> bool:
         self._lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
         return True

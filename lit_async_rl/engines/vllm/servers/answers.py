@@ -120,6 +120,19 @@ class Loaded(TypedDict):
     results: Annotated[list[Any], Field(min_length=1)]
 
 
+class LoadingState(TypedDict):
+    """Whether a worker has loaded the weights that it began with."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    loaded: bool
+
+
+class LoadingStates(TypedDict):
+    """Answer of `/collective_rpc` to `policy_weights_state`."""
+
+    results: Annotated[list[LoadingState], Field(min_length=1)]
+
+
 class Schema(Generic[T]):
     """Parser of one kind of answer.
 
@@ -149,6 +162,7 @@ class Schema(Generic[T]):
 
 GENERATED, SCORED, MODELS = Schema(Generated), Schema(Scored), Schema(Models)
 WEIGHT_INFO, WORKER_REPORTS, LOADED = Schema(WeightInfo), Schema(WorkerReports), Schema(Loaded)
+LOADING = Schema(LoadingStates)
 
 
 def excerpt(body: bytes) -> str:

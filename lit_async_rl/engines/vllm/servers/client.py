@@ -19,6 +19,7 @@ from lit_async_rl.engines.vllm.requests import end_at_stop, end_fault, sampling_
 from lit_async_rl.engines.vllm.servers.answers import (
     GENERATED,
     LOADED,
+    LOADING,
     SCORED,
     WEIGHT_INFO,
     MalformedAnswer,
@@ -29,6 +30,7 @@ from lit_async_rl.engines.vllm.servers.answers import (
 )
 from lit_async_rl.models.stop_strings import StopStrings
 
+LOOK_S = 0.02  # between two looks at whether a server has loaded weights
 T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 MIB = 2**20
@@ -161,6 +163,29 @@ class ServerClient:
                 raise ServerFailure(f"sample {completion.sample_index} of request {request.id} {fault}")
         return [end_at_stop(completion, request, self.stop_strings) for completion in completions]
 
+    async def preload(self, folder: str) -> None:
+        """Loads the weights in `folder` while the server generates with the old ones, for `load(folder=None)`.
+
+        Raises:
+            ServerFailure: loading failed; the server still generates with the old weights.
+        """
+        await self._call_workers(LOADED, "begin_policy_weights", folder=folder)
+        deadline = asyncio.get_running_loop().time() + self.update_timeout_s
+        while True:
+            states = await self._call_workers(LOADING, "policy_weights_state")
+            if all(state["loaded"] for state in states["results"]):
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                raise ServerFailure(f"did not load weights within {self.update_timeout_s:g} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _call_workers(self, schema: Schema[T], method: str, **kwargs: Any) -> T:
+        """The answers of the server's workers to a call."""
+        body = {"method": method, "kwargs": kwargs}
+        call = self.read(schema, "POST", "/collective_rpc", self.update_timeout_s, body)
+        found: T = await self._while_listening(call)
+        return found
+
     async def score(self, token_ids: tuple[int, ...], salt: str) -> list[float]:
         """Log-probabilities of a token sequence, of all tokens but the first, at temperature 1.
 
@@ -176,13 +201,13 @@ class ServerClient:
         except MalformedAnswer as error:
             raise ServerFailure(f"{GENERATE}: malformed answer: {error}") from error
 
-    async def load(self, folder: str, tag: str, clear_cache: bool, abort: bool) -> float:
+    async def load(self, folder: str | None, tag: str, clear_cache: bool, abort: bool) -> float:
         """Loads the weights in `folder` on the server; returns the seconds without generation.
 
         After an error the weights may be mixed and must not be used; the next call loads all of them again.
 
         Args:
-            folder: safetensors files, as seen by the server's machine.
+            folder: safetensors files, as seen by the server's machine; None: those that were loaded by `preload`.
             tag: version tag of tokens sampled from then on.
             clear_cache: running requests recompute their KV cache.
             abort: aborts all running requests, of other clients too.
@@ -193,19 +218,21 @@ class ServerClient:
         clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
         await self.done("POST", f"/pause?{query}", self.health_timeout_s)
-        body = {"method": "load_policy_weights", "kwargs": {"folder": folder}}
-        await self._while_listening(self.read(LOADED, "POST", "/collective_rpc", self.update_timeout_s, body))
+        if folder is None:
+            await self._call_workers(LOADED, "swap_policy_weights")
+        else:
+            await self._call_workers(LOADED, "load_policy_weights", folder=folder)
         await self.done("POST", "/update_weight_version", self.health_timeout_s, {"new_version": tag})
         await self.done("POST", "/resume", self.health_timeout_s)
         return clock() - began
 
-    async def _while_listening(self, work: Any) -> None:
-        """Awaits `work` as long as the server accepts connections; loading may take minutes."""
+    async def _while_listening(self, work: Any) -> Any:
+        """Result of `work`, awaited as long as the server accepts connections; loading may take minutes."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=self.health_timeout_s))[0]:
                 await self.done("GET", "/health", self.health_timeout_s)
-            task.result()
+            return task.result()
         finally:
             task.cancel()
 

@@ -19,18 +19,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.logprob_error import Probe
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.servers import handshake
 from lit_async_rl.engines.vllm.servers.answers import first_fault
 from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.outages import Outages
 from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
+from lit_async_rl.engines.vllm.servers.publication import Publication
 from lit_async_rl.errors import EngineError, describe
 from lit_async_rl.utils.spans import ENGINE, FIRST_SERVER, Overlap, Spans
 
@@ -63,12 +65,14 @@ class ServerFleet:
         self._book, self._run_name, self.clear_cache = book, run, clear_cache
         self.probe_interval_s, self.recovery_timeout_s = probe_interval_s, recovery_timeout_s
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # started with the first weights
         self._failures: Counter[int] = Counter()  # of each request
         self._outages = Outages(self._clients)
         self.probe: Probe | None = None
-        self._version, self._folder, self._salt = -1, "", ""
+        self._version, self._salt = -1, ""
         self._loaded = -1  # version that all servers which are in have
+        self._publication = Publication()
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
         self._num_changes = 0
         self._work = {client.url: Overlap("decode") for client in clients}
@@ -93,6 +97,29 @@ class ServerFleet:
         served = await handshake.wait_for_servers(self._clients.values(), model, timeout_s)
         self._max_model_len = served.max_model_len
         return served
+
+    @property
+    def urls(self) -> set[str]:
+        """All servers, in or out."""
+        return set(self._clients)
+
+    def add(self, client: ServerClient) -> None:
+        """Adds a server, which is out until its watcher brings it in; there must be weights."""
+        self._clients[client.url] = client
+        self._outages.add(client.url)
+        self._work[client.url] = Overlap("decode")
+        self.pool.add(client.url)
+        self._watchers[client.url] = self._start_task(self._watch(client))
+
+    async def remove(self, url: str) -> None:
+        """Forgets a server; requests that it still has go to others."""
+        async with self._changing:  # not in the middle of an update
+            self._watchers.pop(url).cancel()
+            self.take_out(url, "it leaves")
+            self.pool.remove(url)
+            await self._clients.pop(url).close()
+            self._outages.remove(url)
+            del self._work[url]
 
     async def _watch(self, client: ServerClient) -> None:
         while True:
@@ -128,7 +155,7 @@ class ServerFleet:
 
     async def _load_and_prove(self, client: ServerClient) -> float:
         """Aborts all requests of the server, loads the weights, and checks that a token is tagged with them."""
-        load = partial(client.load, self._folder, self._tag, self.clear_cache, abort=True)
+        load = partial(client.load, await self._publication.whole(), self._tag, self.clear_cache, abort=True)
         try:
             pause_s = await load()
         except ServerFailure:  # as a model does that another load has left half loaded; then it is whole again
@@ -173,17 +200,15 @@ class ServerFleet:
         await self._changing.acquire()
         self._num_changes += 1
 
-    async def update(self, version: int, folder: str) -> float:
-        """Loads new weights on all servers that are in; takes out those that fail. Returns the seconds paused.
+    async def update(self, version: int, transfer: FileTransfer) -> float:
+        """Loads staged weights on all servers that are in; takes out those that fail. Returns the seconds paused.
 
         Raises:
             EngineError: a server did not load the first weights.
         """
-        is_first, self._version, self._folder = self._version < 0, version, folder
+        is_first, self._version, self._publication.transfer = self._version < 0, version, transfer
         clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
-        load_running = partial(
-            ServerClient.load, folder=folder, tag=self._tag, clear_cache=self.clear_cache, abort=False
-        )
+        load_running = partial(self._publication.load_running, tag=self._tag, clear_cache=self.clear_cache)
         loads = map(self._load_and_prove if is_first else load_running, clients)
         pauses = []
         for client, found in zip(clients, await asyncio.gather(*loads, return_exceptions=True), strict=True):
@@ -200,7 +225,8 @@ class ServerFleet:
         if is_first:
             for url in self._clients:
                 self._bring_in(url)
-            self._watchers = [self._start_task(self._watch(client)) for client in clients]
+            self._watchers = {client.url: self._start_task(self._watch(client)) for client in clients}
+            self._watchers |= {f"background {n}": self._start_task(run()) for n, run in enumerate(self.background)}
         return max(pauses, default=0.0)
 
     def end_update(self) -> None:

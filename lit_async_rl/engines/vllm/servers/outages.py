@@ -26,6 +26,15 @@ class Outages:
         self._written: dict[str, float] = {}  # when it was logged last that it stays out
         self._last_taken_out = 0.0
 
+    def add(self, server: str) -> None:
+        """Records a server that has joined, and is out."""
+        self._why[server] = "has just joined"
+
+    def remove(self, server: str) -> None:
+        """Forgets a server."""
+        for record in (self._why, self._strikes, self._written):
+            record.pop(server, None)
+
     def begin(self, server: str, why: str, num_requests: int) -> None:
         """Records and logs that a server was taken out."""
         self._why[server], self._last_taken_out = why, time.monotonic()
