@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
 .PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -25,6 +25,12 @@ smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in
 
 test: $(VENV)/installed  ## all tests, on the CPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+browser:  ## Chromium for the tests of the report, where apt is there and none is installed yet
+	@if command -v chromedriver >/dev/null; then true; elif command -v apt-get >/dev/null; then \
+	    SUDO=$$(test "$$(id -u)" = 0 || echo sudo); \
+	    $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
+	else echo "no apt-get: install chromium and chromedriver yourself"; fi
 
 check: $(VENV)/installed lint types  ## what to run before a commit
 	$(BIN)/python -m pytest -n 2 -m "not slow"

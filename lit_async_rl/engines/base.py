@@ -59,6 +59,8 @@ class SamplingParams:
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
         check_range("sampling", ">= 1", max_tokens=self.max_tokens)
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
         check_range("sampling", ">= 0", head=self.head)
 
 

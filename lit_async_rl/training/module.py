@@ -7,7 +7,7 @@ precision, schedulers and all sharding strategies work as in any Lightning proje
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_objects, check_range
 
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
@@ -99,6 +99,8 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
+        check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
+        check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
@@ -214,11 +216,13 @@ class PolicyModule(WholeSteps):
         """
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
-        if self.make_optimizer is not None:
-            optimizer = self.make_optimizer(parameters)
-        else:
-            rate = self.learning_rate or LEARNING_RATE
-            optimizer = make_adamw(parameters, self.trainer, rate, self.weight_decay)
+        rate = self.learning_rate or LEARNING_RATE
+        adamw = partial(make_adamw, trainer=self.trainer, lr=rate, weight_decay=self.weight_decay)
+        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
+        try:
+            optimizer = make_optimizer(parameters)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model.optimizer cannot be made: {error}") from error
         scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -29,7 +29,7 @@ from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, 
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode, receive_weights
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_device, check_dtype, check_range
 from lit_async_rl.utils.locks import FairLock, Room
 from lit_async_rl.utils.spans import ENGINE, Lane, Spans
 
@@ -73,6 +73,9 @@ class EmbeddedEngine(RolloutEngine):
     ) -> None:
         check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
         check_range("data.engine", ">= 2", max_model_len=max_model_len)
+        check_range("data.engine", "positive", update_timeout_s=update_timeout_s)
+        check_device("data.engine.device", device)
+        check_dtype("data.engine.dtype", dtype)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
         self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len
