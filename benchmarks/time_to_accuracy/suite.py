@@ -22,7 +22,7 @@ class Workload:
     """A task, with the steps of its synchronous run.
 
     Attributes:
-        configs: configuration files; `arguments` come after those of the system.
+        configs: configuration files; `arguments` come after those of the system, with the cell's seed for `SEED`.
         num_steps: optimizer steps of a system that does not say otherwise.
         snapshot_steps: steps between two snapshots of the policy in a run of `num_steps`; longer runs keep as many
             in all.
@@ -81,7 +81,8 @@ class Cell:
         configs = [part for path in (*workload.configs, *system.configs) for part in ("--config", path)]
         steps = ["--trainer.max_steps", str(self.num_steps), "--seed_everything", str(self.seed)]
         seeds = ["--data.intake.seed", str(self.seed)]
-        return [*configs, *system.arguments, *workload.arguments, *steps, *seeds]
+        arguments = [*configs, *system.arguments, *workload.arguments, *steps, *seeds]
+        return [argument.replace("SEED", str(self.seed)) for argument in arguments]
 
 
 @dataclass(frozen=True)
