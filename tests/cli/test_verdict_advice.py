@@ -83,7 +83,7 @@ def every_setting(monkeypatch) -> list[tuple[str, Setting]]:
         ("quickstart", make_data(max_staleness=6)),
         ("quickstart", make_data(micro_batches_per_step=2)),
         ("quickstart", make_data(admission=FixedLag())),
-        ("quickstart", make_data(admission=Bounded(async_ratio=1))),
+        ("quickstart", make_data(admission=Bounded(async_ratio=1.0))),
         ("calculator", make_data(engine=episodes, reward=None)),
     ]
     found = []
