@@ -18,6 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from benchmarks.common.grid import Grid
 from benchmarks.time_to_accuracy.cell import run_cell
+from benchmarks.time_to_accuracy.curves import read_runs
+from benchmarks.time_to_accuracy.report import write_report
 from benchmarks.time_to_accuracy.suite import load_suite
 
 
@@ -34,10 +36,14 @@ def main() -> None:
         suite = load_suite(args.suite)
         if not args.report_only:
             Grid(run_cell, out, args.num_processes, suite.cell_timeout_s).run(suite.cells)
+        table = read_runs(out)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same command goes on from {out}")
+    table.to_parquet(out / "curves.parquet", compression="zstd", index=False)
+    print(write_report(table, out, command=f"python scripts/time_to_accuracy.py --suite {args.suite}"))
+    print(f"\nreport: {out / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MIN_ESS = 0.5  # share of the completions of a step
 ENOUGH = 0.95  # share of the best progress that a smaller bound has to reach
+FIRST = 8  # largest bound to start with
 WORTH_SAYING = 1.1
 
 
@@ -87,11 +88,19 @@ class Advice:
     rate_scale: float = 1.0
     num_slots: int | None = None
 
+    def __str__(self) -> str:
+        if self.worth < WORTH_SAYING:
+            return f"asynchrony is worth at most {self.worth:.2f}x here: data.max_staleness 0 loses little"
+        slots = "" if self.num_slots is None else f", with num_slots {self.num_slots}"
+        scaled = self.rate_scale < 1 / WORTH_SAYING
+        rate = f", at {self.rate_scale:.2g} times the present model.learning_rate" if scaled else ""
+        enough = f"data.max_staleness {self.max_staleness} is enough"
+        return f"asynchrony is worth about {self.worth:.1f}x here: {enough}{slots}{rate}"
+
 
 def advise(
     work: StepWork,
     *,
-    lag: float,
     ess_ratio: float | None,
     present: int,
     bounds: Sequence[int] = BOUNDS,
@@ -102,20 +111,21 @@ def advise(
 
     Args:
         work: of a step.
-        lag: mean staleness of the run, in versions.
         ess_ratio: effective sample size of the run, as a share of the completions; None if unknown.
-        present: bound of the run, at which the lag was measured.
-        bounds: those to choose from.
+        present: bound of the run, at which the effective sample size was measured.
+        bounds: those to choose from, as far as they do not exceed twice the present one (or `FIRST`): how stale data
+            may be beyond is not known.
         num_slots: of the engine; None if it has none.
         waiting_rollouts: mean number of rollouts that are being sampled or wait for it.
     """
 
     def progress(bound: int) -> float:
-        return work.worth(bound) * _rate_scale(bound, lag, ess_ratio, present)
+        return work.worth(bound) * _rate_scale(bound, ess_ratio, present)
 
-    best = max(progress(bound) for bound in bounds)
-    chosen = next(bound for bound in sorted(bounds) if progress(bound) >= ENOUGH * best)
-    scale = _rate_scale(chosen, lag, ess_ratio, present)
+    known = sorted(bound for bound in bounds if bound <= max(FIRST, 2 * present))
+    best = max(progress(bound) for bound in known)
+    chosen = next(bound for bound in known if progress(bound) >= ENOUGH * best)
+    scale = _rate_scale(chosen, ess_ratio, present)
     return Advice(
         max_staleness=chosen,
         worth=progress(chosen),
@@ -124,9 +134,9 @@ def advise(
     )
 
 
-def _rate_scale(bound: int, lag: float, ess_ratio: float | None, present: int) -> float:
+def _rate_scale(bound: int, ess_ratio: float | None, present: int) -> float:
     """Largest share of the present rate at which the effective sample size stays above `MIN_ESS`."""
-    if ess_ratio is None or lag <= 0 or present <= 0 or ess_ratio >= 1:
+    if ess_ratio is None or present <= 0 or ess_ratio >= 1:
         return 1.0  # nothing was stale: no measurement
     deviation = math.sqrt(-math.log(max(1e-6, ess_ratio))) * bound / present
     allowed = math.sqrt(-math.log(MIN_ESS))

@@ -28,14 +28,14 @@ SIMULATED = ["--data.engine", "lit_async_rl.simulation.SimulatedEngine", "--data
 LOG_NORMAL = ["--data.engine.latency", "lit_async_rl.simulation.LogNormal", "--data.engine.latency.mean_s"]
 CONSTANT = ["--data.engine.latency", "lit_async_rl.simulation.Constant", "--data.engine.latency.mean_s"]
 PROVOKED = {
-    "staleness bound": [*SIMULATED, *LOG_NORMAL, "0.15", "--data.max_staleness", "0"],
+    "staleness bound": [*SIMULATED, *LOG_NORMAL, "{0.15}", "--data.max_staleness", "0"],
     "async ratio": [
-        *(*SIMULATED, *LOG_NORMAL, "0.2", "--data.max_staleness", "4"),
+        *(*SIMULATED, *LOG_NORMAL, "{0.2}", "--data.max_staleness", "4"),
         *("--data.admission", "Bounded", "--data.admission.async_ratio", "0"),
     ],
-    "slots": [*SIMULATED, *CONSTANT, "0.15", "--data.engine.num_slots", "2"],
+    "slots": [*SIMULATED, *CONSTANT, "{0.15}", "--data.engine.num_slots", "2"],
     "reward": [*SIMULATED, *CONSTANT, "0.001", "--data.reward", "hostile_rewards.sleeps_30_ms"],
-    "weight sync": [*SIMULATED, *CONSTANT, "0.001", "--data.engine.load_s", "0.3"],
+    "weight sync": [*SIMULATED, *CONSTANT, "0.001", "--data.engine.load_s", "{0.3}"],
 }
 NAMES = {
     "staleness bound": "data.max_staleness",
@@ -60,13 +60,17 @@ def train(folder, arguments):
 
 @pytest.mark.parametrize("kind", PROVOKED)
 def test_advice_followed_word_for_word_makes_the_run_faster(kind, tmp_path, capsys):
-    before = train(tmp_path / "before", PROVOKED[kind])
-    verdict = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("whole run"))
-    change = re.search(r"change (\S+) from (\S+) to ([^\s.;]+)", verdict)
-    assert change is not None, verdict
-    assert change[1] == NAMES[kind]
-    after = train(tmp_path / "after", [*PROVOKED[kind], f"--{change[1]}", change[3]])
-    assert after < before, verdict
+    for times in (1, 8):  # seconds of sleep that a busy machine's training does not exceed
+        provoked = [re.sub(r"{(.*)}", lambda s, times=times: str(times * float(s[1])), word) for word in PROVOKED[kind]]
+        before = train(tmp_path / f"before{times}", provoked)
+        verdict = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("whole run"))
+        change = re.search(r"change (\S+) from (\S+) to ([^\s.;]+)", verdict)
+        if change is None or change[1] != NAMES[kind]:
+            continue
+        after = train(tmp_path / f"after{times}", [*provoked, f"--{change[1]}", change[3]])
+        if after < before:
+            return
+    pytest.fail(verdict)
 
 
 def every_setting(monkeypatch) -> list[tuple[str, Setting]]:
