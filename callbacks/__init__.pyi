@@ -1,14 +1,17 @@
 __all__: list[str]
 
 from .monitors.bottleneck_verdict import BottleneckVerdict as BottleneckVerdict
+from .monitors.engine_check import EngineCheck as EngineCheck
 from .monitors.gradient_monitor import GradientMonitor as GradientMonitor
 from .monitors.importance_monitor import ImportanceMonitor as ImportanceMonitor
 from .monitors.length_bias_monitor import LengthBiasMonitor as LengthBiasMonitor
+from .monitors.live_view import LiveView as LiveView
 from .monitors.replay_monitor import ReplayMonitor as ReplayMonitor
 from .monitors.rollout_monitor import RolloutMonitor as RolloutMonitor
 from .monitors.run_summary import RunSummary as RunSummary
 from .monitors.staleness_monitor import StalenessMonitor as StalenessMonitor
 from .monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+from .monitors.timeline import Timeline as Timeline
 from .run.evaluation import Evaluation as Evaluation
 from .run.progress import Progress as Progress
 from .run.rollout_tape import RolloutTape as RolloutTape

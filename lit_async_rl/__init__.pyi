@@ -21,6 +21,7 @@ from .callbacks import AdaptiveStaleness as AdaptiveStaleness
 from .callbacks import AnnealBeta as AnnealBeta
 from .callbacks import BottleneckVerdict as BottleneckVerdict
 from .callbacks import CollapseAlarm as CollapseAlarm
+from .callbacks import EngineCheck as EngineCheck
 from .callbacks import ESSLearningRate as ESSLearningRate
 from .callbacks import Evaluation as Evaluation
 from .callbacks import GradientAlignmentControl as GradientAlignmentControl
@@ -28,6 +29,7 @@ from .callbacks import GradientClipping as GradientClipping
 from .callbacks import GradientMonitor as GradientMonitor
 from .callbacks import ImportanceMonitor as ImportanceMonitor
 from .callbacks import LengthBiasMonitor as LengthBiasMonitor
+from .callbacks import LiveView as LiveView
 from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
 from .callbacks import ReplayMonitor as ReplayMonitor
@@ -40,6 +42,7 @@ from .callbacks import SaveOnSigterm as SaveOnSigterm
 from .callbacks import SkipNonFinite as SkipNonFinite
 from .callbacks import StalenessMonitor as StalenessMonitor
 from .callbacks import ThroughputMonitor as ThroughputMonitor
+from .callbacks import Timeline as Timeline
 from .callbacks import WeightSync as WeightSync
 from .corrections import BatchNormalized as BatchNormalized
 from .corrections import Correction as Correction
@@ -70,11 +73,11 @@ from .engines.base import RolloutEngine as RolloutEngine
 from .engines.base import SamplingParams as SamplingParams
 from .engines.embedded.engine import EmbeddedEngine as EmbeddedEngine
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
+from .engines.vllm.file_transfer import FileTransfer as FileTransfer
+from .engines.vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .engines.vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
 from .engines.vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
 from .engines.vllm.servers.engine import VLLMServerEngine as VLLMServerEngine
-from .engines.vllm.weight_transfer import FileTransfer as FileTransfer
-from .engines.vllm.weight_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .engines.vllm.weight_transfer import WeightTransfer as WeightTransfer
 from .environments.base import Environment as Environment
 from .environments.base import Episode as Episode
@@ -94,13 +97,16 @@ from .losses import ASPO as ASPO
 from .losses import BAPO as BAPO
 from .losses import CISPO as CISPO
 from .losses import DPPO as DPPO
+from .losses import ESTR as ESTR
 from .losses import GSPO as GSPO
 from .losses import IPO as IPO
 from .losses import M2PO as M2PO
 from .losses import OAPL as OAPL
 from .losses import OPMD as OPMD
 from .losses import OPSM as OPSM
+from .losses import PNPO as PNPO
 from .losses import SAPO as SAPO
+from .losses import SAT as SAT
 from .losses import TOPR as TOPR
 from .losses import VESPO as VESPO
 from .losses import BAPOReleased as BAPOReleased
@@ -111,9 +117,11 @@ from .losses import LossInputs as LossInputs
 from .losses import LossOutput as LossOutput
 from .losses import M2POAdaptiveClip as M2POAdaptiveClip
 from .losses import MiniRL as MiniRL
+from .losses import MinPRO as MinPRO
 from .losses import PolicyLoss as PolicyLoss
 from .losses import PPOClip as PPOClip
 from .losses import Reinforce as Reinforce
+from .losses import ScoreCentering as ScoreCentering
 from .losses import TrajectoryBalance as TrajectoryBalance
 from .losses import TrajectoryBalancePrime as TrajectoryBalancePrime
 from .losses.aggregation import Aggregation as Aggregation
@@ -196,6 +204,7 @@ from .training.schedules import Cosine as Cosine
 from .training.schedules import Linear as Linear
 from .training.schedules import OneCycle as OneCycle
 from .training.schedules import RateSchedule as RateSchedule
+from .training.trackers import TrackioLogger as TrackioLogger
 from .types import Prompt as Prompt
 from .types import PromptBatch as PromptBatch
 from .types import Rollout as Rollout

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.sampler_head import SamplerHead
 
 FinishReason = Literal["stop", "length", "abort"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -103,6 +104,7 @@ class Rollout:
         reward: reward of the whole completion.
         loss_mask: False for tokens that the policy did not sample (tool output); None if all tokens train.
         turns: turns of the policy, whose rewards sum to `reward`; None is a single turn.
+        head: recorded sampling distributions, if `sampling.head` is set.
     """
 
     completion_ids: tuple[int, ...]
@@ -113,11 +115,14 @@ class Rollout:
     reward: float
     loss_mask: tuple[bool, ...] | None = None
     turns: tuple[Turn, ...] | None = None
+    head: SamplerHead | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.behavior_logprobs), len(self.versions)}
         if self.loss_mask is not None:
             lengths.add(len(self.loss_mask))
+        if self.head is not None:
+            lengths.add(len(self.head))
         if len(lengths) != 1:
             raise InvariantError(f"per-token fields of a rollout differ in length: {lengths}")
 
@@ -181,6 +186,7 @@ class RolloutBatch:
         gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the
             last micro-batch of a step with streamed groups.
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
+        head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
     """
@@ -200,6 +206,9 @@ class RolloutBatch:
         temperature: float = 1.0,
         gradient_scale: float = 1.0,
         max_staleness: Int[Tensor, " B"] | None = None,
+        head_ids: Int[Tensor, "B T k"] | None = None,
+        head_logprobs: Float[Tensor, "B T k"] | None = None,
+        behavior_entropy: Float[Tensor, "B T"] | None = None,
         step: int | None = None,
         micro_batch: int = 0,
         num_micro_batches: int = 1,
@@ -216,6 +225,7 @@ class RolloutBatch:
         self.temperature = temperature
         self.gradient_scale = gradient_scale
         self.max_staleness = max_staleness
+        self.head_ids, self.head_logprobs, self.behavior_entropy = head_ids, head_logprobs, behavior_entropy
         self.step, self.micro_batch, self.num_micro_batches = step, micro_batch, num_micro_batches
 
     def __len__(self) -> int:

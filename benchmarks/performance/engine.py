@@ -38,8 +38,8 @@ MODELS = {
 def build(name: str, device: str, dtype: str) -> LlamaForCausalLM:
     """A random model that never samples EOS."""
     torch.manual_seed(0)
-    lm = LlamaForCausalLM(LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0))
-    lm.generation_config.eos_token_id = None
+    lm = LlamaForCausalLM(LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=[], pad_token_id=0))
+    lm.generation_config.eos_token_id = []
     return lm.to(device, getattr(torch, dtype)).eval()
 
 

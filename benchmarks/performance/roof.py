@@ -161,7 +161,7 @@ def main() -> None:
     results = []
     for name in args.models:
         torch.manual_seed(0)
-        config = LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
+        config = LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=[], pad_token_id=0)
         lm = LlamaForCausalLM(config).to(args.device, dtype)
         for phase, (seconds, work) in measure(lm, args).items():
             of_rate, of_bandwidth = work.flops / rate / seconds, work.num_bytes / bandwidth / seconds

@@ -1,44 +1,237 @@
-"""Progress bar with the key metrics."""
+"""Progress of a run: bars in a terminal, few short lines elsewhere."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichBars
+from rich.table import Column
 
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.patience import announced, duration
 
 NAMES = {
-    "reward/mean": "reward",
-    "val/pass@1": "held-out",
-    "sample/staleness_mean": "staleness",
-    "perf/tokens_per_s": "tok/s",
+    "reward/mean": ("reward", "{:.2f}"),
+    "val/pass@1": ("held-out", "{:.2f}"),
+    "sample/staleness_mean": ("staleness", "{:.2f}"),
+    "perf/tokens_per_s": ("tokens/s", "{:,.0f}"),
 }
+SHARE = 0.02  # of the time so far: a run that takes days needs no line every ten seconds
+REFRESH_HZ = 4.0
 
 
-class Progress(TQDMProgressBar):
-    """Lightning's own bar in optimizer steps; shows reward, held-out accuracy, staleness and tokens per second only."""
+@runtime_checkable
+class Display(Protocol):
+    """Draws the progress of one fit or validation."""
+
+    def step(self, number: int, total: float, text: str) -> None:
+        """`number` of `total` optimizer steps are done; `text` has their metrics."""
+
+    def validation(self, number: int, total: float) -> None:
+        """`number` of `total` batches of a validation are done."""
+
+    def print(self, *text: Any) -> None:
+        """Prints lines that stay."""
+
+    def close(self) -> None:
+        """Leaves the last state on the screen."""
+
+
+class Lines:
+    """One line at the first and the last step, and every `every_s` seconds in between; no control characters."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._began, self._last = every_s, time.monotonic(), -math.inf
+
+    def step(self, number: int, total: float, text: str) -> None:
+        now = time.monotonic()
+        if number == total or now - self._last >= max(self._every_s, SHARE * (now - self._began)):
+            self._last = now
+            self.print(f"{_steps(number, total)}  {text}")
+
+    def validation(self, number: int, total: float) -> None:
+        """Nothing: the next line has the result."""
+
+    def print(self, *text: Any) -> None:
+        print(*text, flush=True)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+class Bars:
+    """A bar of the steps, and one of a validation while it lasts."""
+
+    def __init__(self, console: Console) -> None:
+        # in a narrow terminal the end of the metrics is cut off, and nothing is wrapped
+        steps = TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=len("step 10000/10000")))
+        text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        self._bars = RichBars(steps, BarColumn(bar_width=10), text, console=console, refresh_per_second=REFRESH_HZ)
+        self._steps: Any = None
+        self._validation: Any = None
+        self._bars.start()
+
+    def step(self, number: int, total: float, text: str) -> None:
+        if self._steps is None:
+            self._steps = self._bars.add_task("", text="")
+        limit = None if math.isinf(total) else total
+        self._bars.update(self._steps, completed=number, total=limit, description=_steps(number, total), text=text)
+
+    def validation(self, number: int, total: float) -> None:
+        if self._validation is None:
+            self._validation = self._bars.add_task("validation", text="", total=total)
+        self._bars.update(self._validation, completed=number)
+        if number >= total:
+            self._bars.remove_task(self._validation)
+            self._validation = None
+
+    def print(self, *text: Any) -> None:
+        self._bars.console.print(*text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+class Progress(ProgressBar):
+    """Steps done, reward, held-out accuracy, staleness, tokens per second and the time that is left.
+
+    In a terminal or a notebook these stand beside a bar. Where output goes to a file or a pipe, or the terminal can do
+    nothing (`TERM=dumb`), they are lines: of the first step and the last, and of one every `every_s` seconds, or every
+    2 % of the time so far if that is longer.
+
+    Args:
+        every_s: seconds between two lines.
+
+    Attributes:
+        num_steps: optimizer steps done, those before a resume included.
+
+    Raises:
+        ValueError: `every_s` is negative.
+    """
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        super().__init__()
+        check_range("Progress", ">= 0", every_s=every_s)
+        self.every_s, self.num_steps = every_s, 0
+        self._display: Display | None = None
+        self._is_enabled = True
+        self._first_step, self._began = 0, 0.0
+        self._patience: Any = None
+
+    # -- of Lightning -------------------------------------------------------------------------------------------------
+
+    def disable(self) -> None:
+        """Shows nothing from now on."""
+        self._is_enabled = False
+
+    def enable(self) -> None:
+        """Shows the progress again."""
+        self._is_enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints above the bar."""
+        if self._is_enabled:
+            self._display.print(*args) if self._display is not None else print(*args, **kwargs)
 
     @property
-    def total_train_batches(self) -> int | float:
-        """Optimizer steps of the run, those before a resume included."""
-        steps = self.trainer.max_steps
-        return steps if steps > 0 else float("inf")
+    def max_steps(self) -> float:
+        """Optimizer steps of the run, those before a resume included; infinite without a limit."""
+        return float(self.trainer.max_steps) if self.trainer.max_steps > 0 else math.inf
+
+    def make_display(self, trainer: AnyTrainer) -> Display:
+        """Bars, if the output is a terminal that can draw them."""
+        console = Console()
+        can_draw = console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
+        return Bars(console) if can_draw else Lines(self.every_s)
+
+    def get_metrics(self, trainer: AnyTrainer, pl_module: AnyModule) -> dict[str, Any]:
+        """Metrics that are shown, by their short names."""
+        shown: Mapping[str, Any] = trainer.callback_metrics
+        return {short: form.format(float(shown[name])) for name, (short, form) in NAMES.items() if name in shown}
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def _open(self, trainer: AnyTrainer) -> None:
+        if self._is_enabled and self._display is None:
+            self._display = self.make_display(trainer)
+
+    def _close(self) -> None:
+        self._end_wait()
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        self.num_steps = self._first_step = trainer.global_step
+        self._began = time.monotonic()
+        self._open(trainer)
+
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
+        """The first step may compile, or load libraries of the GPU."""
+        if trainer.global_step == self._first_step and self._patience is None and self._is_enabled:
+            self._patience = announced("the first training step: kernels are loaded or compiled")
+            self._patience.__enter__()
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts optimizer steps, of which a micro-batch is a part only."""
-        step, bar = trainer.global_step, self.train_progress_bar
-        if step > bar.n and self._should_update(step, bar.total):
-            bar.n = step
-            bar.set_postfix(self.get_metrics(trainer, pl_module))
+        self._end_wait()
+        if trainer.global_step > self.num_steps:
+            self.num_steps = trainer.global_step
+            if self._display is not None:
+                self._display.step(self.num_steps, self.max_steps, self._text(trainer, pl_module))
 
-    def get_metrics(self, trainer: AnyTrainer, pl_module: AnyModule) -> dict[str, Any]:
-        """Metrics of the progress bar, rounded."""
-        shown = super().get_metrics(trainer, pl_module)
-        return {
-            short: f"{float(shown[name]):.{0 if short == 'tok/s' else 2}f}"  # type: ignore[arg-type]
-            for name, short in NAMES.items()
-            if name in shown
-        }
+    def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        self._open(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        if self._display is not None:
+            self._display.validation(batch_idx + 1, float(self.total_val_batches_current_dataloader))
+
+    def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        self.reset_dataloader_idx_tracker()
+        if trainer.state.fn != "fit":
+            self._close()
+
+    def on_validation_batch_start(
+        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.has_dataloader_changed(dataloader_idx)
+        if self._display is not None:
+            self._display.validation(batch_idx, float(self.total_val_batches_current_dataloader))
+
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Stays open until `teardown`: other callbacks print, too."""
+        self._end_wait()
+
+    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        self._close()
+
+    def _end_wait(self) -> None:
+        if self._patience is not None:
+            self._patience.__exit__(None, None, None)
+            self._patience = None
+
+    def _text(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        seconds = (time.monotonic() - self._began) / max(1, self.num_steps - self._first_step)
+        left_s = (self.max_steps - self.num_steps) * seconds
+        metrics = [f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        left = [] if math.isinf(left_s) else [f"{duration(left_s)} left"]
+        return "  ".join([*metrics, f"{seconds:.2g} s/step", *left])
+
+
+def _steps(number: int, total: float) -> str:
+    return f"step {number}" if math.isinf(total) else f"step {number}/{total:.0f}"

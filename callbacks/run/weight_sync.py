@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
 from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.training.probe import make_probe
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -45,6 +47,8 @@ class WeightSync(pl.Callback):
         self._steps_before = 0  # a resume: steps since the last publication
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("trainer.callbacks holds several WeightSync: each would start the engine; leave one")
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self.link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
@@ -57,12 +61,17 @@ class WeightSync(pl.Callback):
         Raises:
             ValueError: two of them contradict each other.
         """
+        if str(trainer.precision) in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
+                "dtype: use model.dtype=bfloat16, or trainer.precision=bf16-mixed"
+            )
         data.use_model(module.model)
         if data.model != module.model:
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
-        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation)
+        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation, data.sampling.head)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
         if module.objective.baseline is None and data.tape is None:  # it takes the advantage's place
             check_signal(data.advantage, data.group_size, data.sampling.temperature, is_sampled)
@@ -77,8 +86,9 @@ class WeightSync(pl.Callback):
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
-        data.shared_source.publish(module.version, module.stream_weights())
-        data.shared_source.start(module.version, trainer.global_step, module.stream_weights)
+        self._publish(module, data)
+        stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
+        data.shared_source.start(module.version, trainer.global_step, stream)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -95,11 +105,18 @@ class WeightSync(pl.Callback):
         began = time.monotonic()
         if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
-            data.shared_source.publish(module.version, module.stream_weights())
+            self._publish(module, data)
         data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
+        data.shared_source.note_publication(module.version, began, seconds)
         return seconds
+
+    @staticmethod
+    def _publish(module: PolicyModule, data: RolloutDataModule) -> None:
+        if data.engine.uses_probe:
+            data.engine.probe = make_probe(module)
+        data.shared_source.publish(module.version, module.stream_weights(adapters=data.engine.takes_adapters))
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["steps_since_publication"] = self._steps_since(trainer)

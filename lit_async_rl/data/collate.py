@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
 from lit_async_rl.losses.aggregation import Aggregation
+from lit_async_rl.sampler_head import SamplerHead, join_heads
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
 
 Value = TypeVar("Value", bool, int, float)
@@ -127,7 +128,23 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> Rollout
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
         temperature=temperature,
         max_staleness=torch.tensor(bounds),
+        **_heads(completion, [rollout.head for rollout in rollouts]),
     )
+
+
+def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead | None]) -> dict[str, Any]:
+    """Recorded distributions, in the places of their tokens; nothing unless every rollout has them."""
+    known = [head for head in heads if head is not None]
+    if not known or len(known) < len(heads):
+        return {}
+    whole = join_heads(known)
+    shape = (*completion.shape, whole.width)
+    head_ids = torch.zeros(shape, dtype=torch.long)
+    head_logprobs = torch.full(shape, -torch.inf)
+    entropy = torch.full(completion.shape, torch.nan)
+    head_ids[completion], head_logprobs[completion] = whole.ids.long(), whole.logprobs
+    entropy[completion] = whole.entropy
+    return {"head_ids": head_ids, "head_logprobs": head_logprobs, "behavior_entropy": entropy}
 
 
 def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Value) -> Tensor:

@@ -27,6 +27,8 @@ from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.patience import announced
+from lit_async_rl.utils.spans import Spans
 
 CLOSE_S = 10.0  # of an engine that broke
 STOP_S = 30.0  # of one that works, at the end
@@ -70,6 +72,15 @@ class RolloutSource:
         self._replay_before: Snapshot | None = None  # the step's groups were mixed
         self._taken: list[RolloutGroup] = []  # by a call of `take` that has not returned yet
         self.engine_restarts, self._restarts_in_a_row = engine_restarts, 0
+        self._spans: Spans | None = None
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline what producer, engine and rewards do."""
+        self._spans = spans
+        if self._producer is None:
+            self.engine.observe(spans)
+        else:
+            self._producer.observe(spans)
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads new weights into the engine; the first call also sets it up."""
@@ -85,11 +96,14 @@ class RolloutSource:
     def _set_up(self, calls: EngineCalls) -> None:
         if self.model is None:
             raise SetupError("data.model is not set")
-        calls.setup(self.model)
+        with announced(f"{calls.name} to start: it loads the model, and may compile"):
+            calls.setup(self.model)
 
     def start(self, version: int, step: int) -> None:
         """Starts the background thread, from the restored state if there is one; the engine has its weights."""
         self._producer = self._make_producer(step)
+        if self._spans is not None:
+            self._producer.observe(self._spans)
         if isinstance(self._producer, Producer):
             self._check_prompts(self._producer)
         if self._saved and isinstance(self._producer, Producer):

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from time import monotonic
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from lit_async_rl.errors import EngineDown, SetupError
 from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
+from lit_async_rl.utils.spans import TRAINER, Lane, Spans
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -39,6 +41,18 @@ class SharedSource:
         self.source, self.batches = source, batches
         self.ranks: StepScatter | OneProcess = OneProcess()
         self._stream_weights: Callable[[], Weights] | None = None
+        self._lane: Lane | None = None  # of the trainer in a timeline
+
+    def observe(self, spans: Spans, rank: int) -> None:
+        """Records this rank, and on the leading one engine and rewards, in a timeline."""
+        self._lane = spans.lane(rank, TRAINER, "trainer", "trainer", merges=False)
+        if self.ranks.leads:
+            self.source.observe(spans)
+
+    def note_publication(self, version: int, began: float, seconds: float) -> None:
+        """Records a publication in the timeline, if there is one."""
+        if self._lane is not None:
+            self._lane.add("publish", began, seconds, ("publish", version), version=version)
 
     def publish(self, version: int, weights: Weights) -> None:
         """Loads new weights into the engine; the first call also sets it up. A collective."""
@@ -78,10 +92,13 @@ class SharedSource:
 
         None when the run is asked to stop. Replaces an engine that fails meanwhile. A collective.
         """
+        began = monotonic()
         while (batches := self.ranks.exchange(partial(self._make_batches, trainer))) == RELOAD:
             if self._stream_weights is None:
                 raise SetupError("add the WeightSync callback: it gives the engine its weights")
             self._give(self._stream_weights(), self.source.restart_engine)
+        if self._lane is not None and not self.ranks.leads:  # there the producer does it
+            self._lane.add("wait", began, monotonic() - began)
         return batches
 
     def bounded_wait(self, what: str) -> AbstractContextManager[None]:

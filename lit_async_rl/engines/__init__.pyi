@@ -4,9 +4,9 @@ from .base import RolloutEngine as RolloutEngine
 from .base import SamplingParams as SamplingParams
 from .embedded.engine import EmbeddedEngine as EmbeddedEngine
 from .vllm.engine import VLLMEngine as VLLMEngine
+from .vllm.file_transfer import FileTransfer as FileTransfer
+from .vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
 from .vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
 from .vllm.servers.engine import VLLMServerEngine as VLLMServerEngine
-from .vllm.weight_transfer import FileTransfer as FileTransfer
-from .vllm.weight_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .vllm.weight_transfer import WeightTransfer as WeightTransfer

@@ -13,9 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_async_rl.engines.logprob_error import Probe
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import FinishReason, Prompt, Turn
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.spans import Spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,9 @@ class SamplingParams:
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
         max_tokens: at most this many completion tokens.
         stop_token_ids: end the completion (the stop token is its last token); added to the tokenizer's EOS.
+        head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
+            likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
+            and the replay of truncated supports need it.
         stop: strings that end the completion, at the token that completes the first of them. All tokens train,
             including that one; the reward gets the text before the stop string.
 
@@ -43,6 +49,7 @@ class SamplingParams:
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    head: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
@@ -52,6 +59,9 @@ class SamplingParams:
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
         check_range("sampling", ">= 1", max_tokens=self.max_tokens)
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
+        check_range("sampling", ">= 0", head=self.head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +91,7 @@ class GenerationRequest:
 class Completion:
     """One finished sample of a request; `logprobs` and `versions` have one entry per token.
 
+    `head` has the recorded distributions if `sampling.head` is set.
     An engine with an environment also sets `loss_mask` (tokens written by the policy), `turns` and `reward`.
     """
 
@@ -93,6 +104,7 @@ class Completion:
     loss_mask: tuple[bool, ...] | None = None
     reward: float | None = None
     turns: tuple[Turn, ...] | None = None
+    head: SamplerHead | None = None
 
 
 class RolloutEngine(ABC):
@@ -103,14 +115,26 @@ class RolloutEngine(ABC):
     Attributes:
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
+        takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
+        records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
+        has_model: False for engines that make tokens up, whose log-probabilities mean nothing.
+        dtype: of weights and computation; says how exact log-probabilities are.
+        uses_probe: whether `probe` is to be set before each `load_weights`.
+        probe: what the trainer computes with the weights that come next, for engines that check theirs.
     """
 
     in_flight_weight_updates: bool
     scores: bool = False
+    takes_adapters: bool = False
+    records_heads: bool = False
     startup_timeout_s: float = 3600.0
     update_timeout_s: float = 0.0
+    has_model: bool = True
+    dtype: str = "unknown"
+    uses_probe: bool = False
+    probe: Probe | None = None
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -184,6 +208,15 @@ class RolloutEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases all resources. Safe to call twice and from any thread."""
+
+    def observe(self, spans: Spans) -> bool:
+        """Records in a timeline when it generates; False if it cannot: then `busy_s` is read around each `poll`."""
+        return False
+
+    @property
+    def num_running(self) -> int | None:
+        """Samples or requests being generated now; None if the engine does not say."""
+        return None
 
     @property
     @abstractmethod

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Turn
 
 MAX_LOGPROB = 1e-4  # log(softmax(x)) of a nearly certain token, rounded in float32, may be a little more than 0
@@ -40,6 +41,7 @@ def find_fault(
         or _bad_tokens(completion, vocab_size)
         or _bad_length(completion, request, max_model_len, is_partial)
         or _bad_logprobs(completion)
+        or _bad_head(completion, request.sampling.head, vocab_size)
         or _bad_versions(completion, *versions)
         or ("" if is_partial else _bad_reward(completion, scores))
     )
@@ -136,6 +138,22 @@ def _bad_logprobs(completion: Completion) -> str:
     for n, value in enumerate(values):
         if not MIN_LOGPROB <= value <= MAX_LOGPROB:  # NaN is neither
             return f"has logprobs[{n}]={value}, which is not the log-probability of a sampled token"
+    return ""
+
+
+def _bad_head(completion: Completion, width: int | None, vocab_size: int | None) -> str:
+    head: Any = completion.head
+    if head is None or width is None:
+        return "" if head is None and width is None else f"has head={show(head)}, but sampling.head={width}"
+    if not isinstance(head, SamplerHead):
+        return f"has head={show(head)}, must be a SamplerHead"
+    if (len(head), head.width) != (len(completion.token_ids), width):
+        return f"has a head of {len(head)} x {head.width} for {len(completion.token_ids)} token_ids and {width=}"
+    if head.logprobs.isnan().any() or (head.logprobs > MAX_LOGPROB).any():
+        return "has a head with values that are no log-probabilities"
+    limit = math.inf if vocab_size is None else vocab_size
+    if head.ids.numel() and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < limit:
+        return f"has a head with token ids outside of the vocabulary of {limit} tokens"
     return ""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.environments.base import Episode, Observation
+from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
 from lit_async_rl.types import FinishReason, Turn
 
 
@@ -20,6 +21,7 @@ class Conversation:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
+    heads: list[SamplerHead] = field(default_factory=list)  # one for each stretch of tokens
     reward: float = 0.0
     turns: list[Turn] = field(default_factory=list)
     state: int = 0  # what the environment showed last
@@ -31,6 +33,8 @@ class Conversation:
         self.logprobs += turn.logprobs
         self.versions += turn.versions
         self.loss_mask += [True] * len(turn.token_ids)
+        if turn.head is not None:
+            self.heads.append(turn.head)
         self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=self.state))
 
     def add_answer(self, observation: Observation) -> None:
@@ -45,6 +49,8 @@ class Conversation:
         self.logprobs += [0.0] * len(token_ids)
         self.versions += [self.versions[-1]] * len(token_ids)
         self.loss_mask += [False] * len(token_ids)
+        if self.heads:
+            self.heads.append(blank_head(len(token_ids), self.heads[0].width))
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The rollout as a completion."""
@@ -58,6 +64,7 @@ class Conversation:
             loss_mask=tuple(self.loss_mask),
             reward=self.reward,
             turns=tuple(self.turns),
+            head=join_heads(self.heads) if self.heads else None,
         )
 
 

@@ -29,6 +29,7 @@ from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 
 WAKE_S = 0.01
 
@@ -65,7 +66,10 @@ class EpisodeEngine(RolloutEngine):
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         self.engine, self.environment = engine, environment
+        self.records_heads = engine.records_heads
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
+        self.takes_adapters = engine.takes_adapters
+        self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
         self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
@@ -74,6 +78,7 @@ class EpisodeEngine(RolloutEngine):
         self._talking: dict[int, dict[int, Conversation]] = {}  # inner request -> conversations whose turn it samples
         self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
         self._num_waiting = 0  # conversations whose environment works
+        self._answering = Overlap("answer")
         self._finished: list[Completion] = []
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -89,6 +94,7 @@ class EpisodeEngine(RolloutEngine):
     def setup(self, model: str) -> None:
         self._codec = TextCodec(model)
         self.engine.setup(model)
+        self.dtype = self.engine.dtype
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     @property
@@ -104,10 +110,19 @@ class EpisodeEngine(RolloutEngine):
         """Tokens generated, without those of environments."""
         return self.engine.num_tokens
 
+    @property
+    def num_running(self) -> int | None:
+        return self.engine.num_running
+
+    def observe(self, spans: Spans) -> bool:
+        self._answering.lane = spans.lane(0, ENVIRONMENT, "environment", "environments")
+        return self.engine.observe(spans)
+
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; running episodes continue under them."""
         with self._lock:
             self._asked.newest = version
+        self.engine.probe = self.probe
         self.engine.load_weights(version, weights)
         with self._lock:
             self._asked.loaded = version
@@ -204,7 +219,8 @@ class EpisodeEngine(RolloutEngine):
         if prompt is None:
             raise InvariantError("an episode without a prompt")
         try:
-            observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
+            with self._answering.one(turns=1):
+                observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
             if not math.isfinite(observation.reward):
                 raise ValueError(f"a reward of {observation.reward}")
             with self._lock:

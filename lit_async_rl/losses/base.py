@@ -25,6 +25,10 @@ class LossInputs:
         staleness: age of each token in policy versions.
         token_weights: weight of each token in the average over the step.
         group_index: group of each row; completions of one prompt share it.
+        head_logprobs: log pi of the tokens that the engine recorded in place of each token (`sampling.head`), with
+            gradient; None if the loss does not need them.
+        head_behavior_logprobs: log mu of the same tokens; -inf where mu is 0.
+        behavior_entropy: entropy of mu at each token.
     """
 
     logprobs: Float[Tensor, "B T"]
@@ -35,6 +39,9 @@ class LossInputs:
     staleness: Int[Tensor, "B T"]
     token_weights: Float[Tensor, "B T"]
     group_index: Int[Tensor, " B"]
+    head_logprobs: Float[Tensor, "B T k"] | None = None
+    head_behavior_logprobs: Float[Tensor, "B T k"] | None = None
+    behavior_entropy: Float[Tensor, "B T"] | None = None
 
     @property
     def log_ratio(self) -> Float[Tensor, "B T"]:
@@ -74,7 +81,18 @@ class LossInputs:
             token_weights=masked(self.token_weights, usable),
             staleness=torch.where(usable, self.staleness, 0),
             loss_mask=usable,
+            **self._cleaned_head(usable),
         )
+
+    def _cleaned_head(self, usable: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        if self.head_logprobs is not None and self.head_behavior_logprobs is not None:
+            places = usable[..., None].expand_as(self.head_logprobs)
+            values["head_logprobs"] = masked(self.head_logprobs, places)
+            values["head_behavior_logprobs"] = torch.where(places, self.head_behavior_logprobs, -torch.inf)
+        if self.behavior_entropy is not None:
+            values["behavior_entropy"] = masked(self.behavior_entropy, usable)
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +114,8 @@ class PolicyLoss(ABC):
         needs_behavior_proximal: True if that ratio is the method's own off-policy correction, so that the proximal
             policy must be the behavior policy, and any further correction would count twice.
         needs_reference: True if the proximal policy is the frozen reference policy.
+        needs_head: smallest `data.sampling.head` that the loss can be computed with; None if it needs no recorded
+            distributions, 0 for their entropy alone.
         needs_whole_groups: True if it compares the completions of one prompt, which must be in one micro-batch.
     """
 
@@ -103,6 +123,7 @@ class PolicyLoss(ABC):
     needs_behavior_proximal: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
     needs_whole_groups: ClassVar[bool] = False
+    needs_head: ClassVar[int | None] = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss of each token; loss and gradient are exactly 0 where `loss_mask` is False, NaN inputs included."""

@@ -22,19 +22,23 @@ def check_clip(name: str, clip_low: float, clip_high: float) -> None:
     check_range(name, ">= 0", clip_low=clip_low, clip_high=clip_high)
 
 
+Bound = float | Float[Tensor, "B T"]
+
+
 def moved_away(
-    ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: float, high: float
+    ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: Bound, high: Bound
 ) -> Bool[Tensor, "B T"]:
     """Mask of tokens whose ratio left [low, high] in the direction of their advantage, where PPO clips."""
     return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
 
 
 def clipped_surrogate(
-    ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: float, high: float
+    ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: Bound, high: Bound
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Returns -min(r A, clip(r, low, high) A), and the mask of clipped tokens, whose gradient is 0."""
     cut = moved_away(ratio, advantages, low, high)
-    return -torch.where(cut, ratio.detach().clamp(low, high), ratio) * advantages, cut
+    clipped = ratio.detach().clamp(low, high)  # type: ignore[arg-type]  # the stubs know numbers or tensors, no union
+    return -torch.where(cut, clipped, ratio) * advantages, cut
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -21,6 +24,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.meta_loading import parameters_on_meta
+from lit_async_rl.utils.checks import check_dtype
+from lit_async_rl.utils.patience import announced
+
+log = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -43,9 +50,8 @@ def load_policy(
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
         ValueError: `dtype` is no torch dtype, the model is no causal LM, or it has weights that are not finite.
     """
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise ValueError(f"model.dtype must be the name of a torch dtype such as float32 or bfloat16, got {dtype!r}")
+    check_dtype("model.dtype", dtype)
+    torch_dtype = getattr(torch, dtype)
     config = load_config(model)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
@@ -61,7 +67,8 @@ def load_policy(
     elif random_init:
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
-        lm = _load(AutoModelForCausalLM, model, **kwargs)
+        with announced(f"model {model!r} to be read, or downloaded"):
+            lm = _load(AutoModelForCausalLM, model, **kwargs)
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
@@ -125,15 +132,43 @@ def context_length(lm: PreTrainedModel) -> int:
 
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """Token ids that end a completion."""
-    return _as_tuple(lm.generation_config.eos_token_id if lm.generation_config is not None else lm.config.eos_token_id)
+    """Token ids that end a completion, see `stored_eos_token_ids`."""
+    return _first_eos(lm.name_or_path or "", lm.generation_config, lm.config.get_text_config())
+
+
+def stored_dtype(model: str) -> str:
+    """Name of the dtype of a model's files; float32 where its configuration does not say.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    dtype = getattr(load_config(model), "dtype", None)
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
-    """Token ids that end a completion, read from the files of a model that is not loaded."""
-    config: Any = load_config(model)
-    stored = _generation_config(model)
-    return _as_tuple(config.get_text_config().eos_token_id if stored is None else stored.eos_token_id)
+    """Token ids that end a completion, read from the files of a model that is not loaded.
+
+    They are those of the generation configuration; if it names none, of the configuration, and then of the tokenizer.
+    An empty list says that nothing ends a completion. Warns if there are none.
+    """
+    return _first_eos(model, _generation_config(model), load_config(model).get_text_config())
+
+
+def _first_eos(model: str, *configs: Any) -> tuple[int, ...]:
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    with contextlib.suppress(FileNotFoundError):  # a model may come without a tokenizer, or from memory
+        if model and (token := load_tokenizer(model).eos_token_id) is not None:
+            return (int(token),)
+    log.warning(
+        "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends a "
+        "text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
+        model,
+    )
+    return ()
 
 
 def _generation_config(model: str) -> GenerationConfig | None:
@@ -141,12 +176,6 @@ def _generation_config(model: str) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(model)
     except OSError:  # many models have no such file; transformers, too, then asks the configuration
         return None
-
-
-def _as_tuple(ids: int | Sequence[int] | None) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -196,15 +225,27 @@ def _first_device() -> torch.device:
 
 
 def _load(loader: Any, model: str, **kwargs: Any) -> Any:
+    if not model:
+        raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
     is_folder = Path(model).is_dir()
     if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
     try:
         with _without_bar():
             return loader.from_pretrained(model, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
+            raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
-        raise FileNotFoundError(f"model.model={model!r}: {what} ({str(error).splitlines()[0]})") from error
+        raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
+
+
+def _is_about_attention(error: Exception) -> bool:
+    return "attn_implementation" in str(error) or "attention" in str(error).lower()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lit_async_rl.utils.checks import check_range
+
 if TYPE_CHECKING:
     from lit_async_rl.models.policy import CausalPolicy, TokenStats
 
@@ -19,11 +21,17 @@ class LoRA:
         rank: rank of the update.
         alpha: the update is scaled by alpha / rank.
         target_modules: names of the adapted layers; None is the default of PEFT.
+
+    Raises:
+        ValueError: a number is not positive.
     """
 
     rank: int = 16
     alpha: int = 32
     target_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_range("model.lora", "positive", rank=self.rank, alpha=self.alpha)
 
 
 def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:

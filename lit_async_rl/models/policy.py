@@ -21,10 +21,14 @@ from lit_async_rl.utils.checks import check_range
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Log-probability of each token and entropy of its distribution; 0 where the mask is False."""
+    """Log-probability of each token, entropy of its distribution, and log-probabilities of other tokens in its place.
+
+    0 where the mask is False. `head` has the tokens asked for by `head_ids`, k of them (none by default).
+    """
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
+    head: Float[Tensor, "B T k"]
 
 
 class CausalPolicy(nn.Module):
@@ -71,11 +75,12 @@ class CausalPolicy(nn.Module):
         temperature: float = 1.0,
         entropy_grad: bool = False,
         group_index: Int[Tensor, " B"] | None = None,
+        head_ids: Int[Tensor, "B T k"] | None = None,
     ) -> TokenStats:
         """Statistics of the tokens where `mask` is True, given all tokens before them, at `temperature`.
 
         No attention mask is needed: rows are right-padded, and the model is causal. Without `entropy_grad` the entropy
-        is detached and costs no memory.
+        is detached and costs no memory. `head_ids` are tokens whose log-probabilities are wanted at each position.
         """
         predicts = mask[:, 1:]  # the token at t is predicted at t - 1
         if not predicts.any():  # all padding: still use every parameter, because sharded ranks wait for each other
@@ -87,26 +92,28 @@ class CausalPolicy(nn.Module):
             hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
             features = hidden[:, :-1][predicts]
         targets = input_ids[:, 1:][predicts]  # [N]
-        logprobs, entropy = self._chunked_stats(features, targets, temperature, entropy_grad)
-        return TokenStats(
-            logprobs=_scatter(logprobs, predicts, mask),
-            entropy=_scatter(entropy, predicts, mask),
-        )
+        wanted = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
+        stats = self._chunked_stats(features, targets, wanted, temperature, entropy_grad)
+        logprobs, entropy, head = (_scatter(values, predicts, mask) for values in stats)
+        return TokenStats(logprobs=logprobs, entropy=entropy, head=head)
 
     def _chunked_stats(
-        self, features: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, features: Tensor, targets: Tensor, head_ids: Tensor, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, ...]:
         if len(targets) <= self.chunk_tokens:
-            return self._stats(features, targets, temperature, entropy_grad)
-        chunks = [
-            checkpoint(self._stats, x, y, temperature, entropy_grad, use_reentrant=False)
-            for x, y in zip(features.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
-        ]
-        return torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks])
+            return self._stats(features, targets, head_ids, temperature, entropy_grad)
+        parts = zip(*(values.split(self.chunk_tokens) for values in (features, targets, head_ids)), strict=True)
+        chunks = [checkpoint(self._stats, *part, temperature, entropy_grad, use_reentrant=False) for part in parts]
+        return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
 
     def _stats(
-        self, features: Float[Tensor, "N H"], targets: Int[Tensor, " N"], temperature: float, entropy_grad: bool
-    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        self,
+        features: Float[Tensor, "N H"],
+        targets: Int[Tensor, " N"],
+        head_ids: Int[Tensor, "N k"],
+        temperature: float,
+        entropy_grad: bool,
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "N k"]]:
         logits = self.logits(features).float()
         if temperature not in (0, 1):  # each copy of the logits counts
             logits = logits / temperature
@@ -115,7 +122,7 @@ class CausalPolicy(nn.Module):
             entropy = -(log_p.exp() * log_p).sum(-1)
         else:
             entropy = -log_p.detach().exp().mul_(log_p.detach()).sum(-1)
-        return log_p.gather(-1, targets[:, None])[:, 0], entropy
+        return log_p.gather(-1, targets[:, None])[:, 0], entropy, log_p.gather(-1, head_ids)
 
     def logits(self, features: Float[Tensor, "N H"]) -> Float[Tensor, "N V"]:
         """Applies the output head, with the logit scalings of some model families (Cohere, Granite, Gemma)."""
@@ -130,8 +137,10 @@ class CausalPolicy(nn.Module):
         return logits
 
 
-def _scatter(values: Float[Tensor, " N"], predicts: Bool[Tensor, "B T1"], mask: Bool[Tensor, "B T"]) -> Tensor:
-    """Puts the value predicted at t - 1 in position t; exactly 0, also in the gradient, where `mask` is False."""
-    out = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+def _scatter(values: Tensor, predicts: Bool[Tensor, "B T1"], mask: Bool[Tensor, "B T"]) -> Tensor:
+    """Puts values [N] or [N, k] predicted at t - 1 in position t; 0, also in the gradient, where `mask` is False."""
+    more = values.dim() - 1
+    predicts, mask = (places.reshape(*places.shape, *[1] * more) for places in (predicts, mask))
+    out = torch.zeros(*mask.shape[:2], *values.shape[1:], dtype=values.dtype, device=values.device)
     out[:, 1:] = out[:, 1:].masked_scatter(predicts, values)
     return torch.where(mask, out, 0.0)

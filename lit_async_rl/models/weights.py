@@ -34,12 +34,16 @@ def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+def stream_weights(
+    policy: CausalPolicy, root: nn.Module | None = None, adapters: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor) of every parameter; tied ones once, LoRA merged.
 
     Args:
         policy: policy whose weights are streamed.
         root: outermost module, where FSDP1 wraps it (`trainer.strategy.model`).
+        adapters: LoRA is not merged; the factors of the change of `LAYER.weight` follow it as `LAYER.lora_A` and
+            `LAYER.lora_B`, to be added as `lora_B @ lora_A`. Layers for which this cannot be said are merged.
 
     Raises:
         ValueError: the policy has adapters and is wrapped by FSDP1.
@@ -60,10 +64,27 @@ def stream_weights(policy: CausalPolicy, root: nn.Module | None = None) -> Itera
         if owner in lora:
             if leaf == "weight":
                 layer = lora[owner]
+                factors = low_rank_factors(layer) if adapters else None
+                if factors is not None:
+                    yield f"{owner}.{leaf}", full
+                    yield f"{owner}.lora_A", factors[0]
+                    yield f"{owner}.lora_B", factors[1]
+                    continue
                 full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
             yield f"{owner}.{leaf}", full
         elif ".lora_" not in name:
             yield name, full
+
+
+def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """A and B of a layer of PEFT whose weight changes by B @ A; None if it changes in another way."""
+    if len(layer.active_adapters) != 1 or not isinstance(layer.get_base_layer(), nn.Linear):
+        return None
+    (name,) = layer.active_adapters
+    if name not in layer.lora_A or getattr(layer, "use_dora", {}).get(name) or getattr(layer, "fan_in_fan_out", False):
+        return None
+    down, up = _gather(layer.lora_A[name].weight), _gather(layer.lora_B[name].weight)
+    return down.detach(), up.detach() * layer.scaling[name]
 
 
 def _gather(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
+from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 from lit_async_rl.utils.checks import check_range
 
@@ -223,8 +224,14 @@ def _key(group: RolloutGroup) -> _Key:
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
-    turns = fields["turns"]
-    return Rollout(**{**fields, "turns": None if turns is None else tuple(Turn(**turn) for turn in turns)})
+    turns, head = fields["turns"], fields.get("head")  # older checkpoints know no heads
+    return Rollout(
+        **{
+            **fields,
+            "turns": None if turns is None else tuple(Turn(**turn) for turn in turns),
+            "head": None if head is None else SamplerHead(**head),
+        }
+    )
 
 
 def _version(rollout: Rollout, group: RolloutGroup) -> int:

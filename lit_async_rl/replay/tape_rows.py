@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import torch
 
+from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 SCHEMA = pa.schema(
@@ -35,6 +37,10 @@ SCHEMA = pa.schema(
         ("queue_s", pa.float64()),
         ("turns", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64())]))),
         ("written_at", pa.float64()),  # seconds since 1970
+        ("head_width", pa.int32()),  # entries per token of the recorded distributions, null if there are none
+        ("head_entropy", pa.list_(pa.float32())),
+        ("head_ids", pa.list_(pa.int32())),  # of all tokens, one after the other
+        ("head_logprobs", pa.list_(pa.float32())),
         ("messages", pa.string()),  # JSON, of prompts that are messages; their `prompt` is for reading
     ]
 )
@@ -62,6 +68,7 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "generation_s": group.generation_s,
         "queue_s": group.queue_s,
         "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
+        **_head_columns(rollout.head),
     }
 
 
@@ -82,12 +89,32 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
                 reward=row["reward"],
                 loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
                 turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
+                head=_head(row),
             )
             for row in rows
         ),
         admitted_version=head["admitted_version"],
         generation_s=head["generation_s"],
         queue_s=head["queue_s"],
+    )
+
+
+def _head_columns(head: SamplerHead | None) -> dict[str, Any]:
+    if head is None:
+        return {"head_width": None, "head_entropy": None, "head_ids": None, "head_logprobs": None}
+    entropy, ids, logprobs = (values.flatten().numpy() for values in head.tensors)
+    return {"head_width": head.width, "head_entropy": entropy, "head_ids": ids, "head_logprobs": logprobs}
+
+
+def _head(row: dict[str, Any]) -> SamplerHead | None:
+    width = row.get("head_width")
+    if width is None:
+        return None
+    length = len(row["head_entropy"])
+    return SamplerHead(
+        torch.tensor(row["head_entropy"], dtype=torch.float32),
+        torch.tensor(row["head_ids"], dtype=torch.int32).reshape(length, width),
+        torch.tensor(row["head_logprobs"], dtype=torch.float32).reshape(length, width),
     )
 
 

@@ -15,6 +15,7 @@ from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.spans import TRAINER, Lane, Spans
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class NoEngine(RolloutEngine):
     """Engine that accepts weights and generates nothing."""
 
     in_flight_weight_updates = True
+    records_heads = True  # those of the tape
     max_model_len = 0
     busy_s = 0.0
     num_tokens = 0
@@ -69,6 +71,7 @@ class Replay:
         self._groups: deque[tuple[int, RolloutGroup]] = deque()
         self._num_handed_out = self._num_tokens = 0
         self._began, self._wait_s = time.monotonic(), 0.0
+        self._waiting: Lane | None = None
 
     def start(self, version: int) -> None:
         """Sets the policy's version."""
@@ -90,7 +93,10 @@ class Replay:
         if not self._groups:
             began = time.monotonic()
             step = next(self._steps, None)
-            self._wait_s += time.monotonic() - began
+            seconds = time.monotonic() - began
+            self._wait_s += seconds
+            if self._waiting is not None:
+                self._waiting.add("wait", began, seconds)
             if step is None:
                 log.warning("the tape has ended after %d groups: training stops", self._num_handed_out)
                 return None
@@ -104,6 +110,10 @@ class Replay:
         ]
         oldest = min((v for rollout in moved for v in rollout.versions), default=self.version)
         return replace(group, rollouts=tuple(moved), max_staleness=self.version - oldest)
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline when the tape is read."""
+        self._waiting = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
 
     def stats(self) -> ProducerStats:
         """Totals; the trainer waits while the tape is read."""

@@ -24,10 +24,12 @@ from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.clocks import AwakeClock
 from lit_async_rl.utils.log_limit import LimitedLog
+from lit_async_rl.utils.spans import FIRST_REWARD, Lane, Spans
 
 CLOSE_S = 5.0
 POLL_S = 0.2
 MAX_LEFT_OUT = 10  # prompts in a row
+MAX_LANES = 8  # workers that a timeline shows
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +40,7 @@ class _Job:
     done: Callable[[float], None]
     give_up: Callable[[], None]
     is_wanted: Callable[[], bool]
+    group: int | None = None
     num_tries: int = 0
     is_said_to_be_slow: bool = False
 
@@ -74,6 +77,7 @@ class Scorer:
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
         self._busy_s, self._cpu_s, self._is_closed = 0.0, 0.0, False
+        self._spans: Spans | None = None
         for _ in range(num_workers):
             self._add_worker()
 
@@ -91,12 +95,22 @@ class Scorer:
         done: Callable[[float], None],
         give_up: Callable[[], None] = lambda: None,
         is_wanted: Callable[[], bool] = lambda: True,
+        group: int | None = None,
     ) -> None:
         """Scores in the background; the worker thread calls `done(reward)` or `give_up()`.
 
-        A job for which `is_wanted()` is false when it starts is dropped.
+        A job for which `is_wanted()` is false when it starts is dropped. A timeline shows `group`.
         """
-        self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted))
+        self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted, group))
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline when the workers score."""
+        self._spans = spans
+
+    def _lane(self, number: int) -> Lane | None:
+        if self._spans is None or number >= MAX_LANES:  # the number of a worker that replaces another is a new one
+            return None
+        return self._spans.lane(0, FIRST_REWARD + number, "reward", f"reward {number}")
 
     def _work(self, number: int) -> None:
         while (job := self._jobs.get()) is not None:
@@ -122,8 +136,11 @@ class Scorer:
                 return
             if self._is_closed:
                 return
-            self._busy_s += time.monotonic() - began
+            seconds = time.monotonic() - began
+            self._busy_s += seconds
             self._cpu_s += time.thread_time() - began_cpu
+            if (lane := self._lane(number)) is not None:
+                lane.add("score", began, seconds, group=job.group, ok=failure is None)
             try:
                 if failure is None:
                     self._left_out = []

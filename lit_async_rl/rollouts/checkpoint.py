@@ -150,5 +150,5 @@ def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
                 f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
                 "could not go on. " + START_ANEW
             )
-    known = dict(saved) | {"data.sampling": {"stop": (), **saved["data.sampling"]}}  # there were no stop strings once
+    known = dict(saved) | {"data.sampling": {"stop": (), "head": None, **saved["data.sampling"]}}  # not in older ones
     return all(known[name] == value for name, value in now.items())

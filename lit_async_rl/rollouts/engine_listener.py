@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngi
 from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError, describe
+from lit_async_rl.rollouts.engine_spans import EngineSpans
+from lit_async_rl.utils.spans import Spans
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 
@@ -54,6 +57,7 @@ class EngineListener:
         self._on_completion, self._on_turn = on_completion, on_turn
         self._before = (0.0, 0)  # seconds and tokens of engines that were replaced
         self._stopped = threading.Event()
+        self._spans: EngineSpans | None = None
         self._thread = self._new_thread()
 
     def _install(self, engine: RolloutEngine, version: int | None = None) -> None:
@@ -62,6 +66,10 @@ class EngineListener:
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, args=(self.engine,), name="producer", daemon=True)
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline what the engine does."""
+        self._spans = EngineSpans(spans, self.engine)
 
     def start(self) -> None:
         """Starts polling."""
@@ -131,12 +139,15 @@ class EngineListener:
             return
         with self.changed:
             self.ledger.newest = version
+        began = time.monotonic()
         try:
             self.calls.load_weights(version, weights)
         except Exception as error:  # `take` raises it, or another engine gets the weights
             self.break_engine(error, self.engine)
         else:
             self.has_loaded(version)
+            if self._spans is not None:
+                self._spans.loaded(version, began)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Submits requests if the engine works; a failure is recorded.
@@ -205,6 +216,8 @@ class EngineListener:
             self._before = (self.busy_s, self.num_tokens)
             self._install(engine, version)
             self.engine_error = None
+            if self._spans is not None:
+                self._spans.restarted(engine)
             self.submit(requests)
             self._thread = self._new_thread()
             self._thread.start()
@@ -238,7 +251,11 @@ class EngineListener:
             self._stopped.wait(POLL_S)
             return []
         try:
-            return self.ledger.listed(engine.poll(POLL_S), "poll")
+            began, spans = time.monotonic(), self._spans
+            completions = self.ledger.listed(engine.poll(POLL_S), "poll")
+            if spans is not None:
+                spans.polled(engine, began, self.ledger.loaded)
+            return completions
         except EnvironmentFailure:  # the user's, not the engine's
             raise
         except Exception as error:

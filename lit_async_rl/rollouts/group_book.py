@@ -222,6 +222,7 @@ def _rollout(completion: Completion, text: str) -> Rollout:
         reward=completion.reward,
         loss_mask=completion.loss_mask,
         turns=completion.turns,
+        head=completion.head,
     )
 
 
@@ -236,4 +237,5 @@ def _completion(index: int, sample: int, rollout: Rollout) -> Completion:
         loss_mask=rollout.loss_mask,
         reward=rollout.reward,
         turns=rollout.turns,
+        head=rollout.head,
     )

@@ -10,6 +10,7 @@ from lit_async_rl.errors import StalledError
 from lit_async_rl.rollouts.engine_listener import POLL_S, EngineListener
 from lit_async_rl.rollouts.group_book import GroupBook
 from lit_async_rl.utils.clocks import AwakeClock
+from lit_async_rl.utils.patience import announced
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class GroupWait:
     ) -> None:
         self._listener, self._book, self._clock = listener, book, clock
         self.timeout_s, self._num_scored = timeout_s, num_scored
+        self._has_waited = False
 
     def until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
         """First number returned by `ready`; None to stop. Call it with `listener.changed` held.
@@ -43,6 +45,19 @@ class GroupWait:
             ProducerError: a background thread died (its error is the cause).
             StalledError: no progress for `timeout_s`.
         """
+        if self._has_waited:
+            return self._until(ready, should_stop)
+        with announced(self._first_rollouts):
+            found = self._until(ready, should_stop)
+        self._has_waited = True
+        return found
+
+    def _first_rollouts(self) -> str:
+        book, lacking = self._book, len(self._book.lacking)
+        waiting = f"{lacking} groups being sampled, {len(book.unfinished) - lacking} being scored"
+        return f"the first rollouts: {waiting}, {self._listener.num_tokens:,} tokens generated"
+
+    def _until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool]) -> int | None:
         last_change, progress, is_said = self._clock.now(), self._progress(), False
         while True:
             self._listener.check_thread()

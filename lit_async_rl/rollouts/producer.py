@@ -31,6 +31,7 @@ from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.spans import TRAINER, Lane, Spans
 
 
 class Producer:
@@ -74,6 +75,7 @@ class Producer:
         self.wait = GroupWait(self.listener, self.book, scorer.clock, timeout_s, lambda: self._num_scored)
         self._began = time.monotonic()
         self._wait_s = 0.0
+        self._waiting: Lane | None = None  # of a timeline
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
@@ -119,7 +121,16 @@ class Producer:
                 self._admit()
                 return group
         finally:
-            self._wait_s += time.monotonic() - began
+            seconds = time.monotonic() - began
+            self._wait_s += seconds
+            if self._waiting is not None:
+                self._waiting.add("wait", began, seconds)
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline when the trainer waits, and what engine and rewards do."""
+        self._waiting = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
+        self.listener.observe(spans)
+        self.scorer.observe(spans)
 
     def replace_engine(self, engine: RolloutEngine) -> int:
         """Switches to another engine, which has weights; returns the number of groups sampled again.
@@ -218,6 +229,7 @@ class Producer:
             done=partial(self._file_reward, group, sample),
             give_up=partial(self._give_up, group),
             is_wanted=partial(self.book.is_open, group),
+            group=group.index,
         )
 
     def _give_up(self, group: OpenGroup) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.sampler_head import join_heads
 from lit_async_rl.types import Prompt
 
 
@@ -85,8 +86,10 @@ class SampleRequests:
         named = dataclasses.replace(completion, request_id=part.index, sample_index=part.sample)
         if part.prefix is None:
             return named
+        heads = [head for head in (part.prefix.head, completion.head) if head is not None]
         return dataclasses.replace(
             named,
+            head=join_heads(heads) if len(heads) == 2 else None,
             token_ids=part.prefix.token_ids + completion.token_ids,
             logprobs=part.prefix.logprobs + completion.logprobs,
             versions=part.prefix.versions + completion.versions,

@@ -52,6 +52,8 @@ class SimulatedEngine(RolloutEngine):
         seed: of the latencies.
     """
 
+    has_model = False
+
     def __init__(
         self,
         latency: Latency,

@@ -77,12 +77,19 @@ def check_baseline(
         )
 
 
-def check_data_compatibility(loss: PolicyLoss, advantage: AdvantageEstimator, aggregation: Aggregation) -> None:
-    """Checks that regression losses get the advantages and token weights that their formulas assume.
+def check_data_compatibility(
+    loss: PolicyLoss, advantage: AdvantageEstimator, aggregation: Aggregation, head: int | None = None
+) -> None:
+    """Checks that losses get the advantages, token weights and recorded distributions that their formulas assume.
 
     Raises:
-        ValueError: advantage or aggregation is another one.
+        ValueError: advantage, aggregation or `data.sampling.head` is another one.
     """
+    if loss.needs_head is not None and (head is None or head < loss.needs_head):
+        raise ValueError(
+            f"data.sampling.head must be >= {loss.needs_head} with model.loss={_name(loss)}, which needs the "
+            f"distributions that the tokens were sampled from, got {head}"
+        )
     expected = {TrajectoryBalance: GroupMean, OAPL: LogMeanExp}
     for regression, estimator in expected.items():
         if not isinstance(loss, regression):

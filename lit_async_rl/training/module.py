@@ -36,7 +36,7 @@ from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_objects, check_range
 
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
@@ -99,6 +99,8 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
+        check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
+        check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
@@ -186,8 +188,10 @@ class PolicyModule(WholeSteps):
         self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
+    is_changed = property(lambda self: bool(self._updated), doc="Whether the weights changed since their publication.")
+
     def mark_updated(self) -> None:
-        """Marks the weights as changed by other means than the optimizer (a rollback), to be published."""
+        """Marks the weights as changed by other means than the optimizer, to be published."""
         self._updated = True
 
     def take_updated(self) -> bool:
@@ -195,9 +199,9 @@ class PolicyModule(WholeSteps):
         updated, self._updated = self._updated, False
         return updated
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Full weights under their Hugging Face names, one at a time; a collective if sharded."""
-        return stream_weights(self.policy, self.trainer.strategy.model)
+        return stream_weights(self.policy, self.trainer.strategy.model, adapters)
 
     def configure_optimizers(self) -> Any:
         """AdamW unless another was given, and the schedule, bound to this run.
@@ -209,7 +213,10 @@ class PolicyModule(WholeSteps):
         parameters = list(self.policy.parameters())
         adamw = partial(torch.optim.AdamW, lr=self.learning_rate or LEARNING_RATE, weight_decay=self.weight_decay)
         make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
-        optimizer = make_optimizer(parameters)
+        try:
+            optimizer = make_optimizer(parameters)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model.optimizer cannot be made: {error}") from error
         scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -20,6 +20,7 @@ from lit_async_rl.importance import kl_k3
 from lit_async_rl.losses import LossInputs, PolicyLoss
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
 from lit_async_rl.training.compatibility import check_compatibility
+from lit_async_rl.training.support import on_support
 from lit_async_rl.types import RolloutBatch
 
 Reference = Callable[..., TokenStats]  # called as `CausalPolicy` is; what it says is constant
@@ -67,7 +68,7 @@ class Objective:
         advantages = batch.advantages
         if self.baseline is not None:
             advantages = self.baseline.advantages(policy, tape, stats.logprobs, weights, batch)
-        output = self.loss(_loss_inputs(stats.logprobs, proximal_logprobs, advantages, staleness, batch))
+        output = self.loss(_loss_inputs(stats, proximal_logprobs, advantages, staleness, batch))
         loss = (batch.token_weights * output.per_token * weights).sum()
         if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
             rows = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
@@ -113,14 +114,14 @@ class Objective:
 
 
 def _loss_inputs(
-    logprobs: Float[Tensor, "B T"],
+    stats: TokenStats,
     proximal_logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
     staleness: Int[Tensor, "B T"],
     batch: RolloutBatch,
 ) -> LossInputs:
     return LossInputs(
-        logprobs=logprobs,
+        logprobs=stats.logprobs,
         proximal_logprobs=proximal_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
         advantages=advantages,
@@ -128,8 +129,12 @@ def _loss_inputs(
         staleness=staleness,
         token_weights=batch.token_weights,
         group_index=batch.group_index,
+        head_logprobs=None if batch.head_logprobs is None else stats.head,
+        head_behavior_logprobs=batch.head_logprobs,
+        behavior_entropy=batch.behavior_entropy,
     )
 
 
 def _token_stats(policy: Reference, batch: RolloutBatch, entropy_grad: bool = False) -> TokenStats:
-    return policy(batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index)
+    arguments = (batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index)
+    return on_support(policy(*arguments, head_ids=batch.head_ids), batch)

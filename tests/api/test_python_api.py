@@ -19,7 +19,8 @@ ROWS = [{"prompt": f"{d}=", "answer": "".join(sorted(d)), "level": "easy"} for d
 SMALL = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tokens=6))
 CPU = dict(accelerator="cpu", devices=1, enable_progress_bar=False)
 CLASSES = "WeightSync RolloutMonitor StalenessMonitor ImportanceMonitor ThroughputMonitor GradientMonitor SampleLogger"
-CLASSES += " Progress BottleneckVerdict RunSummary SkipNonFinite ModelCheckpoint SaveOnFailure SaveOnSigterm"
+CLASSES += " EngineCheck Progress BottleneckVerdict RunSummary SkipNonFinite ModelCheckpoint SaveOnFailure"
+CLASSES += " SaveOnSigterm"
 
 
 @pytest.fixture(autouse=True)

@@ -38,4 +38,4 @@ def test_the_bar_counts_optimizer_steps():
     bar = Progress()
     data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), micro_batches_per_step=4)
     fit(make_module(), data, 3, callbacks=[bar], enable_progress_bar=True)
-    assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (3, 3)
+    assert (bar.num_steps, bar.max_steps) == (3, 3)

@@ -6,7 +6,7 @@ from flow import MODEL
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.vllm.background import BackgroundEngine
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.errors import EngineError, StalledError
 
 

@@ -71,7 +71,7 @@ def test_a_prompt_that_a_slot_still_holds_is_read_again_only_after_an_update(fam
 
 def test_free_slots_are_filled_before_the_longest_completion_is_done():
     lm = tiny_llama()
-    lm.generation_config.eos_token_id = None
+    lm.generation_config.eos_token_id = []
     long, *short = [*requests_of([4], max_tokens=60, num_samples=1), *requests_of([4] * 10, 5, 1, first_id=1)]
     engine = EmbeddedEngine.from_module(lm, num_slots=2)
     engine.submit([long, *short])

@@ -80,5 +80,5 @@ def test_without_vllm_it_says_how_to_install_it():
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("ModuleNotFoundError: scripts/serve.py needs vLLM, which is not installed: pip")
+    assert done.stderr.startswith("error: scripts/serve.py needs vLLM, which is not installed: pip")
     assert done.stderr.count("\n") == 1

@@ -1,24 +1,30 @@
 """Weights written by the trainer are, bit for bit, those a worker reads; vLLM is in test_vllm_engine.py."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer
-from lit_async_rl.engines.vllm.weight_transfer import EngineControl, FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.worker import read_folder
+from lit_async_rl.assets import asset
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
+from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer, together
+from lit_async_rl.engines.vllm.weight_files import read_folder
+from lit_async_rl.engines.vllm.weight_transfer import EngineControl
+from lit_async_rl.errors import StalledError
 
 
 class Control(EngineControl):
     """Reads what a worker would."""
 
-    num_workers = 1
+    num_workers, update_timeout_s = 1, 10.0
 
     def __init__(self):
         self.seen = []
@@ -26,6 +32,7 @@ class Control(EngineControl):
     def collective_rpc(self, method, kwargs):
         assert method == "load_policy_weights"
         self.seen.append({name: tensor.clone() for name, tensor in read_folder(**kwargs)})
+        return [None]
 
 
 def some_weights(seed=0):
@@ -115,9 +122,41 @@ def test_a_worker_reads_nothing_but_what_trainers_wrote(tmp_path):
         list(read_folder(str(ours)))
 
 
+def test_without_room_in_shared_memory_files_take_its_place_and_the_remedy_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    transfer = SharedMemoryTransfer()
+    transfer.check_room(asset("sort_policy"))
+    assert transfer.folder == "/dev/shm"
+    small = shutil._ntuple_diskusage(64 << 20, 63 << 20, 1 << 20)  # what a container has without --shm-size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: small)
+    transfer.check_room(asset("sort_policy"))
+    assert "/dev/shm has 0.00 GiB free" in caplog.text
+    assert "--shm-size=1g" in caplog.text
+    control = Control()
+    transfer.stage(some_weights())
+    transfer.deliver(control)
+    assert Path(transfer.staged).parent == tmp_path
+    assert control.seen[0].keys() == dict(some_weights()).keys()
+    transfer.close()
+
+
+def test_an_error_of_one_of_two_that_wait_for_each_other_ends_the_wait_for_both():
+    began = time.monotonic()
+
+    def failing():
+        raise RuntimeError("the worker ran out of memory")
+
+    with pytest.raises(RuntimeError, match="ran out of memory"):
+        together(60.0, "a broadcast", failing, lambda: time.sleep(30))
+    with pytest.raises(StalledError, match=r"a broadcast did not end within data\.engine\.update_timeout_s=0\.1"):
+        together(0.1, "a broadcast", lambda: None, lambda: time.sleep(30))
+    assert time.monotonic() - began < 20
+    together(60.0, "a broadcast", lambda: None, lambda: None)
+
+
 KILLED = """
 import sys, time, torch
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 transfer = FileTransfer(sys.argv[1])
 transfer.stage([("a", torch.ones(4))])
 print(transfer.staged, flush=True)

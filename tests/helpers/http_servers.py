@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from weakref import WeakSet
 
+import transformers
 from aiohttp import web
 
-from lit_async_rl.engines.vllm.worker import ARCHITECTURE
+from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.models.loading import load_config
 from lit_async_rl.utils.event_loop import LoopThread
 
@@ -25,8 +26,15 @@ class MisbehavingServer:
     """
 
     def __init__(self, model: str, outcome: Callable[[str], str] = lambda number: "ok", num_bad_loads: int = 0) -> None:
-        config = load_config(model).get_text_config()
-        self.policy = {name: getattr(config, name) for name in ARCHITECTURE}
+        self.report = {
+            "model": describe_config(load_config(model).get_text_config()),
+            "transformers": transformers.__version__,
+            "dtype": "float32",
+            "problems": [],
+        }
+        self.max_model_len = 256
+        self.answer: Callable[[dict, dict], web.Response] | None = None  # in place of the right one to a request
+        self.logprobs: list[float] | None = None  # of the tokens of a prompt; None is as the trainer has them
         self.outcome, self.delay_s, self.num_bad_loads = outcome, 0.005, num_bad_loads
         self._spoilt = WeakSet()  # connections that brought an error; uvicorn closes them, sooner or later
         self.hangs = False  # as after SIGSTOP: nothing is answered
@@ -72,7 +80,7 @@ class MisbehavingServer:
         return web.json_response({})
 
     async def _models(self, request):
-        return web.json_response({"data": [{"max_model_len": 256}]})
+        return web.json_response({"data": [{"max_model_len": self.max_model_len}]})
 
     async def _weight_info(self, request):
         return web.json_response({"weight_version": self.tag})
@@ -83,7 +91,12 @@ class MisbehavingServer:
 
     async def _rpc(self, request):
         if (await request.json())["method"] == "describe_policy":
-            return web.json_response({"results": [{"model": self.policy, "logprobs_mode": "processed_logprobs"}]})
+            return web.json_response({"results": [self.report]})
+        method = (await request.json())["method"]
+        if method == "policy_weights_state":
+            return web.json_response({"results": [{"loaded": True}]})
+        if method == "swap_policy_weights":
+            return web.json_response({"results": [None]})
         if self.num_bad_loads:
             self.num_bad_loads -= 1
             return web.json_response({"error": {"message": "half loaded"}}, status=500)
@@ -95,6 +108,8 @@ class MisbehavingServer:
         if not body:
             return web.json_response({}, status=400)
         number, params = body["token_ids"][0], body["sampling_params"]
+        if "prompt_logprobs" in params:
+            return self._scored(body["token_ids"])
         outcome = self.outcome(number) if not body["cache_salt"].endswith("proof") else "ok"
         await asyncio.sleep(self.delay_s * random.random())
         while self.hangs or outcome == "hang":
@@ -104,11 +119,19 @@ class MisbehavingServer:
         if outcome == "error":
             return web.json_response({"error": {"message": "out of luck"}}, status=500)
         self.served[number] += 1
-        length = params["max_tokens"]
+        length, token = params["max_tokens"], number + (number == 1)  # 1 would end it
         choice = {
             "finish_reason": "abort" if outcome == "abort" else "length",
-            "token_ids": [number] * length,
-            "logprobs": {"content": [{"logprob": -1.0}] * length},
+            "token_ids": [token] * length,
+            "logprobs": {"content": [{"token_id": token, "logprob": -1.0}] * length},
             "weight_versions": [{"version": self.tag, "start": 0, "end": length}],
         }
-        return web.json_response({"choices": [choice | {"index": n} for n in range(params["n"])]})
+        answer = {"choices": [choice | {"index": n} for n in range(params["n"])]}
+        if self.answer is not None and not body["cache_salt"].endswith("proof"):
+            return self.answer(body, answer)
+        return web.json_response(answer)
+
+    def _scored(self, token_ids):
+        values = self.logprobs or [-1.0] * (len(token_ids) - 1)
+        found = [None] + [{str(t): {"logprob": x}} for t, x in zip(token_ids[1:], values, strict=True)]
+        return web.json_response({"choices": [], "prompt_logprobs": found})

@@ -23,6 +23,7 @@ def make_inputs(seed: int, shape: tuple[int, int] = (4, 6), spread: float = 0.5)
     proximal = -0.05 - torch.rand(shape, generator=generator, dtype=torch.float64) * 3
     logprobs = (proximal + spread * normal()).clamp(max=-0.01)
     advantages = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, normal())
+    log_p, log_q, entropy = make_heads(seed, shape, spread)
     return LossInputs(
         logprobs=logprobs.requires_grad_(),
         proximal_logprobs=proximal,
@@ -32,7 +33,23 @@ def make_inputs(seed: int, shape: tuple[int, int] = (4, 6), spread: float = 0.5)
         staleness=torch.randint(0, 5, shape, generator=generator),
         token_weights=torch.rand(shape, generator=generator, dtype=torch.float64),
         group_index=torch.arange(shape[0]) // 2,
+        head_logprobs=log_p,
+        head_behavior_logprobs=log_q,
+        behavior_entropy=entropy,
     )
+
+
+def make_heads(seed: int, shape: tuple[int, int], spread: float, known: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    """Log pi and log mu of the `known` likeliest of 8 tokens, some of which mu cannot sample; entropy of mu."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    logits = torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
+    moved = logits + spread * torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
+    truncated = torch.rand(*shape, 1, generator=generator) < 0.3
+    lowest = logits <= logits.sort(-1).values[..., 3:4]
+    log_q = logits.masked_fill(truncated & lowest, -math.inf).log_softmax(-1)
+    best = log_q.topk(known, -1)
+    entropy = -torch.where(log_q > -math.inf, log_q.exp() * log_q, 0.0).sum(-1)
+    return moved.log_softmax(-1).gather(-1, best.indices), best.values, entropy
 
 
 def run(loss: PolicyLoss, inputs: LossInputs) -> tuple[LossOutput, Tensor]:
@@ -53,7 +70,14 @@ def as_batch(inputs: LossInputs) -> slow.Batch:
         cotangents=inputs.token_weights.tolist(),
         mask=inputs.loss_mask.tolist(),
         group_index=inputs.group_index.tolist(),
+        entropy=known(inputs.behavior_entropy).tolist(),
+        head=torch.stack([known(inputs.head_logprobs), known(inputs.head_behavior_logprobs)], -1).tolist(),
     )
+
+
+def known(values: Tensor | None) -> Tensor:
+    assert values is not None
+    return values
 
 
 def junk_at(inputs: LossInputs, where: Tensor, seed: int) -> LossInputs:

@@ -20,7 +20,7 @@ from flow import barrier_engine, fit, make_data, make_module
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lit_async_rl.callbacks import GradientClipping
+from lit_async_rl.callbacks import EngineCheck, GradientClipping
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.sharding import FSDPStrategy, Sharding
@@ -83,7 +83,11 @@ def run(
     module = make_module(**(dict(loss=Reinforce(), learning_rate=1e-4) | extra))
     saving = [ModelCheckpoint(keep, "{step}", every_n_train_steps=5, save_top_k=-1)] if keep else []
     others = dict(strategy=make_strategy(strategy), devices=WORLD, enable_checkpointing=bool(keep))
-    fit(module, data, STEPS, [record, clip, *saving], begin, **others)
+    check = EngineCheck(every_n_updates=1, num_rollouts=2, on_error="stop")  # not where one process is the reference
+    checks = [check] if WORLD > 1 else []
+    fit(module, data, STEPS, [record, clip, *checks, *saving], begin, **others)
+    if checks and begin is None:
+        assert check.num_checks >= (1 if strategy == "fsdp1" and staleness else STEPS - staleness - 1)
     weights = torch.cat([w.flatten() for _, w in sorted((n, w.clone()) for n, w in module.stream_weights())])
     result = dict(losses=record.losses, norms=record.norms, rewards=record.rewards, version=module.version)
     return result | dict(weights=weights[::97].tolist(), norm=float(weights.double().norm()))

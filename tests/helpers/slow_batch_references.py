@@ -112,3 +112,16 @@ def bapo_released(batch: Batch, loss: Any) -> Result:
         return dual(*ppo(math.exp(b.log_ratio(row, t)), advantage, low, high), advantage, loss.dual_clip)
 
     return token_wise(rule)(batch, loss)
+
+
+def sat(batch: Batch, loss: Any) -> Result:
+    drifts = sorted(abs(batch.log_ratio(*place)) for place in batch.all_tokens())
+    threshold = max(drifts[int(loss.quantile * (len(drifts) - 1))], 1e-4) if drifts else 1e-4
+
+    def rule(_: Any, batch: Batch, row: int, t: int) -> tuple[float, float]:
+        relative = abs(batch.log_ratio(row, t)) / threshold
+        shrink = 2 / (1 + relative**2) if relative > 1 else 1.0
+        ratio = math.exp(batch.log_ratio(row, t))
+        return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low * shrink, 1 + loss.clip_high * shrink)
+
+    return token_wise(rule)(batch, loss)

@@ -24,6 +24,8 @@ class Batch:
     cotangents: Matrix
     mask: list[list[bool]]
     group_index: list[int]
+    entropy: Matrix
+    head: list[list[list[tuple[float, float]]]]  # log pi and log mu of the tokens that were recorded
 
     def tokens(self, row: int) -> list[int]:
         return [t for t, trains in enumerate(self.mask[row]) if trains]
@@ -110,6 +112,51 @@ def opsm(loss, batch, row, t):
     if advantage < 0 and drift > loss.delta:
         return 0.0, 0.0
     return ppo(math.exp(batch.log_ratio(row, t)), advantage, 1 - loss.clip_low, 1 + loss.clip_high)
+
+
+def importance_weight(loss, ratio):
+    name = loss.weight.value
+    if name == "truncated":
+        return min(ratio, loss.cap)
+    if name == "masked":
+        return ratio if loss.low <= ratio <= loss.high else 0.0
+    return ratio if name == "full" else 1.0
+
+
+@token_wise
+def score_centering(loss, batch, row, t):
+    head, advantage = batch.head[row][t], batch.advantages[row][t]
+    p, q = [math.exp(log_p) for log_p, _ in head], [math.exp(log_q) for _, log_q in head]
+    rho = max(1 - math.fsum(q), 1e-6) / max(1 - math.fsum(p), 1e-6)
+    alpha = rho * importance_weight(loss, 1 / rho)
+    expected = 0.0
+    for (log_p, log_q), p_v, q_v in zip(head, p, q, strict=True):
+        if log_q > -math.inf:
+            expected += (q_v * importance_weight(loss, p_v / q_v) - alpha * p_v) * log_p
+    value, slope = weighted(importance_weight(loss, math.exp(batch.log_ratio(row, t))), batch, row, t)
+    return value + advantage * expected, slope
+
+
+@token_wise
+def estr(loss, batch, row, t):
+    if batch.log_ratio(row, t) ** 2 / (batch.entropy[row][t] + loss.eps) > loss.tau:
+        return 0.0, 0.0
+    ratio = math.exp(batch.log_ratio(row, t))
+    return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
+
+
+@token_wise
+def min_pro(loss, batch, row, t):
+    before = [batch.log_ratio(row, u) for u in batch.tokens(row) if u < t]
+    weight = math.exp(batch.log_ratio(row, t)) * math.exp(min(before, default=0.0))
+    return weighted(min(weight, loss.cap), batch, row, t)
+
+
+@token_wise
+def pnpo(loss, batch, row, t):
+    prefix = [batch.log_ratio(row, u) for u in batch.tokens(row) if u <= t]
+    ratio = math.exp(math.fsum(prefix) / len(prefix))
+    return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
 
 
 @token_wise

@@ -57,7 +57,7 @@ def tiny_llama(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = 
 
 def tiny_for_vllm(tied: bool, seed: int = 0):
     """Heads as large as vLLM's CPU kernels want them, no end-of-text token, and less noise: sums round differently."""
-    sizes = _sizes(64, 32, 2, tied) | dict(eos_token_id=None, max_position_embeddings=512)
+    sizes = _sizes(64, 32, 2, tied) | dict(eos_token_id=[], max_position_embeddings=512)
     return _build(LlamaConfig(**sizes, head_dim=32), seed, noise=0.1)
 
 

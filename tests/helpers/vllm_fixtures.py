@@ -53,7 +53,7 @@ def lms() -> dict[int, Any]:
 def endless_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same model, but nothing ends a completion before its limit."""
     lm: Any = load_policy(MODEL)
-    lm.config.eos_token_id = lm.generation_config.eos_token_id = None
+    lm.generation_config.eos_token_id = []
     return save(lm, tmp_path_factory.mktemp("endless"), load_tokenizer(MODEL))
 
 

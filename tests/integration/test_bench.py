@@ -158,7 +158,10 @@ def test_the_report_says_what_the_table_says(tmp_path):
     assert said.index("vcpo 0.99") < said.index("topr 0.27")
     page = (tmp_path / "report.html").read_text()
     assert "the command" in page
-    assert page.count("<img") == 6 == len(list((tmp_path / "pictures").glob("*.png")))
+    assert page.count("<img") == page.count('<img alt="') == 6 == len(list((tmp_path / "pictures").glob("*.png")))
+    assert "<li>Synchronous training goes from" in page
+    assert "Made by <code>the command</code>." in page
+    assert "name=viewport" in page
 
 
 def test_tables_that_are_none_are_refused(tmp_path):

@@ -83,6 +83,11 @@ def test_two_processes_train_from_the_command_line(name, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("held-out accuracy before, after") == 1
+    timelines = {path.name: path.read_text() for path in tmp_path.rglob("timeline/*.json")}
+    assert set(timelines) == {"rank0.json", "rank1.json"}
+    assert all('"forward_backward"' in text and '"wait"' in text for text in timelines.values())
+    assert '"decode"' in timelines["rank0.json"]
+    assert '"pid":1,' in timelines["rank1.json"]
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     if checkpoint.is_dir():  # FSDP1's
         consolidate = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(checkpoint)]
@@ -128,14 +133,6 @@ def test_train_evaluate_export_and_chat(tmp_path, capsys):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-
-
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_other_loggers_run_beside_the_csv_log(name, tmp_path):
-    quiet = ["--trainer.enable_progress_bar", "false"]
-    main([*BASE, "--config", f"configs/loggers/{name}.yaml", *TINY, *logs(tmp_path), *quiet])
-    assert list(tmp_path.rglob("metrics.csv"))
-    assert list(tmp_path.rglob("*.wandb" if name == "wandb" else "events.out*"))
 
 
 def test_a_lora_run_trains_and_exports_merged_weights(tmp_path):

@@ -20,11 +20,14 @@ from lit_async_rl.losses import (
     BAPO,
     CISPO,
     DPPO,
+    ESTR,
     GSPO,
     IPO,
     M2PO,
     OAPL,
     OPSM,
+    PNPO,
+    SAT,
     TOPR,
     BAPOReleased,
     DPPOBinaryKL,
@@ -34,6 +37,7 @@ from lit_async_rl.losses import (
     LossOutput,
     M2POAdaptiveClip,
     MiniRL,
+    MinPRO,
     PolicyLoss,
     PPOClip,
     Reinforce,
@@ -57,6 +61,8 @@ spreads = st.sampled_from([0.001, 0.1, 0.5, 2.0])
         DPPOBinaryKL(threshold=math.inf, cap=math.inf),
         M2PO(budget=math.inf),
         M2POAdaptiveClip(budget=math.inf),
+        ESTR(tau=math.inf, clip_low=math.inf, clip_high=math.inf),
+        SAT(clip_low=math.inf, clip_high=math.inf),
     ],
     ids=str,
 )
@@ -66,6 +72,33 @@ def test_infinite_bounds_undo_clipping(loss: PolicyLoss) -> None:
     expected = -inputs.token_weights * inputs.ratio.detach() * inputs.advantages
     assert_close(grad, torch.where(inputs.loss_mask, expected, 0.0))
     assert not output.clipped.any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=spreads)
+def test_estr_without_a_bound_is_ppo_clip(seed: int, spread: float) -> None:
+    inputs = make_inputs(seed, spread=spread)
+    (estr, estr_grad), (ppo, ppo_grad) = run(ESTR(tau=math.inf), inputs), run(PPOClip(), inputs)
+    assert torch.equal(estr.per_token, ppo.per_token)
+    assert torch.equal(estr_grad, ppo_grad)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=spreads)
+def test_sat_without_a_stale_tail_is_ppo_clip(seed: int, spread: float) -> None:
+    inputs = make_inputs(seed, spread=spread)
+    (sat, sat_grad), (ppo, ppo_grad) = run(SAT(quantile=1.0), inputs), run(PPOClip(), inputs)
+    assert torch.equal(sat.per_token, ppo.per_token)
+    assert torch.equal(sat_grad, ppo_grad)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=spreads)
+def test_prefix_ratios_of_completions_of_one_token_are_token_ratios(seed: int, spread: float) -> None:
+    inputs = make_inputs(seed, (4, 1), spread)
+    for prefix, token in ((PNPO(), PPOClip()), (MinPRO(cap=2.0), CISPO(clip_high=1.0))):
+        (_, prefix_grad), (_, token_grad) = run(prefix, inputs), run(token, inputs)
+        assert_close(prefix_grad, token_grad)
 
 
 @settings(max_examples=25, deadline=None)

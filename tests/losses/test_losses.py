@@ -26,25 +26,31 @@ from lit_async_rl.losses import (
     BAPO,
     CISPO,
     DPPO,
+    ESTR,
     GSPO,
     IPO,
     M2PO,
     OAPL,
     OPMD,
     OPSM,
+    PNPO,
     SAPO,
+    SAT,
     TOPR,
     VESPO,
     BAPOReleased,
     DPPOBinaryKL,
     GSPOToken,
+    ImportanceWeight,
     KimiRegression,
     LossInputs,
     M2POAdaptiveClip,
     MiniRL,
+    MinPRO,
     PolicyLoss,
     PPOClip,
     Reinforce,
+    ScoreCentering,
     TrajectoryBalance,
     TrajectoryBalancePrime,
 )
@@ -87,6 +93,15 @@ CASES = [
     Case(M2PO(budget=0.5), slow_batch.m2po),
     Case(M2POAdaptiveClip(), slow_batch.m2po_adaptive_clip),
     Case(M2POAdaptiveClip(budget=0.5), slow_batch.m2po_adaptive_clip),
+    Case(MinPRO(), slow.min_pro),
+    Case(MinPRO(cap=math.inf), slow.min_pro),
+    Case(PNPO(), slow.pnpo),
+    Case(PNPO(clip_low=0.1, clip_high=0.5), slow.pnpo),
+    Case(SAT(), slow_batch.sat),
+    Case(SAT(clip_low=0.3, clip_high=0.1, quantile=0.5), slow_batch.sat),
+    Case(ESTR(tau=0.1), slow.estr),
+    Case(ESTR(tau=2.0, eps=0.5, clip_low=0.1), slow.estr),
+    *(Case(ScoreCentering(weight=weight), slow.score_centering) for weight in ImportanceWeight),
     Case(BAPO(), slow_batch.bapo),
     Case(BAPOReleased(), slow_batch.bapo_released),
 ]
@@ -148,7 +163,8 @@ def test_order_of_completions_and_padding_change_nothing(case: Case) -> None:
     def shuffled_and_padded(values: Tensor) -> Tensor:
         if values.ndim == 1:
             return torch.nn.functional.pad(values[order], (0, 2), value=-1)
-        return torch.nn.functional.pad(values.detach()[order], (1, 3, 0, 2), value=0)
+        trailing = (0, 0) * (values.ndim - 2)
+        return torch.nn.functional.pad(values.detach()[order], (*trailing, 1, 3, 0, 2), value=0)
 
     moved = LossInputs(**{name: shuffled_and_padded(value) for name, value in vars(inputs).items()})
     moved_output, moved_grad = run(case.loss, moved)

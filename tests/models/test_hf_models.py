@@ -7,7 +7,14 @@ import torch
 from tiny_models import ALL, save, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lit_async_rl.models.loading import check_vocabulary, context_length, eos_token_ids, load_policy, load_tokenizer
+from lit_async_rl.models.loading import (
+    check_vocabulary,
+    context_length,
+    eos_token_ids,
+    load_policy,
+    load_tokenizer,
+    stored_eos_token_ids,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -140,5 +147,37 @@ def test_every_end_token_is_known():
     assert eos_token_ids(lm) == (1,)
     lm.generation_config.eos_token_id = [1, 7]
     assert eos_token_ids(lm) == (1, 7)
-    lm.generation_config.eos_token_id = None
+    lm.generation_config.eos_token_id = []  # nothing does
     assert eos_token_ids(lm) == ()
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer", "expected"),
+    [
+        ({"eos_token_id": [3, 1]}, 5, "<eos>", (3, 1)),
+        ({"temperature": 0.7}, 5, "<eos>", (5,)),  # as many models on the hub
+        (None, [5, 6], "<eos>", (5, 6)),
+        ({}, None, "<eos>", (1,)),
+        (None, None, "<eos>", (1,)),
+        ({}, None, None, ()),
+        ({"eos_token_id": []}, 5, "<eos>", ()),
+    ],
+)
+def test_what_no_generation_config_says_ends_a_text_the_config_does_and_then_the_tokenizer(
+    generation, config, tokenizer, expected, tmp_path, caplog
+):
+    folder = save(tiny_llama(), tmp_path)
+    for name, values in {
+        "config.json": {"eos_token_id": config},
+        "generation_config.json": generation,
+        "tokenizer_config.json": {"eos_token": tokenizer},
+    }.items():
+        file = tmp_path / name
+        stored = json.loads(file.read_text()) if name != "generation_config.json" else {}
+        file.unlink()
+        if values is not None:
+            file.write_text(json.dumps(stored | values))
+    (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
+    assert stored_eos_token_ids(folder) == eos_token_ids(load_policy(folder)) == expected
+    warned = "neither generation_config.json nor config.json nor the tokenizer names a token" in caplog.text
+    assert warned == (expected == () and not generation)

@@ -10,6 +10,7 @@ from replays import assert_exact, assert_greedy, assert_replayed, collect, key, 
 from tiny_models import save, tiny_for_vllm
 from vllm_engines import SMALL, children, started
 
+from lit_async_rl.callbacks import EngineCheck
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.engine import VLLMEngine
@@ -172,7 +173,7 @@ def test_a_trainer_trains_on_it(in_flight):
     engine, others = VLLMEngine(in_flight_weight_updates=in_flight, **SMALL), children()
     threads = torch.get_num_threads()
     module, data = make_module(), make_data(engine=engine, max_staleness=2)
-    fit(module, data, max_steps=5)
+    fit(module, data, max_steps=5, callbacks=[EngineCheck(every_n_updates=1, bound=2e-5, on_error="stop")])
     seen = [v for group in data.last_step_groups for rollout in group.rollouts for v in rollout.versions]
     assert module.version == 5
     assert min(seen) >= 2

@@ -15,7 +15,7 @@ from tiny_models import save, tiny_for_vllm, tiny_llama
 from vllm_engines import children, started
 
 from lit_async_rl.assets import asset
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_policy
 

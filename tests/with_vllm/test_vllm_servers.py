@@ -7,7 +7,7 @@ from replays import assert_exact, assert_greedy, assert_replayed, collect, reque
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.blocking import run_requests
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.models.loading import load_tokenizer
 from lit_async_rl.tasks import SortDigits
 

@@ -21,7 +21,7 @@ def made(tmp_path_factory):
     """A model with a byte-level tokenizer whose heads vLLM's kernels have; nothing else ends its completions."""
     tokenizer = byte_level()
     lm = tiny_llama(vocab=len(tokenizer), hidden=128)
-    lm.config.eos_token_id = lm.generation_config.eos_token_id = None
+    lm.generation_config.eos_token_id = []
     return lm, tokenizer, save(lm, tmp_path_factory.mktemp("model"), tokenizer)
 
 

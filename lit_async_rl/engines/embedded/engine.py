@@ -29,8 +29,9 @@ from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, 
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_device, check_dtype, check_range
 from lit_async_rl.utils.locks import FairLock, Room
+from lit_async_rl.utils.spans import ENGINE, Lane, Spans
 
 MAX_PENDING_UPDATES = 2
 CLOSE_S = 5.0
@@ -57,6 +58,8 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
+    records_heads = True
+
     def __init__(
         self,
         num_slots: int = 64,
@@ -70,6 +73,9 @@ class EmbeddedEngine(RolloutEngine):
     ) -> None:
         check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
         check_range("data.engine", ">= 2", max_model_len=max_model_len)
+        check_range("data.engine", "positive", update_timeout_s=update_timeout_s)
+        check_device("data.engine.device", device)
+        check_dtype("data.engine.dtype", dtype)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
         self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len
@@ -82,6 +88,7 @@ class EmbeddedEngine(RolloutEngine):
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
         self._closed = self._threads_set = False
+        self._lane: Lane | None = None  # of a timeline
 
     @classmethod
     def from_module(cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0) -> EmbeddedEngine:
@@ -149,6 +156,14 @@ class EmbeddedEngine(RolloutEngine):
         with self._lock.hold():
             return self._active_slots.partial_completions()
 
+    @property
+    def num_running(self) -> int:
+        return 0 if self._slots is None else self._slots.num_active
+
+    def observe(self, spans: Spans) -> bool:
+        self._lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+        return True
+
     def random_state(self) -> Tensor:
         return self._active_slots.generator.get_state()
 
@@ -172,19 +187,23 @@ class EmbeddedEngine(RolloutEngine):
 
     def _step(self) -> list[Completion]:
         """Fills free slots from the queue, or samples one token for every active row."""
-        began = time.monotonic()
         slots = self._active_slots
         while (barrier := self._queue.take_barrier(slots.num_active)) is not None:
             self._pass(barrier)
+        began = time.monotonic()
         if pending := self._queue.take_requests(slots.num_active):
-            finished = slots.admit(pending, self._version)
+            name, finished = "prefill", slots.admit(pending, self._version)
         elif slots.num_active:
-            finished = slots.decode(self._version)
+            name, finished = "decode", slots.decode(self._version)
         else:
             self._work.clear()
             return []
-        self._num_tokens = slots.num_tokens
-        self._busy_s += time.monotonic() - began
+        num_tokens, self._num_tokens = slots.num_tokens - self._num_tokens, slots.num_tokens
+        seconds = time.monotonic() - began
+        self._busy_s += seconds
+        if self._lane is not None:
+            done = dict(version=self._version, slots=slots.num_active, tokens=num_tokens)
+            self._lane.add(name, began, seconds, self._version, **done)
         return finished
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.embedded.heads import HeadRecorder
 from lit_async_rl.engines.embedded.sampling import RowParams
 
 NO_TOKEN = -1
@@ -34,6 +35,7 @@ class RowState:
         self.tokens = torch.zeros(num_slots, 0, **rows)
         self.versions = torch.zeros(num_slots, 0, **rows)
         self.logprobs = torch.zeros(num_slots, 0, device=device)
+        self.heads = HeadRecorder(num_slots, device)
         self.temperature = torch.ones(num_slots, device=device)
         self.top_p = torch.ones(num_slots, device=device)
         self.top_k = torch.zeros(num_slots, **rows)
@@ -50,6 +52,7 @@ class RowState:
     ) -> None:
         """Starts completions of one prompt; the next token is sampled after its last one."""
         self._reserve(sampling.max_tokens + 1, len(stops))  # the last column is written by rows that are finished
+        self.heads.reserve(self.tokens.shape[1], sampling.head)
         self.alive[rows] = 1
         self.position[rows], self.last[rows] = len(prompt) - 1, prompt[-1]
         self.count[rows] = 0
@@ -60,6 +63,10 @@ class RowState:
         self._greedy |= sampling.temperature == 0
         self.stops[rows] = NO_TOKEN
         self.stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=rows.device)
+
+    def record(self, rows: slice | Tensor, log_p: Tensor) -> None:
+        """Records the distributions of the tokens that `append` adds next, if a request asks for them."""
+        self.heads.append(self.all_rows[rows], self.count[rows], log_p)
 
     def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
         """Appends one token per row; returns the finished rows, and which of them ended with a stop token."""
@@ -92,6 +99,7 @@ class RowState:
             *(self.temperature, self.top_p, self.top_k, self.min_p),
         ):
             values[targets] = values[sources]
+        self.heads.move(sources, targets)
         self.alive[targets], self.alive[sources] = 1, 0
 
     def longest(self) -> int:
@@ -101,6 +109,7 @@ class RowState:
     def forget_settings(self) -> None:
         """Resets the flags derived from sampling parameters; call it when no row is active."""
         self._truncates = self._greedy = False
+        self.heads.forget()
 
     def _reserve(self, columns: int, num_stops: int) -> None:
         if columns > self.tokens.shape[1]:

@@ -47,8 +47,8 @@ class Slots:
     ) -> None:
         if lm.config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
-                f"the embedded engine needs the attention implementation sdpa or eager, whose masks it can give; the "
-                f"model has {lm.config._attn_implementation!r}"
+                f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
+                "uses, too, needs sdpa or eager, whose masks it can give"
             )
         self.lm = lm
         self.num_tokens = 0  # sampled so far
@@ -168,7 +168,9 @@ class Slots:
     def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
         """Samples a token for each of `rows`, appends it, and closes the finished rows."""
         params = self._rows.params(rows)
-        tokens, logprobs = draw(processed_logprobs(logits, params), params, self.generator)
+        log_p = processed_logprobs(logits, params)
+        tokens, logprobs = draw(log_p, params, self.generator)
+        self._rows.record(rows, log_p)
         done, stopped = self._rows.append(rows, tokens, logprobs, version)
         if (at_stop := self._stop_check.stopped(rows, tokens, self._owners)) is not None:
             done, stopped = done | at_stop, stopped | at_stop
@@ -211,8 +213,10 @@ class Slots:
             owner = self._owners[row]
             if owner is None:
                 raise InvariantError("a free slot gave a token")
-            sampled: dict[str, Any] = dict(token_ids=tokens, logprobs=logprobs, versions=versions)
-            found.append(Completion(request_id=owner[0].id, sample_index=owner[1], **sampled, finish_reason=reason))
+            sampled: dict[str, Any] = dict(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
+            if (width := owner[0].sampling.head) is not None:
+                sampled["head"] = self._rows.heads.of(row, len(tokens), width)
+            found.append(Completion(request_id=owner[0].id, sample_index=owner[1], **sampled))
         return found
 
     def _close_rows(self, rows: Sequence[int]) -> None:

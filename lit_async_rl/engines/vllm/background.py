@@ -14,6 +14,7 @@ from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
+from lit_async_rl.utils.spans import ENGINE, Spans
 
 Transfer = TypeVar("Transfer", bound=WeightTransfer)
 
@@ -34,6 +35,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
     def __init__(self, name: str, transfer: Transfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
         self.name, self.transfer = name, transfer
         self.in_flight_weight_updates, self.clear_cache = in_flight_weight_updates, clear_cache
+        self.takes_adapters = transfer.takes_adapters
         self.update_pauses_s: list[float] = []  # seconds without generation in each weight update
         self._book = RequestBook(name)
         self._max_model_len = self._vocab_size = 0
@@ -42,6 +44,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         """Text configuration of the model. Raises FileNotFoundError if there is no such model."""
         config: Any = load_config(model).get_text_config()
         self._vocab_size = int(config.vocab_size)
+        self.transfer.check_room(model)
         return config
 
     @property
@@ -73,10 +76,20 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
             self._book.fail(interrupt)
             raise
         self._book.pause(self.update_pauses_s[-1])
+        self._book.version = version
 
     @abstractmethod
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         """Publishes `weights`; returns the seconds without generation. After an error nothing may be sampled."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests being generated, each of one or more samples."""
+        return self._book.num_running
+
+    def observe(self, spans: Spans) -> bool:
+        self._book.lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+        return True
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 

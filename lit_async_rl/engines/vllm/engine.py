@@ -12,6 +12,7 @@ outside, and the engine is stopped: it never samples from half-loaded weights.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments
+from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
-from lit_async_rl.engines.vllm.startup import FIXED_ARGUMENTS, start_vllm
-from lit_async_rl.engines.vllm.weight_transfer import SharedMemoryTransfer, WeightTransfer
+from lit_async_rl.engines.vllm.startup import start_vllm
+from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
-from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.models.loading import stored_dtype, stored_eos_token_ids
 from lit_async_rl.utils.checks import check_range
 
 
@@ -36,7 +39,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     `clear_cache` decides about the KV cache of running completions when weights change. False: they keep it, as in
     PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. True: vLLM recomputes it with the new weights, as
     if the new policy had written the text so far. The recorded log-probabilities are those of the sampling distribution
-    either way. A later request never reuses a prompt's KV cache from before the version it was submitted under.
+    either way. A sample never reads its prompt from a KV cache of older weights than its first token is tagged with.
 
     Not reproducible to the bit: the composition of batches depends on timing.
 
@@ -44,10 +47,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         in_flight_weight_updates: False: running requests finish under the old weights before an update.
         clear_cache: see above.
         transfer: moves weights to vLLM's processes; None is `SharedMemoryTransfer()`.
-        dtype: of weights and computation.
-        tensor_parallel_size: GPUs that share the model.
+        dtype: of weights and computation; None is that of the model's files.
+        tensor_parallel_size: GPUs that share a model.
         device_ids: GPUs to use; None takes the first. Set it if the trainer uses GPUs of the same machine.
-        gpu_memory_utilization: share of each GPU's memory for weights and KV cache.
+        gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`, and
+            0.4 without, where the trainer may use the same GPU.
         kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
         max_num_seqs: samples decoded together.
         max_model_len: maximum tokens of prompt and completion; None is the model's context length.
@@ -57,21 +61,33 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         num_threads: of each worker on a CPU.
         startup_timeout_s: timeout of `setup`.
         update_timeout_s: timeout of each step of `load_weights`.
-        engine_args: other fields of vLLM's `AsyncEngineArgs`.
+        engine_args: other fields of vLLM's `AsyncEngineArgs`. Those that would break a promise are refused, such as
+            `speculative_config`, `logprobs_mode` and `load_format`.
+        replicas: models that generate side by side, each on `tensor_parallel_size` GPUs. For a model that fits onto one
+            GPU they are faster than tensor parallelism. They are processes that the trainer starts; one that dies is
+            started again, and its requests are sampled again by others.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range, or refused.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Several replicas are a class of their own."""
+        replicas = kwargs.get("replicas", 1)
+        if cls is VLLMEngine and isinstance(replicas, int) and replicas > 1:
+            module = importlib.import_module("lit_async_rl.engines.vllm.replicas")  # which imports this one
+            return super().__new__(module.VLLMReplicas, *args, **kwargs)
+        return super().__new__(cls, *args, **kwargs)
 
     def __init__(
         self,
         in_flight_weight_updates: bool = True,
         clear_cache: bool = False,
         transfer: WeightTransfer | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         tensor_parallel_size: int = 1,
         device_ids: list[int] | None = None,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float | None = None,
         kv_cache_memory_gb: float | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
@@ -82,10 +98,13 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         startup_timeout_s: float = 600.0,
         update_timeout_s: float = 600.0,
         engine_args: dict[str, Any] | None = None,
+        *,
+        replicas: int = 1,
     ) -> None:
         check_range(
             "data.engine",
             "positive",
+            replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_gb=kv_cache_memory_gb,
@@ -95,7 +114,9 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             startup_timeout_s=startup_timeout_s,
             update_timeout_s=update_timeout_s,
         )
+        self.replicas = replicas
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
+        self.dtype = dtype or "auto"  # known in `setup`
         self.num_threads, self.startup_timeout_s, self.update_timeout_s = (
             num_threads,
             startup_timeout_s,
@@ -105,7 +126,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
             device_ids=device_ids,
-            gpu_memory_utilization=gpu_memory_utilization,
+            gpu_memory_utilization=gpu_memory_utilization or (0.4 if device_ids is None else 0.9),
             kv_cache_memory_bytes=None if kv_cache_memory_gb is None else int(kv_cache_memory_gb * 2**30),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -113,6 +134,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
+        check_engine_arguments(engine_args or {}, self._arguments)
         self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
         self._process: VLLMProcess | None = None
         self._lock = threading.Lock()  # guards the next three
@@ -126,6 +148,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
+        arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
         self._process = start_vllm(
             arguments, environment, self.num_threads, self.startup_timeout_s, self.update_timeout_s
@@ -141,6 +164,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         self.transfer.stage(weights)
+        self.transfer.prepare(self._vllm)
         self._drain()
         pause_s = self._update(version)
         self.transfer.release()

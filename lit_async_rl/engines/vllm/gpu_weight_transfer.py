@@ -10,16 +10,19 @@ import base64
 import os
 import pickle
 import socket
+import threading
+import time
 from abc import abstractmethod
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.vllm.weight_transfer import EngineControl, WeightTransfer, as_dtype, chunks
-from lit_async_rl.errors import InvariantError
+from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype, chunks
+from lit_async_rl.errors import InvariantError, StalledError
 from lit_async_rl.utils.checks import check_range
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
@@ -29,6 +32,8 @@ class _VLLMBackend(WeightTransfer):
     """Base class: sends the weights in chunks while the engine is paused; they can be delivered once."""
 
     backend: str
+    device = "cuda"
+    must_keep = False  # what was sent, until vLLM has finished the update: it reads it in layers, not in chunks
 
     def __init__(self, chunk_gb: float, dtype: str | None) -> None:
         check_range("transfer", "positive", chunk_gb=chunk_gb)
@@ -47,7 +52,7 @@ class _VLLMBackend(WeightTransfer):
                 f"data.engine.transfer={type(self).__name__} moves weights from GPU to GPU, and the trainer sees none: "
                 "use SharedMemoryTransfer, the default"
             )
-        return {"weight_transfer_config": {"backend": self.backend}}
+        return {"weight_transfer_config": {"backend": self.backend}, "worker_extension_cls": EXTENSION}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Stores the iterator for `deliver`."""
@@ -61,10 +66,16 @@ class _VLLMBackend(WeightTransfer):
         if not self._is_open:
             self._open(control)
             self._is_open = True
+        control.collective_rpc("record_loaded_weights", {})
         control.collective_rpc("start_weight_update", {})
-        for chunk in chunks(weights, int(self.chunk_gb * 2**30), "cuda", self.dtype):
+        sent, self.staged_bytes = [], 0
+        for chunk in chunks(weights, int(self.chunk_gb * 2**30), self.device, self.dtype):
             self._send(chunk, control)
+            sent += chunk if self.must_keep else []
+            self.staged_bytes += sum(tensor.nbytes for _, tensor in chunk)
         control.collective_rpc("finish_weight_update", {})
+        control.collective_rpc("check_loaded_weights", {})  # vLLM itself only logs what it lacks
+        del sent
 
     def release(self) -> None:
         """Drops weights that were not delivered."""
@@ -87,11 +98,12 @@ class IpcTransfer(_VLLMBackend):
     Not run yet, for want of a GPU.
 
     Args:
-        chunk_gb: memory of the trainer's GPU that a piece may take.
+        chunk_gb: memory announced to the workers at a time. All pieces stay until vLLM has them all: the update takes a
+            copy of the weights in the trainer's GPU memory.
         dtype: as in `FileTransfer`.
     """
 
-    backend = "ipc"
+    backend, must_keep = "ipc", True
 
     def __init__(self, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
         super().__init__(chunk_gb, dtype)
@@ -120,7 +132,7 @@ class IpcTransfer(_VLLMBackend):
         torch.cuda.synchronize()  # the worker's reads are not ordered behind our stream
         pickled = base64.b64encode(pickle.dumps(handles)).decode()
         info = {**_describe(chunk), "ipc_handles_pickled": pickled}
-        control.collective_rpc("update_weights", {"update_info": info})  # `chunk` lives until it returns
+        control.collective_rpc("update_weights", {"update_info": info})
 
 
 class NcclTransfer(_VLLMBackend):
@@ -147,28 +159,67 @@ class NcclTransfer(_VLLMBackend):
 
         port, world_size = self.port or _free_port(self.host), control.num_workers + 1
         meeting = {"master_address": self.host, "master_port": port, "world_size": world_size}
-        with ThreadPoolExecutor(max_workers=1) as background:  # the workers wait for us inside their call
-            init_info = {**meeting, "rank_offset": 1}
-            opened = background.submit(control.collective_rpc, "init_weight_transfer_engine", {"init_info": init_info})
-            self._group = stateless_init_process_group(self.host, port, 0, world_size, torch.cuda.current_device())
-            opened.result()
+        init_info, gpu = {**meeting, "rank_offset": 1}, torch.cuda.current_device()
+
+        def join() -> None:
+            self._group = stateless_init_process_group(self.host, port, 0, world_size, gpu)
+
+        invite = partial(control.collective_rpc, "init_weight_transfer_engine", {"init_info": init_info})
+        together(control.update_timeout_s, "forming NCCL's group with vLLM", invite, join)
 
     def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:
-        background = ThreadPoolExecutor(max_workers=1)
+        stream = torch.cuda.current_stream()
+
+        def broadcast() -> None:
+            with torch.cuda.stream(stream):
+                for _, tensor in chunk:
+                    self._group.broadcast(tensor, src=0, stream=stream)
+                stream.synchronize()
+
+        receive = partial(control.collective_rpc, "update_weights", {"update_info": _describe(chunk)})
         try:
-            received = background.submit(control.collective_rpc, "update_weights", {"update_info": _describe(chunk)})
-            for _, tensor in chunk:
-                self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-            received.result()
-        finally:
-            background.shutdown(wait=False)  # after an error of ours the workers never answer
+            together(control.update_timeout_s, "a broadcast to vLLM", receive, broadcast)
+        except BaseException:
+            self._leave()  # aborts what is under way: a worker that failed never takes part in it
+            raise
 
     def close(self) -> None:
         """Leaves the process group."""
         super().close()
-        if self._group is not None:
-            self._group.destroy()
-            self._group = None
+        self._leave()
+
+    def _leave(self) -> None:
+        group, self._group, self._is_open = self._group, None, False
+        if group is not None:
+            group.destroy()
+
+
+def together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None:
+    """Runs calls that wait for each other; the first error ends the wait for all of them.
+
+    Raises:
+        StalledError: they did not all return in time; those that hang are abandoned.
+    """
+    results: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            results.put(error)
+        else:
+            results.put(None)
+
+    for call in calls:
+        threading.Thread(target=run, args=(call,), name=what, daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    for _ in calls:
+        try:
+            error = results.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise StalledError(f"{what} did not end within data.engine.update_timeout_s={timeout_s:g}") from None
+        if error is not None:
+            raise error
 
 
 def _describe(chunk: list[tuple[str, Tensor]]) -> dict[str, Any]:

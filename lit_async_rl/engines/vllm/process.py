@@ -27,7 +27,7 @@ class VLLMProcess(EngineControl):
 
     def __init__(self, arguments: dict[str, Any], update_timeout_s: float) -> None:
         self.arguments, self.update_timeout_s = arguments, update_timeout_s
-        self.num_workers = int(arguments.get("tensor_parallel_size", 1))
+        self.num_workers = 0  # known when it has started
         self.llm: Any = None
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
@@ -53,6 +53,8 @@ class VLLMProcess(EngineControl):
             for child in self._children:
                 child.kill()
             raise StalledError(f"vLLM did not start within data.engine.startup_timeout_s={timeout_s:g}")
+        if self._error is None:
+            self.num_workers = int(self.llm.vllm_config.parallel_config.world_size_across_dp)
         if self._error is not None:
             raise EngineError(f"vLLM did not start: {self._error} (its own messages are above)") from self._error
 
@@ -101,9 +103,9 @@ class VLLMProcess(EngineControl):
         """Schedules `callback` in the loop's thread."""
         self.loop.call_soon_threadsafe(callback, *args)
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         """Calls a method on every worker."""
-        self.call(self.llm.collective_rpc(method, kwargs=kwargs), f"vLLM's {method}")
+        return list(self.call(self.llm.collective_rpc(method, kwargs=kwargs), f"vLLM's {method}"))
 
     def close(self) -> None:
         """Stops the processes and joins the thread. Safe to call twice, and from any thread but the loop's."""

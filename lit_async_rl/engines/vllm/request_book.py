@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import EngineError
+from lit_async_rl.utils.spans import Lane
 
 
 class RequestBook:
@@ -28,18 +29,22 @@ class RequestBook:
         self._closed = False
         self._busy_since = 0.0
         self._busy_s = 0.0
+        self.lane: Lane | None = None  # of a timeline
+        self.version = 0  # of the weights that were loaded last
+        self._drawn_until, self._drawn_tokens, self._too_much_s = 0.0, 0, 0.0
 
     def begin(self, request_ids: Iterable[int]) -> None:
         """Marks requests as running."""
         with self._changed:
             if not self._running:
-                self._busy_since = time.monotonic()
+                self._busy_since = self._drawn_until = time.monotonic()
             self._running.update(request_ids)
 
     def add(self, request_id: int, num_tokens: int, completions: list[Completion]) -> None:
         """Counts tokens and queues completions; those of an ended request are counted only."""
         with self._changed:
             self.num_tokens += num_tokens
+            self._draw(time.monotonic())
             if completions and request_id in self._running:
                 self._finished += completions
                 self._changed.notify_all()
@@ -50,7 +55,9 @@ class RequestBook:
             was_busy = bool(self._running)
             self._running.difference_update(request_ids)
             if was_busy and not self._running:
-                self._busy_s += time.monotonic() - self._busy_since
+                now = time.monotonic()
+                self._busy_s += now - self._busy_since
+                self._draw(now, is_empty=True)
             self._changed.notify_all()
 
     def drop(self, request_ids: set[int]) -> None:
@@ -118,7 +125,24 @@ class RequestBook:
     def pause(self, seconds: float) -> None:
         """Subtracts seconds in which running requests were paused from `busy_s`."""
         with self._changed:
-            self._busy_s -= seconds if self._running else 0.0
+            if self._running:
+                self._busy_s -= seconds
+                now = time.monotonic()
+                self._draw(now - seconds)
+                self._too_much_s += max(0.0, self._drawn_until - (now - seconds))
+                self._drawn_until = now
+
+    def _draw(self, until: float, is_empty: bool = False) -> None:
+        """Records the time since the last call as spent generating, of which a pause takes back what was too much."""
+        if self.lane is None or not (self._running or is_empty) or until <= self._drawn_until:
+            return
+        seconds = until - self._drawn_until
+        back = min(seconds, self._too_much_s)
+        self._too_much_s -= back
+        num_tokens, self._drawn_tokens = self.num_tokens - self._drawn_tokens, self.num_tokens
+        done = dict(version=self.version, slots=len(self._running), tokens=num_tokens)
+        self.lane.add("decode", self._drawn_until, seconds - back, self.version, **done)
+        self._drawn_until = until
 
     @property
     def num_running(self) -> int:

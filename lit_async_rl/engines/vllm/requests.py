@@ -53,11 +53,31 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
     return replace(completion, finish_reason="stop", **{name: getattr(completion, name)[:kept] for name in fields})
 
 
+def end_fault(completion: Completion, request: GenerationRequest, eos_token_ids: Iterable[int]) -> str:
+    """Describes an end of a completion that was not asked for; empty if there is nothing wrong with it."""
+    ids, sampling = completion.token_ids, request.sampling
+    stops = {*eos_token_ids, *sampling.stop_token_ids}
+    if completion.finish_reason == "length" and len(ids) != sampling.max_tokens:
+        return f"ended for its length after {len(ids)} of max_tokens={sampling.max_tokens} tokens"
+    if completion.finish_reason == "stop" and not sampling.stop and not stops.intersection(ids[-1:]):
+        return f"stopped at token {ids[-1] if ids else None}, which ends no completion"
+    if early := stops.intersection(ids[:-1]):
+        return f"goes on after token {min(early)}, which ends a completion"
+    return ""
+
+
 class SampleBuffer:
     """Accumulates the tokens of one sample, which vLLM sends in chunks."""
 
-    def __init__(self, request: GenerationRequest, sample_index: int, finder: StopStrings | None = None) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sample_index: int,
+        finder: StopStrings | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
         self.request, self.sample_index, self._finder = request, sample_index, finder
+        self._eos_token_ids = eos_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
 
@@ -86,6 +106,8 @@ class SampleBuffer:
             finish_reason=output.finish_reason,
         )
         completion = end_at_stop(completion, self.request, self._finder)
+        if fault := end_fault(completion, self.request, self._eos_token_ids):
+            raise EngineError(f"request {self.request.id} {fault}")
         indices = range(self.request.num_samples) if is_greedy else [self.sample_index]
         return [replace(completion, sample_index=index) for index in indices]
 
@@ -164,7 +186,8 @@ class RequestRunner:
         arguments = sampling_arguments(request, self.eos_token_ids)
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=salt)
-        buffers = [SampleBuffer(request, index, self._finder) for index in range(request.num_samples)]
+        indices = range(request.num_samples)
+        buffers = [SampleBuffer(request, index, self._finder, self.eos_token_ids) for index in indices]
         try:
             async for answer in self.process.llm.generate(prompt, params, str(request.id)):
                 for output in answer.outputs:

@@ -13,14 +13,6 @@ from lit_async_rl.models.loading import load_config
 
 CPU_KV_CACHE = 2**30  # bytes; its own choice is most of the memory
 
-FIXED_ARGUMENTS = {
-    "logprobs_mode": "processed_logprobs",  # those that were sampled from, not those of temperature 1
-    "skip_tokenizer_init": True,  # prompts and completions are token ids
-    "load_format": "dummy",  # the trainer's weights come before the first request
-    "stream_interval": 32,  # tokens after which a sample says how far it is
-    "disable_log_stats": True,
-}
-
 # Variables of the launcher of a distributed trainer: vLLM would take itself for one of its ranks.
 _LAUNCHER = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),

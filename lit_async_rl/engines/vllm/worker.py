@@ -13,21 +13,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from safetensors import safe_open
+import torch
 from torch import Tensor, nn
 
-from lit_async_rl.engines.vllm.weight_folders import PREFIX
+from lit_async_rl.engines.vllm.engine_arguments import unusable_settings
+from lit_async_rl.engines.vllm.model_identity import describe_config
+from lit_async_rl.engines.vllm.weight_buffer import LayerBuffer, load_twin
+from lit_async_rl.engines.vllm.weight_files import Held, Incoming
 from lit_async_rl.utils.processes import die_with_parent
-
-# What trainer and server must agree on: fields of a transformers configuration.
-ARCHITECTURE = (
-    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    "tie_word_embeddings",
-)
 
 
 def end_with_trainer() -> None:
@@ -46,50 +42,72 @@ def register() -> None:
         end_with_trainer()
 
 
-def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in the safetensors files of a folder; reads data only, no code.
-
-    The client of a server chooses the folder. It must have been created by a trainer and hold regular files, no links
-    or pipes, so that a client cannot have other models on the server's disk read.
-
-    Raises:
-        PermissionError: the folder was not created by a trainer.
-        FileNotFoundError: it holds no safetensors files.
-    """
-    if not Path(folder).name.startswith(PREFIX) or Path(folder).is_symlink():
-        raise PermissionError(f"{folder!r} was not created by a trainer: its name must begin with {PREFIX}")
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder!r}: can this machine see the trainer's folder?")
-    for file in files:
-        if file.is_symlink() or not file.is_file():
-            raise PermissionError(f"{str(file)!r} is a link or a device, not a file of a trainer")
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no dict)
-                yield name, tensors.get_tensor(name)
-
-
 class WorkerExtension:
     """Mixin that vLLM adds to its worker class, which has the attributes used here."""
 
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    _held = Held()
+    _incoming: Incoming
+    _expected: set[str]
+    _recorded: set[str]
+    _buffer: LayerBuffer | None = None
+    _is_in_host_memory = False
+    _read: list[tuple[str, Tensor]] = []  # noqa: RUF012  (replaced, never changed)
 
     def describe_policy(self) -> dict[str, Any]:
-        """Architecture and log-probability mode, which the trainer checks before it uses a server."""
-        config = self.model_config.hf_text_config
-        model = {name: getattr(config, name) for name in ARCHITECTURE}
-        return {"model": model, "logprobs_mode": str(self.model_config.logprobs_mode)}
+        """Model, precision, and settings that break a promise, which the trainer checks before it uses a server."""
+        import transformers
+
+        return {
+            "model": describe_config(self.model_config.hf_text_config),
+            "transformers": transformers.__version__,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "problems": unusable_settings(self.vllm_config),
+        }
+
+    # -- checking what vLLM's own transfers load
+
+    def record_loaded_weights(self) -> None:
+        """Begins to note what is loaded, for `check_loaded_weights`."""
+        model = self.model_runner.get_model()
+        model.__dict__.pop("load_weights", None)  # of an update that failed
+        load, recorded = model.load_weights, set[str]()
+        self._expected, self._recorded = {name for name, _ in model.named_parameters()}, recorded
+
+        def loading(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+            loaded = load(weights)
+            recorded.update(self._expected if loaded is None else loaded)  # a loader that does not say
+            return loaded
+
+        model.load_weights = loading
+
+    def check_loaded_weights(self) -> None:
+        """Ends that.
+
+        Raises:
+            RuntimeError: the model has weights that were not loaded meanwhile.
+        """
+        self.model_runner.get_model().__dict__.pop("load_weights", None)
+        if self.model_config.quantization is None and (missing := self._expected - self._recorded):
+            raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
+
+    # -- loading weights: at once ...
 
     def load_policy_weights(self, folder: str) -> None:
-        """Replaces all weights by those in a folder of safetensors files.
+        """Replaces the weights by those in a folder of safetensors files, or those that an update changes.
 
         No generation may run meanwhile. After an error the weights may be mixed: stop the engine.
 
         Raises:
-            RuntimeError: the folder lacks weights of the model.
+            RuntimeError: the folder lacks weights of the model, or updates others than those that were loaded last.
         """
+        self._incoming = Incoming(folder, self._held)
+        self._load_in_place(self._incoming.weights())
+        self._held = self._incoming.held()
+
+    def _load_in_place(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -97,12 +115,62 @@ class WorkerExtension:
         expected = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            loaded = model.load_weights(read_folder(folder))
+            loaded = model.load_weights(weights)
             finalize_layerwise_reload(model, self.model_config)
             repack_tied_head(model, self.model_config.hf_text_config.tie_word_embeddings)
-        missing = expected - loaded if loaded is not None and self.model_config.quantization is None else set()
-        if missing:  # vLLM itself would only log it and keep the old ones
+        self._check_complete(expected, loaded)
+
+    def _check_complete(self, expected: set[str], loaded: set[str] | None) -> None:
+        if loaded is None or self.model_config.quantization is not None or self._incoming.is_update:
+            return
+        if missing := expected - loaded:  # vLLM itself would only log it and keep the old ones
             raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
+
+    # -- ... or, with a shorter pause, in two steps
+
+    def begin_policy_weights(self, folder: str) -> None:
+        """Begins to load weights in a thread while generation goes on; `swap_policy_weights` makes them count."""
+        from vllm.platforms import current_platform
+
+        self._incoming = Incoming(folder, self._held)
+        self._held = Held()  # until the swap, no update can build on what this one begins with
+        self._is_in_host_memory = not current_platform.is_cpu() or self.model_config.quantization is not None
+        load = self._read_into_host_memory if self._is_in_host_memory else self._load_twin
+        self._buffer = LayerBuffer(self.model_runner.get_model(), load)
+
+    def _read_into_host_memory(self, twin: nn.Module) -> None:
+        """A second set of layers would take twice the memory of the GPU; copies from pinned memory are fast."""
+        copy = Tensor.pin_memory if torch.cuda.is_available() else Tensor.clone
+        self._read = [(name, copy(weight)) for name, weight in self._incoming.weights()]
+
+    def _load_twin(self, twin: nn.Module) -> None:
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        expected = {name for name, _ in model.named_parameters()}
+        with set_current_vllm_config(self.vllm_config):
+            loaded = load_twin(twin, model, self._incoming.weights(), self.model_config)
+        self._check_complete(expected, loaded)
+
+    def policy_weights_state(self) -> dict[str, bool]:
+        """Whether `swap_policy_weights` can be called, as `loaded`.
+
+        Raises:
+            RuntimeError: loading failed; the weights that generate are as they were.
+        """
+        return {"loaded": self._buffer is not None and self._buffer.is_loaded()}
+
+    def swap_policy_weights(self) -> None:
+        """Uses the weights that `begin_policy_weights` has loaded. No generation may run meanwhile."""
+        if self._buffer is None or not self._buffer.is_loaded():
+            raise RuntimeError("no weights are loaded that could be swapped in")
+        buffer, self._buffer = self._buffer, None
+        if self._is_in_host_memory:
+            weights, self._read = self._read, []
+            self._load_in_place(weights)
+        else:
+            buffer.swap()
+        self._held = self._incoming.held()
 
 
 def repack_tied_head(model: nn.Module, tied: bool) -> None:

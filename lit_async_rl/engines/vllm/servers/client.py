@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+import os
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 try:
     import aiohttp
@@ -14,9 +15,26 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(reason, name="aiohttp") from error
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
-from lit_async_rl.engines.vllm.requests import end_at_stop, sampling_arguments
-from lit_async_rl.errors import InvariantError
+from lit_async_rl.engines.vllm.requests import end_at_stop, end_fault, sampling_arguments
+from lit_async_rl.engines.vllm.servers.answers import (
+    GENERATED,
+    LOADED,
+    LOADING,
+    SCORED,
+    WEIGHT_INFO,
+    MalformedAnswer,
+    Schema,
+    completions_of,
+    excerpt,
+    prompt_logprobs,
+)
 from lit_async_rl.models.stop_strings import StopStrings
+
+LOOK_S = 0.02  # between two looks at whether a server has loaded weights
+T = TypeVar("T")
+GENERATE = "/inference/v1/generate"
+MIB = 2**20
+TOKEN_BYTES = 1024  # at most, of a sampled token in an answer
 
 
 class ServerFailure(Exception):
@@ -53,11 +71,13 @@ class ServerClient:
         if self._session is not None:
             await self._session.close()
 
-    async def ask(self, method: str, path: str, timeout_s: float, body: Any = None) -> tuple[int, Any]:
-        """Status and decoded body of a response.
+    async def ask(
+        self, method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB
+    ) -> tuple[int, bytes]:
+        """Status and body of a response.
 
         Raises:
-            ServerFailure: there was no response.
+            ServerFailure: there was no response, or one of more than `max_bytes`.
             ServerRefusal: the key is wrong.
         """
         if self._session is None:  # belongs to the loop that it was made in
@@ -65,27 +85,39 @@ class ServerClient:
             # so just when the next request is under way; on a busy machine it does.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=self._headers)
+        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout_s), "allow_redirects": False}
+        found = bytearray()
         try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._session.request(method, path, json=body, timeout=timeout) as answer:
-                status, text = answer.status, await answer.text()
+            async with self._session.request(method, path, json=body, **options) as answer:
+                async for piece in answer.content.iter_any():
+                    found += piece
+                    if len(found) > max_bytes:
+                        raise ServerFailure(f"{_name(path)}: the answer has more than {max_bytes} bytes")
+                status = answer.status
         except asyncio.TimeoutError as error:
-            raise ServerFailure(f"no answer to {path.partition('?')[0]} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerFailure(f"cannot be reached ({error or type(error).__name__})") from error
+            raise ServerFailure(f"no answer to {_name(path)} within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ServerFailure(f"cannot be reached ({_reason(error)})") from error
         if status == 401:
             raise ServerRefusal("refuses our API key: see data.engine.api_key_variable")
-        try:
-            return status, json.loads(text) if text else None
-        except ValueError:
-            return status, text
+        return status, bytes(found)
 
-    async def done(self, method: str, path: str, timeout_s: float, body: Any = None) -> Any:
+    async def done(self, method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB) -> bytes:
         """Body of a successful response."""
-        status, found = await self.ask(method, path, timeout_s, body)
+        status, found = await self.ask(method, path, timeout_s, body, max_bytes)
         if status != 200:
-            raise ServerFailure(f"{path.partition('?')[0]}: {message(status, found)}")
+            raise ServerFailure(f"{_name(path)}: {message(status, found)}")
         return found
+
+    async def read(
+        self, schema: Schema[T], method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB
+    ) -> T:
+        """Validated body of a successful response."""
+        found = await self.done(method, path, timeout_s, body, max_bytes)
+        try:
+            return schema.parse(found)
+        except MalformedAnswer as error:
+            raise ServerFailure(f"{_name(path)}: malformed answer: {error}") from error
 
     # -- is it alive --------------------------------------------------------------------------------------------------
 
@@ -95,7 +127,7 @@ class ServerClient:
         Raises:
             ServerFailure: the server is unreachable or hangs.
         """
-        return str((await self.done("GET", "/weight_info", self.health_timeout_s))["weight_version"])
+        return (await self.read(WEIGHT_INFO, "GET", "/weight_info", self.health_timeout_s))["weight_version"]
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -105,32 +137,77 @@ class ServerClient:
         """All samples of a request. Prompts share their KV cache only under the same `salt`.
 
         Raises:
-            ServerFailure: the samples were not finished, or another client changed the weights.
-            ServerRefusal: the server does not support the request, or does not tag tokens.
+            ServerFailure: the samples were not finished, are not what was asked for, or come from weights that another
+                client loaded.
+            ServerRefusal: the server does not support the request.
         """
+        eos_token_ids = tuple(eos_token_ids)
         body = {
             "token_ids": list(request.prompt_ids),
             "sampling_params": sampling_arguments(request, eos_token_ids) | {"ignore_eos": True},  # the server's own
             "cache_salt": salt,
         }
-        status, answer = await self.ask("POST", "/inference/v1/generate", self.request_timeout_s, body)
+        num_tokens = request.num_samples * request.sampling.max_tokens
+        limit = MIB + num_tokens * TOKEN_BYTES
+        status, answer = await self.ask("POST", GENERATE, self.request_timeout_s, body, limit)
         if 400 <= status < 500:
             raise ServerRefusal(f"cannot do request {request.id}: {message(status, answer)}")
         if status != 200:
-            raise ServerFailure(f"/inference/v1/generate: {message(status, answer)}")
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if request.sampling.temperature == 0:  # sampled once: see `sampling_arguments`
-            choices = choices * request.num_samples
-        completions = [_completion(request, index, choice, run) for index, choice in enumerate(choices)]
+            raise ServerFailure(f"{GENERATE}: {message(status, answer)}")
+        try:
+            completions = completions_of(GENERATED.parse(answer), request, run)
+        except MalformedAnswer as error:
+            raise ServerFailure(f"{GENERATE}: malformed answer to request {request.id}: {error}") from error
+        for completion in completions:  # before an end is cut off
+            if fault := end_fault(completion, request, eos_token_ids):
+                raise ServerFailure(f"sample {completion.sample_index} of request {request.id} {fault}")
         return [end_at_stop(completion, request, self.stop_strings) for completion in completions]
 
-    async def load(self, folder: str, tag: str, clear_cache: bool, abort: bool) -> float:
+    async def preload(self, folder: str) -> None:
+        """Loads the weights in `folder` while the server generates with the old ones, for `load(folder=None)`.
+
+        Raises:
+            ServerFailure: loading failed; the server still generates with the old weights.
+        """
+        await self._call_workers(LOADED, "begin_policy_weights", folder=folder)
+        deadline = asyncio.get_running_loop().time() + self.update_timeout_s
+        while True:
+            states = await self._call_workers(LOADING, "policy_weights_state")
+            if all(state["loaded"] for state in states["results"]):
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                raise ServerFailure(f"did not load weights within {self.update_timeout_s:g} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _call_workers(self, schema: Schema[T], method: str, **kwargs: Any) -> T:
+        """The answers of the server's workers to a call."""
+        body = {"method": method, "kwargs": kwargs}
+        call = self.read(schema, "POST", "/collective_rpc", self.update_timeout_s, body)
+        found: T = await self._while_listening(call)
+        return found
+
+    async def score(self, token_ids: tuple[int, ...], salt: str) -> list[float]:
+        """Log-probabilities of a token sequence, of all tokens but the first, at temperature 1.
+
+        Raises:
+            ServerFailure: it did not answer, or not with log-probabilities.
+        """
+        params = {"n": 1, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(token_ids), "sampling_params": params, "cache_salt": salt}
+        limit = MIB + len(token_ids) * TOKEN_BYTES
+        answer = await self.read(SCORED, "POST", GENERATE, self.health_timeout_s, body, limit)
+        try:
+            return prompt_logprobs(answer, token_ids)
+        except MalformedAnswer as error:
+            raise ServerFailure(f"{GENERATE}: malformed answer: {error}") from error
+
+    async def load(self, folder: str | None, tag: str, clear_cache: bool, abort: bool) -> float:
         """Loads the weights in `folder` on the server; returns the seconds without generation.
 
         After an error the weights may be mixed and must not be used; the next call loads all of them again.
 
         Args:
-            folder: safetensors files, as seen by the server's machine.
+            folder: safetensors files, as seen by the server's machine; None: those that were loaded by `preload`.
             tag: version tag of tokens sampled from then on.
             clear_cache: running requests recompute their KV cache.
             abort: aborts all running requests, of other clients too.
@@ -141,51 +218,44 @@ class ServerClient:
         clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
         await self.done("POST", f"/pause?{query}", self.health_timeout_s)
-        body = {"method": "load_policy_weights", "kwargs": {"folder": folder}}
-        await self._while_listening(self.done("POST", "/collective_rpc", self.update_timeout_s, body))
+        if folder is None:
+            await self._call_workers(LOADED, "swap_policy_weights")
+        else:
+            await self._call_workers(LOADED, "load_policy_weights", folder=folder)
         await self.done("POST", "/update_weight_version", self.health_timeout_s, {"new_version": tag})
         await self.done("POST", "/resume", self.health_timeout_s)
         return clock() - began
 
-    async def _while_listening(self, work: Any) -> None:
-        """Awaits `work` as long as the server accepts connections; loading may take minutes."""
+    async def _while_listening(self, work: Any) -> Any:
+        """Result of `work`, awaited as long as the server accepts connections; loading may take minutes."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=self.health_timeout_s))[0]:
                 await self.done("GET", "/health", self.health_timeout_s)
-            task.result()
+            return task.result()
         finally:
             task.cancel()
 
 
-def _completion(request: GenerationRequest, index: int, choice: Mapping[str, Any], run: str) -> Completion:
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ServerFailure(f"ended request {request.id} with {choice['finish_reason']!r}")
-    if not choice.get("weight_versions"):
-        raise ServerRefusal("does not say which weights sampled which token: needs vLLM >= 0.32")
-    versions: list[int] = []
-    for span in choice["weight_versions"]:
-        owner, _, version = span["version"].rpartition("-")
-        if owner != run:
-            raise ServerFailure(f"sampled from weights tagged {span['version']!r}: does another trainer use it, too?")
-        versions += [int(version)] * (span["end"] - span["start"])
-    token_ids = choice["token_ids"]
-    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    if not len(token_ids) == len(logprobs) == len(versions):
-        raise InvariantError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, {len(versions)} versions")
-    return Completion(
-        request_id=request.id,
-        sample_index=index,
-        token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
-        finish_reason=choice["finish_reason"],
-    )
+def message(status: int, body: bytes) -> str:
+    """Error message of a response, on one line: vLLM's own, or the beginning of what came instead."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    for name in ("error", "detail", "message"):
+        found = found.get(name, found) if isinstance(found, dict) else found
+    text = " ".join(found.split())[:300] if isinstance(found, str) else excerpt(body)
+    return f"HTTP {status} {text}"
 
 
-def message(status: int, body: Any) -> str:
-    """Error message of a response, on one line."""
-    detail = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
-    if isinstance(detail, dict):
-        detail = detail.get("message", detail)
-    return f"HTTP {status} {' '.join(str(detail).split())[:300]}"
+def _name(path: str) -> str:
+    return path.partition("?")[0]
+
+
+def _reason(error: Exception) -> str:
+    """Why a connection failed, without the address, which messages name anyway."""
+    cause: Any = getattr(error, "os_error", error)
+    number = getattr(cause, "errno", None)
+    known = os.strerror(number) if isinstance(number, int) and number > 0 else getattr(cause, "strerror", None)
+    return known or str(error) or type(error).__name__

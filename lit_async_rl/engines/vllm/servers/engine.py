@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Sequence
-from urllib.parse import urlsplit
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
+from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
-from lit_async_rl.engines.vllm.weight_transfer import FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.worker import ARCHITECTURE
+from lit_async_rl.engines.vllm.servers.membership import Membership, server_url, wait_for_servers_file
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.event_loop import LoopThread
+from lit_async_rl.utils.spans import Spans
 
 
 class VLLMServerEngine(BackgroundEngine[FileTransfer]):
@@ -42,6 +44,9 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     Weight updates work as in `VLLMEngine`, all servers at the same time; so do `in_flight_weight_updates` and
     `clear_cache`. Not reproducible to the bit.
 
+    With `servers_file` servers may join and leave while a run goes on: the file, one server a line, is read at every
+    probe. One that joins is brought in like one that recovers; one that leaves finishes the requests that it has.
+
     Args:
         servers: `host:port`, or `http(s)://host:port`.
         in_flight_weight_updates: False: running requests finish under the old weights before an update.
@@ -55,14 +60,17 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         update_timeout_s: timeout of loading weights, and of the wait for requests before it.
         startup_timeout_s: timeout of the wait for servers that are starting.
         recovery_timeout_s: maximum time without any server before the run ends.
+        servers_file: names the servers, in place of `servers`; `setup` waits for the file and for those in it.
 
     Raises:
         ValueError: a setting is out of range, or a server is not given as `host:port`.
     """
 
+    uses_probe = True
+
     def __init__(
         self,
-        servers: list[str],
+        servers: list[str] | None = None,
         in_flight_weight_updates: bool = True,
         clear_cache: bool = False,
         transfer: FileTransfer | None = None,
@@ -73,6 +81,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         update_timeout_s: float = 600.0,
         startup_timeout_s: float = 600.0,
         recovery_timeout_s: float = 300.0,
+        servers_file: str | None = None,
     ) -> None:
         check_range(
             "data.engine",
@@ -84,9 +93,13 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             startup_timeout_s=startup_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
         )
-        self.urls = [_url(server) for server in servers]
-        if not self.urls or len(set(self.urls)) < len(self.urls):
+        self.urls, self.servers_file = [server_url(server) for server in servers or []], servers_file
+        if servers_file is None and (not self.urls or len(set(self.urls)) < len(self.urls)):
             raise ValueError(f"data.engine.servers must name at least one server, and each once, got {servers}")
+        if servers_file is not None and servers:
+            raise ValueError(
+                f"data.engine.servers_file={servers_file!r} takes the place of data.engine.servers={servers}"
+            )
         name = "the fleet of vLLM servers"
         super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.api_key_variable = api_key_variable
@@ -96,6 +109,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         self._thread: LoopThread | None = None
         self._model = ""
         self._clients: list[ServerClient] = []
+        self._spans: Spans | None = None
         self._stop_strings: StopStrings | None = None
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
@@ -108,10 +122,9 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             EngineError: a server was not reachable in time, or cannot be used; says why.
         """
         self._model, config = model, self._read_config(model)
-        expected = {name: getattr(config, name) for name in ARCHITECTURE}
-        key = os.environ.get(self.api_key_variable)
-        limits = (self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
-        self._clients = [ServerClient(url, key, *limits) for url in self.urls]
+        if self.servers_file is not None:
+            self.urls = wait_for_servers_file(self.servers_file, self.startup_timeout_s)
+        self._clients = [self._make_client(url) for url in self.urls]
         self._fleet = ServerFleet(
             self._clients,
             self._book,
@@ -120,10 +133,41 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             probe_interval_s=self.probe_interval_s,
             recovery_timeout_s=self.recovery_timeout_s,
         )
+        self._fleet.background = self._background()
+        if self._spans is not None:
+            self._fleet.observe(self._spans)
         self._thread = LoopThread("vLLM servers")
-        start = self._fleet.start(expected, stored_eos_token_ids(model), self.startup_timeout_s)
+        start = self._fleet.start(
+            describe_config(config), self._vocab_size, stored_eos_token_ids(model), self.startup_timeout_s
+        )
         limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
-        self._max_model_len = self._thread.call(start, limit_s, "the check of the vLLM servers")
+        served = self._thread.call(start, limit_s, "the check of the vLLM servers")
+        self._max_model_len, self.dtype = served.max_model_len, served.dtype
+
+    def _make_client(self, url: str) -> ServerClient:
+        key = os.environ.get(self.api_key_variable)
+        return ServerClient(url, key, self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
+
+    def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """Tasks that run beside the fleet once it has weights."""
+        if self.servers_file is None:
+            return []
+
+        def joining(url: str) -> ServerClient:
+            client = self._make_client(url)
+            client.stop_strings = self._stop_strings
+            self._clients.append(client)
+            return client
+
+        return [
+            Membership(self._fleet, self.servers_file, joining, self.probe_interval_s, self.request_timeout_s).watch
+        ]
+
+    def observe(self, spans: Spans) -> bool:
+        self._spans = spans
+        if self._thread is not None:  # else in `setup`
+            self._fleet.observe(spans)
+        return super().observe(spans)
 
     @property
     def _loop(self) -> LoopThread:
@@ -136,11 +180,12 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         loop, limit_s = self._loop, self.update_timeout_s
         if not self.in_flight_weight_updates:
             loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights (data.engine)")
-        patience_s = limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
+        patience_s = 2 * limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         loop.call(self._fleet.begin_update(), patience_s, "waiting for a server that was coming back")
         try:
+            self._fleet.probe = self.probe
             self.transfer.stage(weights)
-            update = self._fleet.update(version, self.transfer.staged)
+            update = self._fleet.update(version, self.transfer)
             return loop.call(update, patience_s, "loading weights into the vLLM servers")
         finally:
             loop.soon(self._fleet.end_update)
@@ -166,15 +211,3 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         if self._thread is not None:
             self._thread.close(self._fleet.close())
         self.transfer.close()
-
-
-def _url(server: str) -> str:
-    url = server if "://" in server else f"http://{server}"
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port and parts.path in ("", "/")
-    except ValueError:  # the port is no number
-        is_good = False
-    if not is_good:
-        raise ValueError(f"data.engine.servers: {server!r} is not of the form host:port or http://host:port")
-    return url.rstrip("/")

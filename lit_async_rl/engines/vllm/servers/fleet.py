@@ -9,27 +9,32 @@ Everything here runs in one event loop.
 | `update` (for the trainer) | all servers that are in | each has loaded the weights or was taken out |
 
 A server is *in* or *out*. It starts out, and is taken out at its first failure of any kind: unreachable, timed out, or
-wrong weights. Its requests then go to other servers. It is brought in again only after it has passed the handshake,
-loaded the newest weights, and tagged a sampled token with them.
+wrong weights, or an answer that is not what was asked for. Its requests then go to other servers. It is brought in
+again only after it has passed the handshake, loaded the newest weights, tagged a sampled token with them, and given a
+fixed token sequence the trainer's log-probabilities. The more often it fails without a good answer in between, the
+longer it stays out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.logprob_error import Probe
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.servers import handshake
+from lit_async_rl.engines.vllm.servers.answers import first_fault
 from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
-from lit_async_rl.engines.vllm.servers.handshake import check_server, prove_version, wait_for_server
+from lit_async_rl.engines.vllm.servers.outages import Outages
 from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
-from lit_async_rl.errors import EngineError
-
-log = logging.getLogger(__name__)
+from lit_async_rl.engines.vllm.servers.publication import Publication
+from lit_async_rl.errors import EngineError, describe
+from lit_async_rl.utils.spans import ENGINE, FIRST_SERVER, Overlap, Spans
 
 MAX_FAILURES = 5  # of one request on one server after the other: then it is the request
 
@@ -60,12 +65,23 @@ class ServerFleet:
         self._book, self._run_name, self.clear_cache = book, run, clear_cache
         self.probe_interval_s, self.recovery_timeout_s = probe_interval_s, recovery_timeout_s
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
-        self._watchers: list[asyncio.Task[None]] = []
-        self._failures: Counter[int] = Counter()
-        self._why_out = dict.fromkeys(self._clients, "has no weights yet")
-        self._version, self._folder, self._salt = -1, "", ""
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # started with the first weights
+        self._failures: Counter[int] = Counter()  # of each request
+        self._outages = Outages(self._clients)
+        self.probe: Probe | None = None
+        self._version, self._salt = -1, ""
+        self._loaded = -1  # version that all servers which are in have
+        self._publication = Publication()
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
-        self._num_changes, self._last_seen = 0, 0.0
+        self._num_changes = 0
+        self._work = {client.url: Overlap("decode") for client in clients}
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline when each server has requests."""
+        for number, (url, work) in enumerate(self._work.items(), start=FIRST_SERVER):
+            spans.name_process(number, f"server {url}")
+            work.lane = spans.lane(number, ENGINE, "engine", "engine", shows_idle=True)
 
     @property
     def _tag(self) -> str:
@@ -73,19 +89,42 @@ class ServerFleet:
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
-    async def start(self, model: Mapping[str, Any], eos_token_ids: Sequence[int], timeout_s: float) -> int:
-        """Waits until all servers are ready; returns the smallest of their context limits.
+    async def start(
+        self, model: Mapping[str, Any], vocab_size: int, eos_token_ids: Sequence[int], timeout_s: float
+    ) -> handshake.Served:
+        """Waits until all servers are ready; returns the smallest of their limits. Raises: see `wait_for_servers`."""
+        self._model, self._vocab_size, self._eos_token_ids = model, vocab_size, eos_token_ids
+        served = await handshake.wait_for_servers(self._clients.values(), model, timeout_s)
+        self._max_model_len = served.max_model_len
+        return served
 
-        Raises:
-            EngineError: a server was not reachable in time, or cannot be used.
-        """
-        self._model, self._eos_token_ids = model, eos_token_ids
-        waits = (wait_for_server(client, model, timeout_s) for client in self._clients.values())
-        return min(await asyncio.gather(*waits))
+    @property
+    def urls(self) -> set[str]:
+        """All servers, in or out."""
+        return set(self._clients)
+
+    def add(self, client: ServerClient) -> None:
+        """Adds a server, which is out until its watcher brings it in; there must be weights."""
+        self._clients[client.url] = client
+        self._outages.add(client.url)
+        self._work[client.url] = Overlap("decode")
+        self.pool.add(client.url)
+        self._watchers[client.url] = self._start_task(self._watch(client))
+
+    async def remove(self, url: str) -> None:
+        """Forgets a server; requests that it still has go to others."""
+        async with self._changing:  # not in the middle of an update
+            self._watchers.pop(url).cancel()
+            self.take_out(url, "it leaves")
+            self.pool.remove(url)
+            await self._clients.pop(url).close()
+            self._outages.remove(url)
+            del self._work[url]
 
     async def _watch(self, client: ServerClient) -> None:
         while True:
-            await asyncio.sleep(self.probe_interval_s)
+            is_in = client.url in self.pool.servers_in
+            await asyncio.sleep(self.probe_interval_s * (1 if is_in else self._outages.backoff(client.url)))
             if client.url in self.pool.servers_in:
                 await self._probe(client)
             else:
@@ -106,50 +145,46 @@ class ServerFleet:
 
     async def _try_to_bring_in(self, client: ServerClient) -> None:
         try:
-            await check_server(client, self._model)
+            await handshake.check_server(client, self._model, self._max_model_len)
             async with self._changing:
                 self._num_changes += 1
                 await self._load_and_prove(client)
                 self._bring_in(client.url)
         except (ServerFailure, ServerRefusal) as error:
-            before, self._why_out[client.url] = self._why_out[client.url], str(error)
-            if before != str(error):
-                log.warning("vLLM server %s is still out: %s", client.url, error)
+            self._outages.go_on(client.url, str(error), counts=isinstance(error, ServerRefusal))
 
     async def _load_and_prove(self, client: ServerClient) -> float:
         """Aborts all requests of the server, loads the weights, and checks that a token is tagged with them."""
-        load = partial(client.load, self._folder, self._tag, self.clear_cache, abort=True)
+        load = partial(client.load, await self._publication.whole(), self._tag, self.clear_cache, abort=True)
         try:
             pause_s = await load()
         except ServerFailure:  # as a model does that another load has left half loaded; then it is whole again
             pause_s = await load()
-        await prove_version(client, self._run_name, self._version)
+        await handshake.prove_version(client, self._run_name, self._version)
+        if self.probe is not None and self.probe.version == self._version:
+            await handshake.prove_weights(client, self.probe)
         return pause_s
 
     def _bring_in(self, url: str) -> None:
         self.pool.bring_in(url)
-        log.warning("vLLM server %s is in, with version %d", url, self._version)
+        self._outages.end(url, self._version)
         self._dispatch()
 
     def take_out(self, url: str, why: str) -> None:
         """Moves the requests of a server to other servers."""
         if url not in self.pool.servers_in:
             return
-        self._last_seen = asyncio.get_running_loop().time()
-        self._why_out[url] = why
         lost = self.pool.take_out(url)
         for assignment in lost:
             if assignment in self._tasks:
                 self._tasks.pop(assignment).cancel()
-        log.warning("vLLM server %s is out: %s; its %d requests go to others", url, why, len(lost))
+        self._outages.begin(url, why, len(lost))
         self._dispatch()
 
     def _check_alone(self) -> None:
-        alone_s = asyncio.get_running_loop().time() - self._last_seen
-        if not self.pool.servers_in and alone_s > self.recovery_timeout_s:
-            reasons = "; ".join(f"{url} {why}" for url, why in self._why_out.items())
+        if not self.pool.servers_in and self._outages.seconds > self.recovery_timeout_s:
             limit = f"data.engine.recovery_timeout_s={self.recovery_timeout_s:g}"
-            self._book.fail(EngineError(f"no server for {limit}: {reasons}"))
+            self._book.fail(EngineError(f"no server for {limit}: {self._outages.reasons}"))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -165,33 +200,33 @@ class ServerFleet:
         await self._changing.acquire()
         self._num_changes += 1
 
-    async def update(self, version: int, folder: str) -> float:
-        """Loads new weights on all servers that are in; takes out those that fail. Returns the seconds paused.
+    async def update(self, version: int, transfer: FileTransfer) -> float:
+        """Loads staged weights on all servers that are in; takes out those that fail. Returns the seconds paused.
 
         Raises:
             EngineError: a server did not load the first weights.
         """
-        is_first, self._version, self._folder = self._version < 0, version, folder
+        is_first, self._version, self._publication.transfer = self._version < 0, version, transfer
         clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
-        load_running = partial(
-            ServerClient.load, folder=folder, tag=self._tag, clear_cache=self.clear_cache, abort=False
-        )
+        load_running = partial(self._publication.load_running, tag=self._tag, clear_cache=self.clear_cache)
         loads = map(self._load_and_prove if is_first else load_running, clients)
         pauses = []
         for client, found in zip(clients, await asyncio.gather(*loads, return_exceptions=True), strict=True):
             if isinstance(found, float):
                 pauses.append(found)
             elif not isinstance(found, ServerFailure | ServerRefusal):
-                raise found
+                raise EngineError(f"vLLM server {client.url} did not load the weights: {describe(found)}") from found
             elif is_first:
                 raise EngineError(f"vLLM server {client.url} did not load the weights: {found}") from found
             else:
                 self.take_out(client.url, str(found))
+        self._loaded = version
         self._salt = self._tag  # not before: a request sent meanwhile may read its prompt with the old weights
         if is_first:
             for url in self._clients:
                 self._bring_in(url)
-            self._watchers = [self._start_task(self._watch(client)) for client in clients]
+            self._watchers = {client.url: self._start_task(self._watch(client)) for client in clients}
+            self._watchers |= {f"background {n}": self._start_task(run()) for n, run in enumerate(self.background)}
         return max(pauses, default=0.0)
 
     def end_update(self) -> None:
@@ -216,9 +251,13 @@ class ServerFleet:
             self._tasks[assignment] = self._start_task(self._run(assignment))
 
     async def _run(self, assignment: Assignment) -> None:
-        client, request = self._clients[assignment.server], assignment.request
+        client, request, oldest = self._clients[assignment.server], assignment.request, self._loaded
         try:
-            completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
+            with self._work[client.url].one(version=self._version):
+                completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
+            fault = first_fault(completions, request, (oldest, self._version), self._vocab_size, self._max_model_len)
+            if fault:
+                raise ServerFailure(fault)
         except (ServerFailure, ServerRefusal) as error:
             self._tasks.pop(assignment, None)
             self._failures[request.id] += 1
@@ -231,6 +270,7 @@ class ServerFleet:
         self._tasks.pop(assignment, None)
         if self.pool.accept(assignment):
             self._failures.pop(request.id, None)
+            self._outages.forgive(client.url)
             self._book.add(request.id, sum(len(completion.token_ids) for completion in completions), completions)
             self._book.end([request.id])
 

@@ -1,20 +1,50 @@
-"""Handshake with a vLLM server: checks model, flags and version tags before it gets requests."""
+"""Handshake with a vLLM server: checks model, flags, version tags and log-probabilities before it gets requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import transformers
+
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal, message
+from lit_async_rl.engines.logprob_error import Probe, default_bound
+from lit_async_rl.engines.vllm.model_identity import difference
+from lit_async_rl.engines.vllm.servers.answers import MODELS, WORKER_REPORTS, MalformedAnswer, WorkerReport
+from lit_async_rl.engines.vllm.servers.client import GENERATE, ServerClient, ServerFailure, ServerRefusal, message
 from lit_async_rl.errors import EngineError
 
 RETRY_S = 1.0  # between two looks at a server that has not started yet
 STARTED_BY = "start it with scripts/serve.py"
 
 
-async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], timeout_s: float) -> int:
+@dataclass(frozen=True)
+class Served:
+    """What a server offers.
+
+    Attributes:
+        max_model_len: most tokens of prompt and completion.
+        dtype: of weights and computation.
+    """
+
+    max_model_len: int
+    dtype: str
+
+
+async def wait_for_servers(clients: Iterable[ServerClient], expected: Mapping[str, Any], timeout_s: float) -> Served:
+    """Waits until all servers are ready; returns the smallest limit and the coarsest dtype.
+
+    Raises:
+        EngineError: a server was not reachable in time, or cannot be used.
+    """
+    found = await asyncio.gather(*(wait_for_server(client, expected, timeout_s) for client in clients))
+    dtype = max((served.dtype for served in found), key=default_bound)
+    return Served(min(served.max_model_len for served in found), dtype)
+
+
+async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], timeout_s: float) -> Served:
     """Result of `check_server` as soon as the server is reachable.
 
     Raises:
@@ -33,12 +63,13 @@ async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], tim
         await asyncio.sleep(RETRY_S)
 
 
-async def check_server(client: ServerClient, expected: Mapping[str, Any]) -> int:
-    """Checks a server and returns its limit on prompt and completion tokens.
+async def check_server(client: ServerClient, expected: Mapping[str, Any], min_model_len: int = 0) -> Served:
+    """Checks a server and returns its limits.
 
     Args:
         client: the server.
-        expected: fields of the transformers configuration that its model must have.
+        expected: text configuration that its model must have, see `describe_config`.
+        min_model_len: limit that it must have at least: requests of the run may be that long.
 
     Raises:
         ServerFailure: it is unreachable, or its engine is dead.
@@ -46,35 +77,58 @@ async def check_server(client: ServerClient, expected: Mapping[str, Any]) -> int
     """
     limit = client.health_timeout_s
     status, models = await client.ask("GET", "/v1/models", limit)
-    if status != 200 or not isinstance(models, dict) or not models.get("data"):
+    try:
+        max_model_len = MODELS.parse(models)["data"][0]["max_model_len"] if status == 200 else 0
+    except MalformedAnswer as error:
+        raise ServerRefusal(f"is not a vLLM server (/v1/models: {error})") from error
+    if status != 200:
         raise ServerRefusal(f"is not a vLLM server (/v1/models: {message(status, models)})")
+    if max_model_len < min_model_len:
+        raise ServerRefusal(
+            f"takes only {max_model_len} tokens of prompt and completion, and the run needs {min_model_len}: start it "
+            "with the --max-model-len that it had"
+        )
     await client.done("GET", "/health", limit)
-    if (await client.ask("POST", "/inference/v1/generate", limit, {}))[0] in (403, 404):  # disabled, or too old
+    if (await client.ask("POST", GENERATE, limit, {}))[0] in (403, 404):  # disabled, or too old
         raise ServerRefusal(
             "has no /inference/v1/generate, and nothing else says which weights sampled which token: "
             f"needs vLLM >= 0.32 and --enable-scale-out; {STARTED_BY}"
         )
     if (await client.ask("GET", "/is_paused", limit))[0] == 404:
         raise ServerRefusal(f"takes no new weights: needs VLLM_SERVER_DEV_MODE=1; {STARTED_BY}")
-    status, answer = await client.ask("POST", "/collective_rpc", limit, {"method": "describe_policy"})
+    reports = await describe_workers(client)
+    for report in reports:
+        _check_policy(report, expected)
+    return Served(max_model_len, reports[0]["dtype"])
+
+
+async def describe_workers(client: ServerClient) -> list[WorkerReport]:
+    """What the workers of a server say about themselves.
+
+    Raises:
+        ServerFailure: it is unreachable.
+        ServerRefusal: they cannot load a policy's weights, or have another version of this package.
+    """
+    status, answer = await client.ask("POST", "/collective_rpc", client.health_timeout_s, {"method": "describe_policy"})
     if status != 200:
         raise ServerRefusal(
             "cannot load a policy's weights: needs --worker-extension-cls "
             f"lit_async_rl.engines.vllm.worker.WorkerExtension ({message(status, answer)}); {STARTED_BY}"
         )
-    _check_policy(answer["results"][0], expected)
-    return int(models["data"][0]["max_model_len"])
-
-
-def _check_policy(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    for name, value in expected.items():
-        if found["model"][name] != value:
-            raise ServerRefusal(f"serves another model: its {name} is {found['model'][name]!r}, ours {value!r}")
-    if found["logprobs_mode"] != "processed_logprobs":
+    try:
+        return WORKER_REPORTS.parse(answer)["results"]
+    except MalformedAnswer as error:
         raise ServerRefusal(
-            f"reports {found['logprobs_mode']}, not the log-probabilities that were sampled from: needs "
-            f"--logprobs-mode processed_logprobs; {STARTED_BY}"
-        )
+            f"describes itself otherwise than this version of lit-async-rl does ({error}); install the trainer's there"
+        ) from error
+
+
+def _check_policy(found: WorkerReport, expected: Mapping[str, Any]) -> None:
+    is_other_library = found["transformers"] != transformers.__version__
+    if problem := difference(found["model"], expected, common_only=is_other_library):
+        raise ServerRefusal(f"serves another model: {problem}")
+    if found["problems"]:
+        raise ServerRefusal(f"was started with {found['problems'][0]}; {STARTED_BY}")
 
 
 async def prove_version(client: ServerClient, run: str, version: int) -> None:
@@ -92,3 +146,21 @@ async def prove_version(client: ServerClient, run: str, version: int) -> None:
         raise ServerFailure(f"generated nothing within {client.health_timeout_s:g} s") from error
     if completion.versions != (version,):
         raise ServerRefusal(f"tags new tokens with versions {completion.versions}, not {version}")
+
+
+async def prove_weights(client: ServerClient, probe: Probe) -> None:
+    """Checks that the server gives a fixed token sequence the trainer's log-probabilities.
+
+    Raises:
+        ServerFailure: it did not answer.
+        ServerRefusal: they differ by more than the precision explains.
+    """
+    found = await client.score(probe.token_ids, f"{probe.version}-probe")
+    dtypes = {report["dtype"] for report in await describe_workers(client)}
+    error, bound = probe.error(found), default_bound(probe.dtype, *dtypes)
+    if not error <= bound:
+        raise ServerRefusal(
+            f"computes other log-probabilities than the trainer with the weights of version {probe.version}: the mean "
+            f"absolute difference over {len(found)} tokens is {error:.2g}, and {'/'.join(sorted(dtypes))} explains "
+            f"{bound:g}. Has it another model, or a part that is not computed as in transformers?"
+        )

@@ -37,6 +37,7 @@ class ServerPool:
     def __init__(self, servers: Iterable[str]) -> None:
         self._outstanding = dict.fromkeys(servers, 0)
         self._in: set[str] = set()
+        self._leaving: set[str] = set()  # get no new requests
         self._sent: dict[int, Assignment] = {}
         self._waiting: deque[GenerationRequest] = deque()
         self._held: list[GenerationRequest] | None = None
@@ -71,8 +72,8 @@ class ServerPool:
     def dispatch(self) -> list[Assignment]:
         """Assigns all queued requests to servers; none if no server is in."""
         assignments = []
-        while self._waiting and self._in:
-            server = min(self._in, key=lambda name: (self._outstanding[name], name))
+        while self._waiting and (candidates := self._in - self._leaving):
+            server = min(candidates, key=lambda name: (self._outstanding[name], name))
             assignment = Assignment(server, self._waiting.popleft())
             self._sent[assignment.request.id] = assignment
             self._outstanding[server] += assignment.num_tokens
@@ -95,6 +96,29 @@ class ServerPool:
         if server not in self._outstanding:
             raise InvariantError(f"{server} is not one of the servers")
         self._in.add(server)
+
+    def add(self, server: str) -> None:
+        """Adds a server, which is out."""
+        self._outstanding.setdefault(server, 0)
+
+    def leave(self, server: str) -> None:
+        """Sends a server no new requests."""
+        self._leaving.add(server)
+
+    def stay(self, server: str) -> None:
+        """Takes `leave` back."""
+        self._leaving.discard(server)
+
+    def remove(self, server: str) -> None:
+        """Forgets a server that is out."""
+        if server in self._in or self.num_sent(server):
+            raise InvariantError(f"{server} is in use and cannot be removed")
+        self._leaving.discard(server)
+        self._outstanding.pop(server, None)
+
+    def num_sent(self, server: str) -> int:
+        """Requests that a server has."""
+        return sum(assignment.server == server for assignment in self._sent.values())
 
     def take_out(self, server: str) -> list[Assignment]:
         """Removes a server; its requests are queued again, before all others and in their old order."""

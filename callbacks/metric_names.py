@@ -1,0 +1,172 @@
+"""Metrics that a run logs: name, unit and meaning of each. `docs/metrics.md` is made of this list."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """A metric; `<...>` in its name stands for a part that differs."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the names under which it is logged; `grad/*` and `gac/*` end with an optimizer's if there are two."""
+        pieces = re.split(r"<[^>]+>", self.name)
+        return re.compile(".+".join(map(re.escape, pieces)) + (r"(/\w+)?" if self.name[:4] in ("grad", "gac/") else ""))
+
+
+def _metrics(rows: str) -> list[Metric]:
+    return [Metric(*(cell.strip() for cell in row.split("|"))) for row in rows.strip().splitlines()]
+
+
+METRICS: dict[str, list[Metric]] = {
+    "RolloutMonitor": _metrics("""
+        reward/mean | reward | mean reward of the completions that the step trained on
+        reward/std | reward | their standard deviation
+        reward/mean_sampled | reward | mean over the groups scored since the last step, before filters
+        rollout/length_mean | tokens | mean length of the completions
+        rollout/no_signal_share | share | completions all of whose advantages are 0
+        policy/entropy | nats | mean entropy of the policy over the trained tokens
+        sample/dropped_share | share | groups scored since the last step that filters dropped
+    """),
+    "StalenessMonitor": _metrics("""
+        sample/staleness_mean | versions | mean age of the trained tokens
+        sample/staleness_p95 | versions | 95th percentile of their age
+        sample/staleness_max | versions | greatest age; never above `data.max_staleness`
+        sample/mixed_version_share | share | completions sampled by more than one version
+    """),
+    "ImportanceMonitor": _metrics("""
+        importance/ess_ratio | share | effective sample size over the number of completions
+        importance/ess_ratio_token | share | effective sample size over the number of tokens
+        importance/kl_k1 | nats | KL between behavior policy and policy per token, estimator k1
+        importance/kl_k2 | nats | the same, estimator k2
+        importance/kl_k3 | nats | the same, estimator k3
+        importance/ratio_max | ratio | greatest importance ratio of a token
+        importance/clip_fraction | share | tokens whose gradient the loss's clipping removes
+    """),
+    "EngineCheck": _metrics("""
+        engine/logprob_error | nats | mean absolute difference of log-probabilities, engine and trainer at one version
+        engine/logprob_error_max | nats | the largest difference among the replayed tokens
+    """),
+    "ThroughputMonitor": _metrics("""
+        perf/step_s | s | from the end of one optimizer step to the end of the next
+        perf/tokens_per_s | tokens/s | completion tokens trained on
+        perf/rollout_wait_s | s | the trainer waited for rollouts in this step
+        perf/trainer_wait_share | share | of the time since the last step in which the trainer waited
+        perf/engine_idle_share | share | of the time since the last step in which the engine did not generate
+        sample/queue_size | groups | finished, and not yet trained on
+        sample/unfinished | groups | being sampled or scored
+        sample/lost | groups | dropped in the step as redundant or too old
+        sample/total_tokens | tokens | generated since the run began
+    """),
+    "GradientMonitor": _metrics("""
+        grad/norm | norm | L2 norm of the gradient, before clipping
+        grad/cosine | cosine | with the gradient of the step before
+    """),
+    "WeightSync": _metrics("""
+        perf/weight_sync_s | s | the trainer published weights
+    """),
+    "BottleneckVerdict": _metrics("""
+        perf/overlap_efficiency | share | of the shorter side (generation, training) hidden behind the longer one
+        perf/trainer_share | share | of the window in which the trainer did not wait
+        perf/weight_sync_share | share | of the window spent publishing
+        perf/scoring_share | share | of the window in which a reward worker scored
+        perf/share_to_win | share | of the window that removing the bottleneck would save at most
+    """),
+    "PolicyModule": _metrics("""
+        optim/lr | rate | learning rate of the step
+        val/pass@<k> | share | held-out prompts solved, or by one of k completions (estimated without bias)
+        val/reward | reward | mean reward on held-out prompts
+    """),
+    "SkipNonFinite": _metrics("""
+        grad/num_skipped | steps | dropped so far because a gradient was not finite; from the first on
+    """),
+    "Evaluation": _metrics("""
+        eval/<data set>/pass@<k> | share | of its prompts, estimated without bias
+        eval/<data set>/reward | reward | mean over its prompts
+        eval/pass@<k> | share | of all prompts together
+        eval/reward | reward | mean over all prompts together
+        eval/version | version | of the policy that is evaluated
+        eval/oldest_version | version | of any token
+        eval/newest_version | version | of any token
+        eval/mean_version | version | mean over the tokens
+        eval/num_unscored | prompts | without a reward
+        eval/seconds | s | from the first request to the last reward
+        eval/blocked_s | s | training waited for the evaluation
+    """),
+    "LengthBiasMonitor": _metrics("""
+        intake/<fate>_share | share | groups with this fate: trained, expired, unbegun, or dropped by a filter
+        intake/<fate>_length | tokens | mean length of their completions
+        intake/<fate>_s | s | from admission to the last token
+        intake/<fate>_pass_rate | share | measured pass rate of their prompts
+    """),
+    "ReplayMonitor": _metrics("""
+        replay/num_rollouts | completions | in the buffer
+        replay/num_prompts | prompts | in the buffer
+        replay/num_added | completions | new ones so far
+        replay/num_duplicates | completions | so far that replaced an equal older one
+        replay/num_evicted | completions | removed so far because the buffer was full
+        replay/num_expired | completions | removed so far because they were too old
+        replay/num_replayed | completions | of the step that came from the buffer
+        replay/replayed_staleness | versions | their mean age
+        replay/replayed_staleness_max | versions | their greatest age
+        sample/off_policy_share | share | trained tokens that are not of the newest version
+    """),
+    "ESSLearningRate": _metrics("""
+        ess/ratio | share | effective sample size over the number of completions
+        ess/lr_scale | factor | of the learning rate
+        ess/num_samples | completions | that were weighted
+        ess/num_broken | completions | whose log-ratio is not finite
+    """),
+    "GradientAlignmentControl": _metrics("""
+        gac/cosine | cosine | with the reference gradient
+        gac/regime | number | 0 applied, 1 projected, 2 skipped, 3 dropped
+        gac/kept | factor | of the component along the reference
+        gac/consecutive_skips | steps | skipped in a row
+        gac/norm | norm | of the gradient, before the treatment
+        gac/low | cosine | threshold of projection
+        gac/high | cosine | threshold of skipping
+        gac/num_dropped | steps | dropped so far
+    """),
+    "GradientClipping": _metrics("""
+        grad/clip_scale | factor | of the gradient: 1 unchanged, 0 dropped
+        grad/num_dropped | steps | dropped so far
+    """),
+    "CollapseAlarm": _metrics("""
+        collapse/ess_ratio | share | effective sample size over the number of completions
+        collapse/kl | nats | KL between behavior policy and policy per token, estimator k3
+        collapse/grad_norm | norm | of the gradient
+        collapse/cosine | cosine | with the gradient of the step before
+        collapse/entropy | nats | of the policy
+        collapse/reward | reward | mean of the step
+        collapse/num_alarms | alarms | so far
+    """),
+    "AdaptiveStaleness": _metrics("""
+        staleness/bound | versions | `max_staleness` of groups admitted from now on
+        staleness/smoothed_ess_ratio | share | effective sample size, smoothed
+        staleness/smoothed_kl | nats | KL, smoothed, where that is the target
+    """),
+    "AnnealBeta": _metrics("""
+        loss/beta | factor | present beta of the loss
+    """),
+}
+
+
+def find(name: str) -> list[Metric]:
+    """Entries that a logged name belongs to; two callbacks may log the same."""
+    return [metric for metrics in METRICS.values() for metric in metrics if metric.pattern.fullmatch(name)]
+
+
+def table() -> str:
+    """The list as a Markdown table."""
+    rows = [
+        f"| `{metric.name}` | {metric.unit} | {metric.meaning} | `{source}` |"
+        for source, metrics in METRICS.items()
+        for metric in metrics
+    ]
+    return "\n".join(["| metric | unit | meaning | logged by |", "|---|---|---|---|", *rows]) + "\n"

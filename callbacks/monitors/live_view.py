@@ -1,0 +1,167 @@
+"""Live view of an asynchronous run in a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
+from torch.optim import Optimizer
+
+from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
+from lit_async_rl.callbacks.parts import rollout_data
+from lit_async_rl.callbacks.run.progress import REFRESH_HZ, Display, Lines, Progress
+from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+WINDOW_S = 10.0  # of the shares of time
+MAX_STALENESS_ROWS = 8
+WIDTH = 30
+WAITS, TRAINS, OPTIMIZES, VALIDATES, SAVES = (
+    "waits for rollouts",
+    "forward and backward",
+    "optimizer, publication",
+    "validation",
+    "saves a checkpoint",
+)
+
+
+class LiveView(Progress):
+    """Draws the state of the run in place of a bar: `--defaults.progress LiveView`.
+
+    Phase of the trainer, shares of the last ten seconds in which trainer and engine worked, queue of groups, samples in
+    the engine, histogram of the staleness of the last step, metrics, and the last verdict of `BottleneckVerdict`. Where
+    the output is no terminal that can draw, the lines of `Progress` are printed instead.
+
+    Args:
+        every_s: seconds between two lines, where the output is no terminal.
+    """
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        super().__init__(every_s)
+        self.phase = WAITS
+        self.staleness: dict[int, int] = {}  # versions -> tokens of the last step
+        self._tokens: dict[int, int] = {}  # of the step so far
+        self._version = 0
+        self._history: deque[tuple[float, ProducerStats]] = deque()
+        self._module: AnyModule | None = None
+
+    def make_display(self, trainer: AnyTrainer) -> Display:
+        """The view, if the output is a terminal that can draw it and training begins."""
+        console = Console()
+        if not console.is_terminal or console.is_dumb_terminal or os.environ.get("TERM") in ("dumb", "unknown"):
+            return Lines(self.every_s)
+        return super().make_display(trainer) if trainer.state.fn != "fit" else _View(self, console)
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        rollout_data(trainer, "LiveView")
+        self._module, self.phase = pl_module, WAITS
+        self._history.clear()
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
+        self.phase, self._version = TRAINS, int(getattr(pl_module, "version", 0))
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        self.phase = OPTIMIZES
+
+    def on_train_batch_end(
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        ages, counts = torch.unique(self._version - batch.versions[batch.loss_mask], return_counts=True)
+        for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
+            self._tokens[age] = self._tokens.get(age, 0) + count
+        if trainer.global_step > self.num_steps:
+            self.staleness, self._tokens = self._tokens, {}
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.phase = WAITS
+
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        self.phase = SAVES
+
+    def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        self.phase = VALIDATES
+
+    def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self.phase = WAITS
+
+    # -- the drawing's thread -----------------------------------------------------------------------------------------
+
+    def __rich__(self) -> RenderableType:
+        """The view as it is now."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(ratio=1)
+        bar = Bar(total=None if math.isinf(self.max_steps) else self.max_steps, completed=self.num_steps, width=WIDTH)
+        of = "" if math.isinf(self.max_steps) else f" of {self.max_steps:.0f}"
+        table.add_row(f"step {self.num_steps}{of}", bar)
+        table.add_row("trainer", self.phase)
+        self._add_time(table)
+        for age in sorted(self.staleness)[:MAX_STALENESS_ROWS]:
+            share = self.staleness[age] / sum(self.staleness.values())
+            name = "staleness " if age == min(self.staleness) else ""
+            table.add_row(f"{name}{age:>3}", _share(share))
+        if self._module is not None and self.num_steps:
+            table.add_row("metrics", self._text(self.trainer, self._module))
+        judges = [c for c in self.trainer.callbacks if isinstance(c, BottleneckVerdict)]  # type: ignore[attr-defined]
+        for judge in judges[:1]:
+            words = judge.collapse or judge.verdict
+            table.add_row("verdict", Text(f"after {judge.every_n_steps} steps" if words is None else str(words)))
+        return Panel(Group(table), title="lit-async-rl", border_style="dim")
+
+    def _add_time(self, table: Table) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        stats, now = data.stats(), time.monotonic()
+        if stats is None:
+            table.add_row("engine", "starts")
+            return
+        self._history.append((now, stats))
+        while now - self._history[0][0] > WINDOW_S and len(self._history) > 2:
+            self._history.popleft()
+        began, before = self._history[0]
+        wall_s = max(1e-3, now - began)
+        table.add_row("trainer waits", _share((stats.wait_s - before.wait_s) / wall_s))
+        table.add_row("engine is busy", _share((stats.engine_busy_s - before.engine_busy_s) / wall_s))
+        running = data.engine.num_running
+        samples = "" if running is None else f", {running} samples in the engine"
+        table.add_row("groups", f"{stats.num_unfinished} being sampled or scored, {stats.num_queued} ready{samples}")
+
+
+class _View:
+    """Draws a `LiveView` several times a second, in a thread."""
+
+    def __init__(self, view: LiveView, console: Console) -> None:
+        self._live = Live(view, console=console, refresh_per_second=REFRESH_HZ, vertical_overflow="crop")
+        self._live.start()
+
+    def step(self, number: int, total: float, text: str) -> None:
+        """Nothing: the next drawing shows it."""
+
+    def validation(self, number: int, total: float) -> None:
+        """Nothing: the phase says so."""
+
+    def print(self, *text: Any) -> None:
+        self._live.console.print(*text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def _share(value: float) -> RenderableType:
+    value = min(1.0, max(0.0, value))
+    line = Table.grid(padding=(0, 1))
+    line.add_row(Bar(total=1.0, completed=value, width=WIDTH), f"{value:4.0%}")
+    return line

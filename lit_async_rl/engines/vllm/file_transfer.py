@@ -1,0 +1,206 @@
+"""Weight transfer through safetensors files: whole, or what has changed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, VALUE, KeptWeights
+from lit_async_rl.engines.vllm.weight_files import write_folder
+from lit_async_rl.engines.vllm.weight_folders import WeightFolders
+from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype, chunks
+from lit_async_rl.errors import SetupError, StalledError
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.utils.checks import check_range
+
+log = logging.getLogger(__name__)
+SHARED_MEMORY = "/dev/shm"
+LOOK_S = 0.02  # between two looks at whether the workers have loaded weights
+
+
+class FileTransfer(WeightTransfer):
+    """Safetensors files in a folder visible to trainer and workers; may be delivered several times.
+
+    With `delta` only what has changed since the last update is written, compared bit by bit in `dtype`; with
+    `model.lora` that is the adapters, which each worker merges. Nothing is approximated: the weights that generate
+    are those of a whole update. The trainer and each worker keep a copy of the weights in host memory for it.
+
+    Args:
+        folder: created if missing; each update has a subfolder, removed after use, or after `kill -9` by the next run
+            that uses the folder. None is the system's temporary folder. For engines on other machines, a path on a
+            shared file system.
+        shard_gb: maximum size of a file (at least one tensor), which is also the memory needed.
+        dtype: floating-point weights are cast to it, such as bfloat16 for an engine that computes in it; None keeps
+            theirs.
+        delta: write only what has changed.
+        preload: workers load new weights while they generate, which makes pauses short and takes the memory of a second
+            copy meanwhile (on a GPU, host memory).
+
+    Raises:
+        ValueError: `shard_gb` is not positive, or `dtype` is not a torch dtype.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        shard_gb: float = 1.0,
+        dtype: str | None = None,
+        delta: bool = False,
+        preload: bool = True,
+    ) -> None:
+        check_range("transfer", "positive", shard_gb=shard_gb)
+        self.folder, self.shard_gb, self.dtype = folder, shard_gb, as_dtype(dtype)
+        self.delta, self.preload, self.takes_adapters = delta, preload, delta
+        self._folders = WeightFolders(folder)
+        self._staged: Path | None = None
+        self._whole: Path | None = None  # the same weights, not only what has changed
+        self._kept, self._name = KeptWeights(), ""
+        self._is_first, self._is_prepared, self._needs_whole = True, False, False
+
+    @property
+    def staged(self) -> str:
+        """Folder of the newest weights, or of what they change in those before."""
+        if self._staged is None:
+            raise SetupError("weights are applied before they were staged")
+        return str(self._staged)
+
+    def whole(self) -> str:
+        """Folder of all of the newest weights, for an engine that does not have those before.
+
+        Raises:
+            OSError: the files cannot be written.
+        """
+        if not self._kept.tensors or self._is_first:
+            return self.staged
+        if self._whole is None:
+            self._whole = self._folders.make()
+            write_folder(self._whole, _shards(self._kept.tensors.items(), self._max_bytes), own_id=self._name)
+        return str(self._whole)
+
+    @property
+    def _max_bytes(self) -> int:
+        return int(self.shard_gb * 2**30)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        return {"worker_extension_cls": EXTENSION}
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes the files, in place of those staged before.
+
+        Raises:
+            OSError: the files cannot be written.
+        """
+        self.release()
+        self._staged, self._is_prepared = self._folders.make(), False
+        if not self.delta:
+            self.staged_bytes = write_folder(self._staged, chunks(weights, self._max_bytes, "cpu", self.dtype))
+            return
+        self._is_first = not self._kept.tensors
+        base, self._name = self._name, uuid.uuid4().hex
+        shards = _shards(self._changes(weights), self._max_bytes)
+        self.staged_bytes = write_folder(self._staged, shards, base, self._name)
+
+    def _changes(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            dtype = self.dtype if tensor.is_floating_point() and not name.endswith(ADAPTER) else None
+            yield from self._kept.encode(name, tensor.detach().to("cpu", dtype).contiguous()).items()
+
+    def prepare(self, control: EngineControl) -> None:
+        """Has every worker load the files beside the weights with which it generates, and waits for them.
+
+        A worker that cannot still has the weights it had; then `deliver` has all workers load whole ones.
+
+        Raises:
+            StalledError: it took too long.
+        """
+        if not self.preload:
+            return
+        try:
+            control.collective_rpc("begin_policy_weights", {"folder": self.staged})
+            deadline = time.monotonic() + control.update_timeout_s
+            while not all(state["loaded"] for state in control.collective_rpc("policy_weights_state", {})):
+                if time.monotonic() > deadline:
+                    limit = f"data.engine.update_timeout_s={control.update_timeout_s:g}"
+                    raise StalledError(f"vLLM's workers did not load weights within {limit}")
+                time.sleep(LOOK_S)
+            self._is_prepared = True
+        except RuntimeError as error:
+            log.warning("vLLM's workers could not load weights while they generate, and do so in a pause: %s", error)
+            self._needs_whole = True
+
+    def deliver(self, control: EngineControl) -> None:
+        """Has every worker use the weights that it was prepared with, or read the files."""
+        if self._is_prepared:
+            control.collective_rpc("swap_policy_weights", {})
+            return
+        folder = self.whole() if self._needs_whole else self.staged
+        control.collective_rpc("load_policy_weights", {"folder": folder})
+        self._needs_whole = False
+
+    def release(self) -> None:
+        """Removes the files."""
+        for folder in (self._staged, self._whole):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._staged = self._whole = None
+
+    def close(self) -> None:
+        """Removes the files and releases their lock."""
+        super().close()
+        self._folders.close()
+        self._kept, self._name = KeptWeights(), ""  # the next engine starts from whole weights
+
+
+class SharedMemoryTransfer(FileTransfer):
+    """Files in `/dev/shm`: trainer and engine on one machine, CPU or GPU. Needs room for one copy of the weights.
+
+    Where there is less, as in containers that were started without `--shm-size`, files in the system's temporary folder
+    take its place, with a warning.
+
+    Args:
+        shard_gb: as in `FileTransfer`.
+        dtype: as in `FileTransfer`.
+        delta: as in `FileTransfer`.
+        preload: as in `FileTransfer`.
+    """
+
+    def __init__(
+        self, shard_gb: float = 1.0, dtype: str | None = None, delta: bool = False, preload: bool = True
+    ) -> None:
+        super().__init__(SHARED_MEMORY, shard_gb, dtype, delta, preload)
+
+    def check_room(self, model: str) -> None:
+        """Falls back to files elsewhere if the weights do not fit."""
+        size = 4 if self.dtype is None else self.dtype.itemsize
+        needed = size * sum(p.numel() for p in load_policy(model, device="meta").parameters())
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free >= needed * (2 if self.delta else 1):  # whole weights, for a server that comes back, beside an update
+            return
+        folder, room_gb = tempfile.gettempdir(), math.ceil(2 * needed / 2**30)
+        log.warning(
+            "%s has %.2f GiB free, and one copy of the weights takes %.2f: they go through files in %s, which is "
+            "slower. For containers there is --shm-size=%dg (docker run), or a volume of medium Memory (Kubernetes)",
+            *(SHARED_MEMORY, free / 2**30, needed / 2**30, folder, room_gb),
+        )
+        self.folder, self._folders = folder, WeightFolders(folder)
+
+
+def _shards(entries: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive entries of together about `max_bytes`; those of one tensor stay together."""
+    shard: list[tuple[str, Tensor]] = []
+    for name, tensor in entries:
+        if sum(other.nbytes for _, other in shard) >= max_bytes and not name.startswith(VALUE):
+            yield shard
+            shard = []
+        shard.append((name, tensor))
+    if shard:
+        yield shard

@@ -1,0 +1,101 @@
+"""A vLLM server in a child process of the trainer, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+PROGRAM = "from lit_async_rl.engines.vllm.serve import main; main()"
+HOST = "127.0.0.1"
+STOP_S = 10.0
+LOOK_S = 0.5  # between two looks at a replica that starts
+MAX_RESTARTS = 3  # in a row, each within `STABLE_S` of the one before
+STABLE_S = 600.0
+NEGATED = ("enable_prefix_caching",)  # on by default
+
+
+class Replica:
+    """One server in a child process, which ends with the trainer.
+
+    Args:
+        number: counts from 0.
+        model: Hugging Face name or folder.
+        arguments: fields of vLLM's `AsyncEngineArgs`.
+        environment: variables of the process.
+    """
+
+    def __init__(self, number: int, model: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self.number, self.model, self.arguments, self.environment = number, model, arguments, environment
+        self.port = free_port()
+        self.num_restarts, self._began = 0, 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Starts the process and returns at once."""
+        own = ["--model", self.model, "--host", HOST, "--port", str(self.port), "--die_with_parent"]
+        command = [sys.executable, "-c", PROGRAM, *own, *flags(self.arguments)]
+        self._process = subprocess.Popen(command, env={**os.environ, **self.environment}, start_new_session=True)
+
+    def listens(self) -> bool:
+        """Whether it accepts connections."""
+        with socket.socket() as probe:
+            probe.settimeout(LOOK_S)
+            return probe.connect_ex((HOST, self.port)) == 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a process that has ended."""
+        return None if self._process is None else self._process.poll()
+
+    def restart(self, now: float) -> bool:
+        """Starts it again after its process has ended, unless that keeps happening."""
+        self.num_restarts = 1 if now - self._began > STABLE_S else self.num_restarts + 1
+        if self.num_restarts > MAX_RESTARTS:
+            return False
+        self._began = now
+        self.start()
+        return True
+
+    def stop(self) -> None:
+        """Ends the process and its children."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(STOP_S)
+
+
+def free_port() -> int:
+    """A free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Command line of a server with these fields of `AsyncEngineArgs`; those that are None keep their defaults."""
+    found = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is True:
+            found.append(f"--{flag}")
+        elif value is False:
+            found += [f"--no-{flag}"] if name in NEGATED else []
+        elif isinstance(value, dict):
+            found += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            found += [f"--{flag}", ",".join(map(str, value))]
+        elif value is not None:
+            found += [f"--{flag}", str(value)]
+    return found

@@ -1,0 +1,248 @@
+"""Typed schema of what vLLM servers answer. Every answer is validated as a whole before any of it is used.
+
+A server, or a proxy before it, may answer status 200 with anything: an error page, half an answer, the answer to
+another request. Whatever does not fit is a `MalformedAnswer`, which counts as a failure of that server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
+
+from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.engines.completion_check import MAX_LOGPROB, MIN_LOGPROB, find_fault, show
+
+T = TypeVar("T")
+STRICT = ConfigDict(strict=True)  # a number is no text, and True is no number
+Logprob = Annotated[float, Field(ge=MIN_LOGPROB, le=MAX_LOGPROB, allow_inf_nan=False)]
+
+
+class MalformedAnswer(ValueError):
+    """An answer that does not fit the schema, or not the request; one line."""
+
+
+class Span(TypedDict):
+    """Tokens sampled from one version."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    version: str
+    start: NonNegativeInt
+    end: NonNegativeInt
+
+
+class SampledToken(TypedDict):
+    """A token with its log-probability."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    token_id: NonNegativeInt
+    logprob: Logprob
+
+
+class SampledTokens(TypedDict):
+    """The tokens of one sample."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    content: list[SampledToken]
+
+
+class Choice(TypedDict):
+    """One sample."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    index: NonNegativeInt
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[NonNegativeInt]
+    logprobs: SampledTokens
+    weight_versions: NotRequired[list[Span] | None]
+
+
+class PromptToken(TypedDict):
+    """Log-probability of a token of the prompt."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    logprob: Logprob
+
+
+class Generated(TypedDict):
+    """Answer of `/inference/v1/generate`."""
+
+    choices: list[Choice]
+
+
+class Scored(TypedDict):
+    """The same with the log-probabilities of the prompt, by token id; the first token has none."""
+
+    prompt_logprobs: list[dict[str, PromptToken] | None]
+
+
+class ModelCard(TypedDict):
+    """A served model."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    max_model_len: Annotated[int, Field(ge=1)]
+
+
+class Models(TypedDict):
+    """Answer of `/v1/models`."""
+
+    data: Annotated[list[ModelCard], Field(min_length=1)]
+
+
+class WeightInfo(TypedDict):
+    """Answer of `/weight_info`."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    weight_version: str
+
+
+class WorkerReport(TypedDict):
+    """What a worker says about itself, see `WorkerExtension.describe_policy`."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    model: dict[str, Any]
+    transformers: str
+    dtype: str
+    problems: list[str]
+
+
+class WorkerReports(TypedDict):
+    """Answer of `/collective_rpc` with `describe_policy`: one report per worker."""
+
+    results: Annotated[list[WorkerReport], Field(min_length=1)]
+
+
+class Loaded(TypedDict):
+    """Answer of `/collective_rpc` with a method that loads weights: one entry per worker."""
+
+    results: Annotated[list[Any], Field(min_length=1)]
+
+
+class LoadingState(TypedDict):
+    """Whether a worker has loaded the weights that it began with."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    loaded: bool
+
+
+class LoadingStates(TypedDict):
+    """Answer of `/collective_rpc` to `policy_weights_state`."""
+
+    results: Annotated[list[LoadingState], Field(min_length=1)]
+
+
+class Schema(Generic[T]):
+    """Parser of one kind of answer.
+
+    Args:
+        kind: a TypedDict of this module.
+    """
+
+    def __init__(self, kind: type[T]) -> None:
+        self._adapter = TypeAdapter(kind)
+
+    def parse(self, body: bytes) -> T:
+        """The answer in `body`.
+
+        Raises:
+            MalformedAnswer: it is not JSON in UTF-8, or does not fit.
+        """
+        try:
+            return self._adapter.validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            found = "" if first["type"] in ("missing", "json_invalid") else f", got {show(first['input'])}"
+            more = f" and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+            reason = f"{place + ': ' if place else ''}{first['msg']}{found}{more}"
+            raise MalformedAnswer(f"{' '.join(reason.split())[:200]}, in {excerpt(body)}") from error
+
+
+GENERATED, SCORED, MODELS = Schema(Generated), Schema(Scored), Schema(Models)
+WEIGHT_INFO, WORKER_REPORTS, LOADED = Schema(WeightInfo), Schema(WorkerReports), Schema(Loaded)
+LOADING = Schema(LoadingStates)
+
+
+def excerpt(body: bytes) -> str:
+    """The beginning of an answer on one line, for messages."""
+    text = " ".join(body[:400].decode("utf-8", "replace").split())
+    return "an empty answer" if not body else repr(text[:60] + ("..." if len(text) > 60 else ""))
+
+
+def completions_of(answer: Generated, request: GenerationRequest, run: str) -> list[Completion]:
+    """The samples of a request, by index; a greedy one is sampled once.
+
+    Raises:
+        MalformedAnswer: samples are missing, or there are too many; per-token lists differ; another run's weights.
+    """
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    asked = request.num_samples if request.sampling.temperature > 0 else 1
+    if [choice["index"] for choice in choices] != list(range(asked)):
+        found = show([choice["index"] for choice in choices])
+        raise MalformedAnswer(f"has samples {found}, asked for {asked}")
+    if len(choices) < request.num_samples:
+        choices = choices * request.num_samples
+    return [_completion(request, index, choice, run) for index, choice in enumerate(choices)]
+
+
+def _completion(request: GenerationRequest, index: int, choice: Choice, run: str) -> Completion:
+    token_ids, sampled, where = choice["token_ids"], choice["logprobs"]["content"], f"sample {index}"
+    if [token["token_id"] for token in sampled] != token_ids:
+        raise MalformedAnswer(f"{where} has {len(token_ids)} tokens and log-probabilities of {len(sampled)} others")
+    versions: list[int] = []
+    spans = choice.get("weight_versions")
+    if spans is None:
+        raise MalformedAnswer(f"{where} does not say which weights sampled which token: needs vLLM >= 0.32")
+    for span in spans:
+        owner, _, version = span["version"].rpartition("-")
+        if owner != run or not (version.isascii() and version.isdecimal() and len(version) < 16):
+            raise MalformedAnswer(
+                f"{where} comes from weights tagged {show(span['version'])}: does another trainer use it, too?"
+            )
+        if span["start"] != len(versions) or not span["start"] <= span["end"] <= len(token_ids):
+            raise MalformedAnswer(f"{where} has versions of tokens {span['start']} to {span['end']}, out of order")
+        versions += [int(version)] * (span["end"] - span["start"])
+    if len(versions) != len(token_ids):
+        raise MalformedAnswer(f"{where} has {len(token_ids)} tokens and versions of {len(versions)}")
+    return Completion(
+        request_id=request.id,
+        sample_index=index,
+        token_ids=tuple(token_ids),
+        logprobs=tuple(float(token["logprob"]) for token in sampled),
+        versions=tuple(versions),
+        finish_reason=choice["finish_reason"],
+    )
+
+
+def first_fault(
+    completions: Sequence[Completion],
+    request: GenerationRequest,
+    versions: tuple[int, int],
+    vocab_size: int,
+    max_model_len: int,
+) -> str:
+    """Describes the first fault of the samples of a request, as `find_fault`; empty if there is none."""
+    limits: dict[str, Any] = dict(versions=versions, vocab_size=vocab_size, max_model_len=max_model_len)
+    for completion in completions:
+        if fault := find_fault(completion, request, **limits, scores=False, is_partial=False):
+            return f"sample {completion.sample_index} of request {request.id} {fault}"
+    return ""
+
+
+def prompt_logprobs(answer: Scored, token_ids: tuple[int, ...]) -> list[float]:
+    """Log-probabilities of all tokens of a prompt but the first.
+
+    Raises:
+        MalformedAnswer: one is missing.
+    """
+    found = answer["prompt_logprobs"]
+    if len(found) != len(token_ids):
+        raise MalformedAnswer(f"has log-probabilities of {len(found)} tokens of a prompt of {len(token_ids)}")
+    values = []
+    for token, by_id in zip(token_ids[1:], found[1:], strict=True):
+        if by_id is None or str(token) not in by_id:
+            raise MalformedAnswer(f"has no log-probability of the prompt's token {token}")
+        values.append(float(by_id[str(token)]["logprob"]))
+    return values

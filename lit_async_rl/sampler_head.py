@@ -1,0 +1,108 @@
+"""Head of the sampling distribution: the likeliest tokens of each position, as the engine recorded them.
+
+L tokens of one completion, k = `sampling.head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lit_async_rl.errors import InvariantError
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerHead:
+    """The k likeliest tokens of the distribution that each token of a completion was sampled from, and its entropy.
+
+    On the CPU. Temperature and truncation (top-k, top-p, min-p) are applied; tokens outside of the support have a
+    log-probability of -inf. Not normalised over the head: the rest of the probability belongs to other tokens.
+
+    Attributes:
+        entropy: in nats, over the whole vocabulary; NaN where the engine does not compute it.
+        ids: token ids, by falling probability.
+        logprobs: their log-probabilities.
+    """
+
+    entropy: Float[Tensor, " L"]
+    ids: Int[Tensor, "L k"]
+    logprobs: Float[Tensor, "L k"]
+
+    def __post_init__(self) -> None:
+        if not len(self.entropy) == len(self.ids) == len(self.logprobs) or self.ids.shape != self.logprobs.shape:
+            shapes = ", ".join(str(tuple(v.shape)) for v in (self.entropy, self.ids, self.logprobs))
+            raise InvariantError(f"entropy, ids and logprobs of a head have shapes {shapes}")
+
+    def __len__(self) -> int:
+        return len(self.entropy)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SamplerHead):
+            return NotImplemented
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.ids.shape))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Entropy, ids and log-probabilities."""
+        return self.entropy, self.ids, self.logprobs
+
+    @property
+    def width(self) -> int:
+        """k, the number of tokens per position."""
+        return self.ids.shape[1]
+
+    def first(self, length: int) -> SamplerHead:
+        """Head of the first `length` tokens."""
+        return SamplerHead(*(values[:length].clone() for values in self.tensors))
+
+
+def blank_head(length: int, width: int) -> SamplerHead:
+    """Head of tokens that were not sampled (a tool's answer): nothing is known, entropy NaN."""
+    return SamplerHead(
+        torch.full((length,), torch.nan),
+        torch.zeros(length, width, dtype=torch.int32),
+        torch.full((length, width), -torch.inf),
+    )
+
+
+def join_heads(heads: Sequence[SamplerHead]) -> SamplerHead:
+    """Heads of consecutive parts of one completion, as one."""
+    return SamplerHead(*(torch.cat(parts) for parts in zip(*(head.tensors for head in heads), strict=True)))
+
+
+def pack_heads(heads: Sequence[SamplerHead | None]) -> dict[str, Tensor]:
+    """Heads of several completions as flat tensors of a checkpoint; empty if there are none.
+
+    R completions, N tokens of those with a head: `head_lengths` [R], -1 without a head, and the tensors of all heads.
+    """
+    known = [head for head in heads if head is not None]
+    if not known:
+        return {}
+    whole = join_heads(known)
+    return {
+        "head_lengths": torch.tensor([-1 if head is None else len(head) for head in heads]),
+        "head_entropy": whole.entropy,
+        "head_ids": whole.ids,
+        "head_logprobs": whole.logprobs,
+    }
+
+
+def unpack_heads(packed: dict[str, Tensor], number: int) -> list[SamplerHead | None]:
+    """Inverse of `pack_heads`, for `number` completions."""
+    if "head_lengths" not in packed:
+        return [None] * number
+    lengths = packed["head_lengths"].tolist()
+    sizes = [max(0, length) for length in lengths]
+    parts = zip(*(packed[f"head_{name}"].split(sizes) for name in ("entropy", "ids", "logprobs")), strict=True)
+    return [
+        None if length < 0 else SamplerHead(*(value.clone() for value in part))
+        for length, part in zip(lengths, parts, strict=True)
+    ]

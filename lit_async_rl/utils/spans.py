@@ -1,0 +1,210 @@
+"""Spans of a run's timeline: what each part of it did, and when. Bounded in memory; any thread may add.
+
+The seconds of a lane are those that its owner also adds to its own total (`RolloutEngine.busy_s`, the trainer's
+`wait_s`), so that a timeline and the metrics of a run cannot disagree. Consecutive spans of a lane are merged within a
+short window: a merged span has the sum of their seconds, and begins with the first.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+WINDOW_S = 0.05  # of merging; a longer step gets a longer one
+GAP_SHARE = 0.2  # of the window: an engine that is idle for longer ends it
+MAX_PENDING = 20_000
+TRAINER, ENGINE, WEIGHTS, ENVIRONMENT, FIRST_REWARD = 0, 1, 2, 3, 10  # numbers of lanes
+FIRST_SERVER = 1000  # number of a process; smaller ones are ranks
+SUMMED, HIGHEST = ("tokens", "groups", "turns"), ("slots",)
+
+Event = dict[str, Any]
+
+
+class Spans:
+    """Recorder of the events of one process, in the Trace Event format that Perfetto and Chrome read.
+
+    Args:
+        offset_s: added to this machine's clock.
+
+    Attributes:
+        is_on: whether spans are recorded.
+        window_s: spans of an engine or a reward worker within so many seconds are merged.
+        num_lost: events that were dropped because nobody took them in time.
+    """
+
+    def __init__(self, offset_s: float = 0.0) -> None:
+        self._epoch = time.time() - time.monotonic() + offset_s
+        self._pending: deque[Event] = deque()
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self.is_on, self.window_s, self.num_lost = True, WINDOW_S, 0
+
+    def record(self, is_on: bool) -> None:
+        """Switches recording on or off."""
+        if self.is_on and not is_on:
+            for lane in list(self._lanes.values()):
+                lane.end()
+        self.is_on = is_on
+
+    def name_process(self, pid: int, name: str) -> None:
+        """Names a rank or server."""
+        self._put({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+
+    def lane(self, pid: int, tid: int, cat: str, name: str, merges: bool = True, shows_idle: bool = False) -> Lane:
+        """The lane of this number; made and named if it is new.
+
+        Args:
+            pid: number of the rank or server.
+            tid: number of the lane.
+            cat: category of its spans.
+            name: of the lane.
+            merges: whether spans of different keys within `window_s` are merged.
+            shows_idle: whether the time between spans is recorded as `idle`.
+        """
+        if (pid, tid) not in self._lanes:
+            self._put({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
+            self._lanes[pid, tid] = Lane(self, pid, tid, cat, merges, shows_idle)
+        return self._lanes[pid, tid]
+
+    def take(self, all_of_it: bool = False) -> list[Event]:
+        """Events since the last call; `all_of_it` includes spans that could still be merged with later ones."""
+        for lane in list(self._lanes.values()):
+            lane.flush(0.0 if all_of_it else max(1.0, self.window_s))
+        events = []
+        while self._pending:
+            events.append(self._pending.popleft())
+        return events
+
+    def put(self, phase: str, name: str, lane: Lane, began: float, seconds: float, args: dict[str, Any]) -> None:
+        """Adds an event; `began` is of `time.monotonic`."""
+        event: Event = {"name": name, "cat": lane.cat, "ph": phase, "ts": round(1e6 * (began + self._epoch))}
+        event |= {"dur": round(1e6 * seconds)} if phase == "X" else {"s": "p"}
+        self._put(event | {"pid": lane.pid, "tid": lane.tid, "args": args})
+
+    def _put(self, event: Event) -> None:
+        if len(self._pending) < MAX_PENDING:
+            self._pending.append(event)
+        else:
+            self.num_lost += 1
+
+
+class Lane:
+    """Row of a timeline, whose spans do not overlap. Made by `Spans.lane`; thread-safe."""
+
+    def __init__(self, spans: Spans, pid: int, tid: int, cat: str, merges: bool, shows_idle: bool) -> None:
+        self.pid, self.tid, self.cat = pid, tid, cat
+        self._spans, self._merges, self._shows_idle = spans, merges, shows_idle
+        self._lock = threading.Lock()
+        self._window: dict[str, tuple[float, dict[str, Any]]] = {}  # name -> seconds and arguments, merged
+        self._key: Any = None
+        self._began = self._ended = 0.0
+        self._drawn_until: float | None = None
+        self._open: tuple[str, float, dict[str, Any]] | None = None
+
+    def add(self, name: str, began: float, seconds: float, key: Any = None, **args: Any) -> None:
+        """Adds a span; one of another `key` is never merged with it."""
+        if not self._spans.is_on:
+            return
+        with self._lock:
+            self._close_open(began)
+            limit = self._spans.window_s if self._merges else math.inf
+            is_apart = began - self._began > limit or (self._shows_idle and began - self._ended > GAP_SHARE * limit)
+            if self._window and (key != self._key or is_apart):
+                self._flush()
+            if not self._window:
+                self._began, self._key = began, key
+            before, known = self._window.get(name, (0.0, args))
+            self._window[name] = before + seconds, known if known is args else _merged(known, args)
+            self._ended = began + seconds
+
+    def begin(self, name: str, **args: Any) -> None:
+        """Opens a span that lasts until the lane's next one begins."""
+        if self._spans.is_on:
+            with self._lock:
+                now = time.monotonic()
+                self._close_open(now)
+                self._open = name, now, args
+
+    def instant(self, name: str, **args: Any) -> None:
+        """Adds a moment."""
+        if self._spans.is_on:
+            self._spans.put("i", name, self, time.monotonic(), 0.0, args)
+
+    def flush(self, age_s: float) -> None:
+        """Passes on what ended at least `age_s` ago."""
+        with self._lock:
+            now = time.monotonic()
+            if age_s == 0.0:
+                self._close_open(now)
+            if self._window and (age_s == 0.0 or now - self._ended >= age_s):
+                self._flush()
+
+    def end(self) -> None:
+        """Passes on everything; what follows is not idle time."""
+        self.flush(0.0)
+        with self._lock:
+            self._drawn_until = None
+
+    def _close_open(self, until: float) -> None:
+        if self._open is not None:
+            (name, began, args), self._open = self._open, None
+            self._flush()
+            self._spans.put("X", name, self, began, max(0.0, until - began), args)
+
+    def _flush(self) -> None:
+        at, drawn = self._began, self._drawn_until
+        if self._shows_idle and self._window and drawn is not None and at > drawn:
+            self._spans.put("X", "idle", self, drawn, at - drawn, {})
+        for name, (seconds, args) in self._window.items():
+            self._spans.put("X", name, self, at, seconds, args)
+            at += seconds
+        self._drawn_until = at if self._window else drawn
+        self._window = {}
+
+
+class Overlap:
+    """The time in which at least one of several concurrent activities goes on, as spans of a lane; thread-safe.
+
+    Args:
+        name: of the spans.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lane: Lane | None = None
+        self._lock = threading.Lock()
+        self._number, self._since = 0, 0.0
+
+    @contextmanager
+    def one(self, **args: Any) -> Iterator[None]:
+        """Context of one activity; `args` are recorded at its end."""
+        with self._lock:
+            if not self._number:
+                self._since = time.monotonic()
+            self._number += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                now = time.monotonic()
+                self._number -= 1
+                if self.lane is not None:
+                    self.lane.add(self.name, self._since, now - self._since, **args)
+                self._since = now
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for name in SUMMED:
+        if name in new:
+            merged[name] = old.get(name, 0) + new[name]
+    for name in HIGHEST:
+        if name in new:
+            merged[name] = max(old.get(name, 0), new[name])
+    if "ok" in new:
+        merged["ok"] = old.get("ok", True) and new["ok"]
+    return merged

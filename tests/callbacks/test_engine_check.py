@@ -1,0 +1,122 @@
+"""An engine that samples from other weights, or reports other log-probabilities, than it says is noticed at once."""
+
+import logging
+
+import pytest
+import torch
+from flow import barrier_engine, fit, make_data, make_module, parameters
+
+from lit_async_rl import EngineCheck, LoRA, SharedPromptPacking
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import EngineError
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant
+
+SCALED = [
+    "embed_tokens",
+    "layers.0.self_attn.q_proj",
+    "layers.1.mlp.down_proj",
+    "layers.2.input_layernorm",
+    "model.norm",
+]
+
+COOL = SamplingParams(max_tokens=10, temperature=0.7)
+
+
+class Recording(EngineCheck):
+    """Keeps what was logged: (step, error) of each check."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.checks = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self._found:
+            self.checks.append((batch.step, self._found["engine/logprob_error"]))
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+class Wrong(EmbeddedEngine):
+    """Scales one tensor of the weights of `first` and later versions by 1.01."""
+
+    name, first = "model.norm", 0
+
+    def load_weights(self, version, weights):
+        wrong = version >= self.first
+        super().load_weights(version, ((n, w * 1.01 if wrong and self.name in n else w) for n, w in weights))
+
+
+SETTINGS = {
+    "synchronous": (dict(), dict(max_staleness=0)),
+    "free": (dict(), dict(max_staleness=3)),
+    "fixed lag": (dict(), dict(max_staleness=2, schedule="fixed_lag")),
+    "micro-batches": (dict(), dict(max_staleness=2, schedule="fixed_lag", micro_batches_per_step=2)),
+    "every second step": (dict(), dict(max_staleness=1, schedule="fixed_lag", weight_sync_steps=2)),
+    "packing": (dict(packing=SharedPromptPacking()), dict(max_staleness=2, schedule="fixed_lag")),
+    "adapters": (dict(lora=LoRA(rank=4)), dict(max_staleness=2, schedule="fixed_lag")),
+    "temperature": (dict(), dict(max_staleness=1, schedule="fixed_lag", sampling=COOL)),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_with_the_right_weights_the_error_is_rounding_for_every_version(kind, caplog):
+    module_settings, data_settings = SETTINGS[kind]
+    data = make_data(**data_settings)
+    check = Recording(every_n_updates=1, on_error="stop")
+    fit(make_module(**module_settings), data, max_steps=8, callbacks=[check])
+    assert check.checks
+    assert all(error < 2e-5 for _, error in check.checks), check.checks
+    if kind != "free":
+        lag, every = data.max_staleness, data.weight_sync_steps
+        expected = {0} | {step for step in range(lag * every + 1, 8) if step % every == 0}
+        assert {step for step, _ in check.checks} == expected
+    assert not [record for record in caplog.records if "disagree" in record.getMessage()]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_one_tensor_scaled_by_a_hundredth_ends_the_run_before_its_first_step(name):
+    engine = Wrong(in_flight_weight_updates=False)
+    engine.name = name
+    module = make_module()
+    before = parameters(module)
+    with pytest.raises(EngineError, match=r"Wrong and trainer disagree about version 0: .* differ by .* on average"):
+        fit(module, make_data(engine=engine, max_staleness=1), 5, callbacks=[EngineCheck(on_error="stop")])
+    assert torch.equal(parameters(module), before)
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_weights_that_go_wrong_during_the_run_are_noticed_when_their_first_tokens_come(lag, caplog):
+    caplog.set_level(logging.WARNING)
+    engine = Wrong(in_flight_weight_updates=False)
+    engine.name, engine.first = "layers.1.mlp.down_proj", 4
+    data = make_data(engine=engine, max_staleness=lag, schedule="fixed_lag")
+    check = Recording()
+    fit(make_module(), data, 10, callbacks=[check])
+    errors = dict(check.checks)
+    assert all(error < 2e-5 for step, error in errors.items() if step < 4 + lag)
+    assert all(error > 1e-4 for step, error in errors.items() if step >= 4 + lag)
+    assert 4 + lag in errors
+    lines = [record.getMessage() for record in caplog.records if "disagree" in record.getMessage()]
+    assert lines[0].startswith("Wrong and trainer disagree about version 4: ")
+
+
+def test_it_changes_no_bit():
+    found = []
+    for callbacks in ([], [EngineCheck(every_n_updates=1)]):
+        module = make_module()
+        fit(module, make_data(engine=barrier_engine(), max_staleness=2, schedule="fixed_lag"), 6, callbacks=callbacks)
+        found.append(parameters(module))
+    assert torch.equal(*found)
+
+
+def test_engines_without_a_model_are_left_alone():
+    check = Recording(every_n_updates=1, on_error="stop")
+    fit(make_module(), make_data(engine=SimulatedEngine(Constant(0.001))), 2, callbacks=[check])
+    assert not check.checks
+
+
+@pytest.mark.parametrize("settings", [{"every_n_updates": 0}, {"num_rollouts": 0}, {"bound": 0.0}])
+def test_settings_out_of_range_are_named(settings):
+    with pytest.raises(ValueError, match=rf"EngineCheck\.{next(iter(settings))} must be"):
+        EngineCheck(**settings)

@@ -1,0 +1,167 @@
+"""Progress in a pipe, in a terminal, in one that can do nothing, and the live view; notices about long waits."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lit_async_rl.callbacks import LiveView, Progress
+from lit_async_rl.cli.commands import main
+from lit_async_rl.utils import patience
+from lit_async_rl.utils.patience import announced, duration
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]
+FLAGS += ["--data.validation.prompts.init_args.size", "8", "--trainer.val_check_interval", "4"]
+LINE = re.compile(
+    r"step \d+/\d+  reward [\d.]+  (held-out [\d.]+  )?staleness [\d.]+  tokens/s [\d,]+  \S+ s/step  .* left"
+)
+
+
+class Terminal:
+    """A pseudo terminal, and all that was written to it."""
+
+    def __init__(self, columns=100, lines=30):
+        self.master, self.slave = pty.openpty()
+        self.resize(columns, lines)
+        self.text = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def resize(self, columns, lines):
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def _read(self):
+        while True:
+            try:
+                self.text += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:
+                return
+
+    def wait_for(self, text, since=0, timeout_s=150):
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text[since:]:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.text[-3000:]}"
+            time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def logs(tmp_path, steps):
+    return ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.max_steps", str(steps)]
+
+
+def test_a_pipe_gets_few_short_lines(tmp_path, capsys):
+    main([*FLAGS, *logs(tmp_path, 8)])
+    captured = capsys.readouterr()
+    assert not {"\r", "\x1b"} & set(captured.out + captured.err)
+    steps = [line for line in captured.out.splitlines() if line.startswith("step ")]
+    assert 2 <= len(steps) <= 6  # of a run of seconds, at whatever load
+    assert all(LINE.fullmatch(line) and len(line) < 120 for line in steps), steps
+    assert steps[0].startswith("step 1/8")
+    assert steps[-1].startswith("step 8/8")
+
+
+def test_every_s_is_the_time_between_lines(tmp_path, capsys):
+    main([*FLAGS, *logs(tmp_path, 5), "--defaults.progress.init_args.every_s", "0"])
+    assert len([line for line in capsys.readouterr().out.splitlines() if LINE.fullmatch(line)]) == 5
+    with pytest.raises(ValueError, match=r"Progress.every_s must be >= 0, got -1"):
+        Progress(every_s=-1.0)
+
+
+@pytest.mark.parametrize("kind", ["Progress", "LiveView"])
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_terminal_gets_what_it_can_draw(kind, term, tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", term)
+    with os.fdopen(os.dup(terminal.slave), "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        main([*FLAGS, *logs(tmp_path, 6), "--defaults.progress", kind])
+    terminal.wait_for("run summary")
+    if term == "dumb":
+        assert "\x1b" not in terminal.text
+        assert "step 6/6  reward" in terminal.text
+    elif kind == "Progress":
+        assert "step 6/6" in terminal.text
+        assert "━" in terminal.text
+        assert "validation" in terminal.text
+    else:
+        assert "engine is busy" in terminal.text
+    assert "bottleneck" in terminal.text  # the table comes after it, whole
+
+
+def test_the_live_view_survives_a_resize(tmp_path):
+    """Through the command line, in a terminal of its own."""
+    terminal = Terminal()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+    flags = [*FLAGS, *logs(tmp_path, 100_000), "--defaults.progress", "LiveView"]
+    command = [sys.executable, "scripts/train.py", *flags, "--defaults.verdict.init_args.every_n_steps", "2"]
+    streams = dict(stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+    try:
+        for text in ("lit-async-rl", "engine is busy", "staleness", "samples in the engine", "to win", "tokens/s"):
+            terminal.wait_for(text)
+        for columns, lines in ((40, 10), (15, 4), (200, 60)):
+            before = len(terminal.text)
+            terminal.resize(columns, lines)
+            os.kill(process.pid, 28)  # SIGWINCH
+            terminal.wait_for("╰", before) if lines > 30 else time.sleep(0.5)
+        assert process.poll() is None
+        assert "Traceback" not in terminal.text
+        drawn = terminal.text.rpartition("╭")[2]
+        assert len(drawn.split("╮")[0]) > 150  # as wide as the terminal now is
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def test_the_histogram_counts_the_tokens_of_a_step():
+    view = LiveView()
+    assert view.staleness == {}
+    assert isinstance(view, Progress)
+
+
+def test_long_waits_are_said_ever_more_rarely(monkeypatch, capsys):
+    monkeypatch.setattr(patience, "FIRST_S", 0.05)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    number = iter(range(100))
+    with announced(lambda: f"a kettle, look {next(number)}"):
+        time.sleep(1.0)
+    said = capsys.readouterr().err.splitlines()
+    assert 2 <= len(said) <= 4  # after 0.05, 0.2 and 0.8 seconds
+    assert re.fullmatch(r"waiting for a kettle, look 0 \(0 s so far\)", said[0])
+    with announced("nothing"):
+        pass
+    time.sleep(0.1)
+    assert not capsys.readouterr().err
+
+
+def test_other_processes_of_a_machine_say_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(patience, "FIRST_S", 0.01)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with announced("a kettle"):
+        time.sleep(0.1)
+    assert not capsys.readouterr().err
+
+
+def test_the_first_rollouts_are_waited_for_in_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(patience, "FIRST_S", 0.05)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    main([*FLAGS, *logs(tmp_path, 1), "--data.groups_per_step", "16"])
+    assert re.search(r"waiting for the first rollouts: \d+ groups being sampled", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.4, "3 s"), (60, "1:00"), (3725, "1:02:05"), (59.9, "60 s")])
+def test_durations(seconds, text):
+    assert duration(float(seconds)) == text

@@ -1,0 +1,136 @@
+"""The timeline of a run: its spans, and that they agree with the verdict."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from flow import fit, make_data, make_module
+
+from lit_async_rl.callbacks import BottleneckVerdict, Timeline
+from lit_async_rl.callbacks.monitors import timeline
+from lit_async_rl.scheduling.trace_intervals import intervals
+from lit_async_rl.simulation import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.utils import spans
+from lit_async_rl.utils.trace_file import merge_traces, read_trace, trace_files
+
+ROOT = Path(__file__).parents[2]
+TRAINER = {"wait", "forward_backward", "optimizer", "publish"}
+
+
+def run(tmp_path, max_steps=8, callback=None, **settings):
+    """A run with a timeline; its events and its verdict."""
+    verdict, log = BottleneckVerdict(), CSVLog(tmp_path, name="run")
+    module, data = make_module(), make_data(groups_per_step=8, **settings)
+    fit(module, data, max_steps, [callback or Timeline(), verdict], logger=log)
+    (file,) = trace_files(Path(log.log_dir) / "timeline")
+    return read_trace(file), verdict.verdict
+
+
+def named(events, name):
+    return [event for event in events if event["name"] == name]
+
+
+def check_lanes(events):
+    """No lane has spans that overlap, beyond the rounding of their ends."""
+    spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["pid"], e["tid"], e["ts"]))
+    for one, other in pairwise(spans):
+        if (one["pid"], one["tid"]) == (other["pid"], other["tid"]):
+            assert one["ts"] + one["dur"] <= other["ts"] + 2, (one, other)
+
+
+@pytest.mark.parametrize("settings", [{"max_staleness": 0}, {}, {"stream_groups": True, "micro_batches_per_step": 4}])
+def test_it_agrees_with_the_verdict(settings, tmp_path, monkeypatch):
+    for module in (spans, timeline):  # spans that stick out of so short a run would count
+        monkeypatch.setattr(module, "WINDOW_S", 0.005)
+    events, verdict = run(tmp_path, **settings)
+    seen, said = intervals(events), verdict.intervals
+    assert seen.wait_s / seen.wall_s == pytest.approx(said.wait_s / said.wall_s, abs=0.01)
+    assert seen.engine_busy_s / seen.wall_s == pytest.approx(said.engine_busy_s / said.wall_s, abs=0.01)
+    assert seen.sync_s / seen.wall_s == pytest.approx(said.sync_s / said.wall_s, abs=0.01)
+    assert seen.wall_s == pytest.approx(said.wall_s, rel=0.02)
+    check_lanes(events)
+    idle = sum(e["dur"] for e in named(events, "idle"))
+    busy = [e for e in events if e["name"] in ("prefill", "decode")]
+    span = max(e["ts"] + e["dur"] for e in busy) - min(e["ts"] for e in busy)
+    assert idle == pytest.approx(span - sum(e["dur"] for e in busy), abs=len(busy) * 2)
+
+
+def test_what_a_step_consists_of(tmp_path):
+    events, _ = run(tmp_path, max_steps=5, micro_batches_per_step=2)
+    assert {e["name"] for e in events if e.get("cat") == "trainer"} == TRAINER
+    assert {e["name"] for e in events if e.get("cat") == "engine"} >= {"prefill", "decode", "update_weights"}
+    passes = named(events, "forward_backward")
+    assert [(e["args"]["step"], e["args"]["micro_batch"]) for e in passes] == [(s, m) for s in range(5) for m in (0, 1)]
+    for e in passes:
+        low, high = e["args"]["versions"]
+        assert 0 <= low <= high <= e["args"]["step"]
+        assert 0 <= e["args"]["step"] - high <= e["args"]["staleness"] <= e["args"]["step"] - low
+    assert [e["args"]["version"] for e in named(events, "publish")] == [1, 2, 3, 4, 5]
+    assert sum(e["args"]["tokens"] for e in events if e["name"] in ("prefill", "decode")) > 0
+    assert all(e["args"]["ok"] for e in named(events, "score"))
+    assert all(abs(e["ts"] / 1e6 - time.time()) < 600 for e in events if e["ph"] == "X")
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {"trainer", "engine", "reward 0"}
+
+
+def test_an_engine_that_records_nothing_is_drawn_from_its_totals(tmp_path):
+    engine = SimulatedEngine(Constant(0.01), num_slots=8, tokens_per_s=1000.0)
+    events, verdict = run(tmp_path, engine=engine)
+    seen, said = intervals(events), verdict.intervals
+    assert seen.engine_busy_s / seen.wall_s == pytest.approx(said.engine_busy_s / said.wall_s, abs=0.02)
+    check_lanes(events)
+
+
+def test_a_long_run_leaves_steps_out(tmp_path):
+    events, _ = run(tmp_path, max_steps=20, callback=Timeline(max_mb=0.004, flush_s=0.01))
+    (folder,) = tmp_path.rglob("timeline")
+    assert named(events, "recorded steps")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 20_000
+    assert len({e["args"]["step"] for e in named(events, "forward_backward")}) < 20
+
+
+@pytest.mark.parametrize("setting", ["max_mb", "flush_s"])
+def test_settings_are_checked(setting):
+    with pytest.raises(ValueError, match=f"Timeline.{setting} must be positive, got 0"):
+        Timeline(**{setting: 0.0})
+
+
+def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
+    """From the command line, where it is a default; no logger, no file."""
+    flags = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]
+    flags += ["--data.validation.prompts", "null", "--trainer.val_check_interval", "null"]
+    flags += ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.enable_progress_bar", "false"]
+    flags += ["--defaults.checkpoint.init_args.every_n_train_steps", "2", "--trainer.max_steps"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "scripts/train.py", *flags]
+    process = subprocess.Popen([*command, "100000"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    file = tmp_path / "quickstart/version_0/timeline/rank0.json"
+    deadline = time.monotonic() + 150
+    while not (file.exists() and b"checkpoint" in file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    before = read_trace(file)
+    assert before
+    json.loads(file.read_text().rstrip().rstrip(",") + "]")
+    check_lanes(before)
+    saved = named(before, "checkpoint")
+    assert saved
+    assert all(e["dur"] > 0 for e in saved)
+    with file.open("a") as torn:
+        torn.write('{"name":"dec')  # as a loss of power leaves it
+    last = file.parents[1] / "checkpoints/last.ckpt"
+    steps = str(max(e["args"]["step"] for e in saved) + 3)
+    subprocess.run([*command, steps, "--ckpt_path", str(last)], cwd=ROOT, env=environment, check=True, timeout=150)
+    after = read_trace(file)
+    assert after[: len(before)] == before
+    assert len(named(after, "forward_backward")) > len(named(before, "forward_backward"))
+    merge_traces([file], merged := tmp_path / "merged.json")
+    assert json.loads(merged.read_text()) == after

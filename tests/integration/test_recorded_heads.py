@@ -1,0 +1,58 @@
+"""Runs with recorded sampling distributions: two micro-batches, interrupted and resumed, taped and replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flow import barrier_engine, fit, make_data, make_module, parameters
+
+from lit_async_rl.callbacks import RolloutTape
+from lit_async_rl.data.compatibility import check_engine
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
+from lit_async_rl.replay.tape_source import NoEngine
+from lit_async_rl.scheduling.policies import Bounded
+
+TRUNCATED = SamplingParams(max_tokens=10, top_p=0.9, head=16)
+
+
+def data(**changes: Any):
+    settings: dict[str, Any] = dict(
+        engine=barrier_engine(), schedule="fixed_lag", max_staleness=1, micro_batches_per_step=2, sampling=TRUNCATED
+    )
+    return make_data(**(settings | changes))
+
+
+@pytest.mark.parametrize("loss", [ScoreCentering(weight=ImportanceWeight.TRUNCATED), ESTR(tau=0.2)], ids=str)
+def test_a_run_that_is_resumed_or_replayed_ends_with_the_same_weights(loss: PolicyLoss, tmp_path: Path) -> None:
+    whole = make_module(loss=loss)
+    fit(whole, data(), 4, [RolloutTape(str(tmp_path / "tape"))])
+    half = make_module(loss=loss)
+    fit(half, data(), 2).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = make_module(loss=loss)
+    fit(resumed, data(), 4, ckpt_path=str(tmp_path / "half.ckpt"))
+    assert torch.equal(parameters(resumed), parameters(whole))
+    replayed = make_module(loss=loss)
+    fit(replayed, make_data(tape=str(tmp_path / "tape"), micro_batches_per_step=2, sampling=TRUNCATED), 4)
+    assert torch.equal(parameters(replayed), parameters(whole))
+
+
+def test_a_loss_that_needs_what_is_not_recorded_is_refused_by_the_settings_name() -> None:
+    with pytest.raises(ValueError, match=r"data\.sampling\.head must be >= 1 with model\.loss=ScoreCentering"):
+        fit(make_module(loss=ScoreCentering()), make_data(sampling=SamplingParams(max_tokens=10, head=0)), 1)
+
+
+class Deaf(NoEngine):
+    records_heads = False
+
+    def __init__(self) -> None:
+        super().__init__(scores=True)
+
+
+def test_an_engine_that_cannot_record_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"data\.sampling\.head=4 with data\.engine=Deaf"):
+        check_engine(Deaf(), None, Bounded(), 4)
+    check_engine(Deaf(), None, Bounded(), None)

@@ -1,0 +1,150 @@
+"""Trackers beside the CSV log, offline, through the command line; and the list of metrics."""
+
+import csv
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from flow import fit, make_data, make_module
+from test_configs import BASE, ROOT, TINY
+
+import lit_async_rl as rl
+from lit_async_rl.callbacks.metric_names import METRICS, find
+from lit_async_rl.cli.commands import main
+from lit_async_rl.training.csv_logger import CSVLog
+
+METRIC = "importance/ess_ratio"
+
+
+class Report(pl.Callback):
+    """Writes what another command writes."""
+
+    def on_train_end(self, trainer, pl_module):
+        Path(trainer.log_dir, "report.html").write_text("<!doctype html><title>report</title>")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def flags(name):
+    given = [str(ROOT / word) if word.startswith("configs/") else word for word in BASE]
+    given += ["--config", str(ROOT / f"configs/loggers/{name}.yaml"), *TINY]
+    given += ["--model.model", rl.asset("sort_policy"), "--trainer.enable_progress_bar", "false"]
+    return [*given, "--defaults.samples.init_args.every_n_steps", "1", "--trainer.callbacks+", f"{__name__}.Report"]
+
+
+def rows(database, query):
+    with closing(sqlite3.connect(database)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_tensorboard(tmp_path):
+    main(flags("tensorboard"))
+    content = b"".join(file.read_bytes() for file in tmp_path.rglob("events.out*"))
+    assert METRIC.encode() in content
+    assert b"samples" in content
+
+
+def test_wandb_gets_tables_of_samples_and_the_report(tmp_path):
+    main(flags("wandb"))
+    assert list(tmp_path.rglob("*.wandb"))
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("media/table/samples_*.table.json")]
+    assert len(tables) == 2  # steps
+    assert tables[0]["columns"][:4] == ["step", "group", "prompt", "completion"]
+    assert len(tables[0]["data"]) == 8  # two groups of four
+    (report,) = tmp_path.rglob("report.html")
+    assert report.parent == next(tmp_path.rglob("metrics.csv")).parent
+
+
+def test_mlflow(tmp_path):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    main(flags("mlflow"))
+    names = {name for (name,) in rows(tmp_path / "mlflow.db", "select distinct key from metrics")}
+    assert {METRIC, "val/pass1"} <= names
+    assert rows(tmp_path / "mlflow.db", "select count(*) from params where key like 'data/max_staleness'") == [(1,)]
+    assert len(list(tmp_path.rglob("samples/step_*.json"))) == 2
+    assert len(list(tmp_path.rglob("artifacts/report.html"))) == 1
+    assert list(tmp_path.rglob("metrics.csv"))
+
+
+def test_trackio(tmp_path):
+    """In a process of its own: Trackio reads its folder when it is imported."""
+    pytest.importorskip("trackio")
+    code = "import sys; from lit_async_rl.cli.commands import main; main(sys.argv[1:])"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRACKIO_DIR": str(tmp_path / "db")}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests/integration"), str(ROOT / "tests/helpers")]
+    )
+    given = [sys.executable, "-c", code, *flags("trackio")]
+    done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    database = tmp_path / "db/lit-async-rl.db"
+    logged = [json.loads(text) for (text,) in rows(database, "select metrics from metrics")]
+    assert {METRIC, "val/pass@1"} <= set().union(*logged)
+    assert len([row for row in logged if "samples" in row]) == 2
+    assert len(rows(database, "select distinct run_name from metrics")) == 1  # of fit and both validations
+    assert list(tmp_path.rglob("metrics.csv"))
+
+
+def test_trackio_has_one_folder_in_a_process(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", "/elsewhere")
+    with pytest.raises(ValueError, match=r"TrackioLogger.save_dir='here', but this process already writes to /else"):
+        rl.TrackioLogger(save_dir="here").experiment  # noqa: B018
+
+
+# -- the list of metrics ----------------------------------------------------------------------------------------------
+
+
+def logged_names(tmp_path, callbacks, data=None, **settings):
+    """Names in the table of a run."""
+    log = CSVLog(tmp_path, name="run")
+    fit(make_module(), data or make_data(), 4, callbacks, logger=log, log_every_n_steps=1, **settings)
+    with Path(log.log_dir, "metrics.csv").open() as file:
+        return set(next(csv.reader(file))) - {"step", "epoch"}
+
+
+def test_the_list_has_exactly_the_metrics_of_a_run_with_all_monitors(tmp_path):
+    monitors = [rl.RolloutMonitor(), rl.StalenessMonitor(), rl.ImportanceMonitor(), rl.ThroughputMonitor()]
+    monitors += [rl.GradientMonitor(), rl.LengthBiasMonitor(), rl.BottleneckVerdict(every_n_steps=2)]
+    stabilizers = [rl.ESSLearningRate(), rl.GradientAlignmentControl(low=0.0, high=1.0), rl.GradientClipping(1.0)]
+    stabilizers += [rl.CollapseAlarm(max_cosine=1.0), rl.AdaptiveStaleness(target_ess_ratio=0.0)]
+    held_out = rl.SortDigits(8, size=4, split="held_out")
+    few = rl.SortDigits(8, size=4)  # that come again, and have a pass rate then
+    data = make_data(prompts=few, val_prompts=held_out, num_val_samples=2)
+    names = logged_names(tmp_path, [*monitors, *stabilizers], data, val_check_interval=2, check_val_every_n_epoch=None)
+    names |= logged_names(tmp_path, [rl.ReplayMonitor()], make_data(replay=rl.ReplayBuffer(fresh_fraction=0.5)))
+    assert not {name for name in names if not find(name)}
+    used = {metric.name for name in names for metric in find(name)}
+    rare = {"SkipNonFinite", "Evaluation", "AnnealBeta"}  # log in other runs
+    listed = {metric.name for source, metrics in METRICS.items() if source not in rare for metric in metrics}
+    assert listed - used == {"staleness/smoothed_kl"}, "with max_kl only"
+
+
+def test_each_source_is_a_public_class_and_each_name_is_listed_by_it_once():
+    for source, metrics in METRICS.items():
+        assert source in rl.__all__
+        assert len({metric.name for metric in metrics}) == len(metrics)
+        for metric in metrics:
+            assert metric.unit
+            assert metric.meaning
+
+
+def test_the_page_has_the_list():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import metric_table
+    finally:
+        sys.path.pop(0)
+    page = metric_table.PAGE.read_text()
+    assert metric_table.filled(page) == page, "run python docs/metric_table.py"
