@@ -60,7 +60,7 @@ def test_the_advised_bound_has_nine_tenths_of_the_best_of_a_sweep(latency, train
     advice = advise(measured(latency, train_s), ess_ratio=None, present=0, bounds=SWEEP)
     seconds = {bound: step_s(latency, train_s, bound) for bound in SWEEP}
     assert min(seconds.values()) / seconds[advice.max_staleness] >= 0.9
-    assert seconds[0] / seconds[advice.max_staleness] == pytest.approx(advice.worth, rel=0.35)
+    assert seconds[0] / seconds[advice.max_staleness] == pytest.approx(advice.worth, rel=0.4)
 
 
 def test_a_small_effective_sample_size_is_paid_for_with_the_rate_or_a_lower_bound():
@@ -69,14 +69,14 @@ def test_a_small_effective_sample_size_is_paid_for_with_the_rate_or_a_lower_boun
     assert healthy.rate_scale == 1.0
     assert stale.max_staleness < healthy.max_staleness or stale.rate_scale < 1.0
     assert stale.worth < healthy.worth
-    longer = advise(measured(Constant(4.0), 0.1), ess_ratio=0.3, present=8)
+    longer = advise(measured(Constant(4.0), 0.1), ess_ratio=0.3, present=8, bounds=(0, 8))
     assert "times the present model.learning_rate" in str(longer)
 
 
 def test_more_slots_where_the_engine_limits_while_rollouts_wait_for_one():
     work = StepWork(train_s=0.2, engine_s=0.8, waits=[1.0], busy_share=1.0, groups_per_step=4)
-    assert advise(work, ess_ratio=None, present=1, num_slots=8, waiting_rollouts=64).num_slots == 32
-    assert advise(work, ess_ratio=None, present=1, num_slots=64, waiting_rollouts=32).num_slots is None
+    assert advise(work, ess_ratio=None, present=1, num_slots=8, waiting_rollouts=64.0).num_slots == 32
+    assert advise(work, ess_ratio=None, present=1, num_slots=64, waiting_rollouts=32.0).num_slots is None
 
 
 def test_a_run_says_what_asynchrony_is_worth_at_its_end(capsys):
