@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import EngineError, NonFiniteError, ProducerError, StalledError
+from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 BETWEEN_STEPS = (EngineError, NonFiniteError, ProducerError, StalledError)
@@ -40,4 +41,5 @@ class SaveOnFailure(Checkpoint):
             return
         self.path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")
         trainer.save_checkpoint(self.path)
+        finish_saving(trainer)
         log.warning("saved %s after step %d, with all finished rollouts", self.path, trainer.global_step)

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lit_async_rl.api.defaults import build, default_callbacks, defaults_file, meant
 from lit_async_rl.api.notices import quiet
 from lit_async_rl.errors import describe
-from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
+from lit_async_rl.training.background_io import BackgroundCheckpointIO
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.utils.checks import check_objects, check_range
 
@@ -26,7 +26,8 @@ class Trainer(pl.Trainer):
     """A Lightning Trainer that synchronizes weights, monitors the run and saves checkpoints.
 
     The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
-    place. A CSV log is always written, beside other loggers, unless `logger=False`; checkpoints are written atomically.
+    place. A CSV log is always written, beside other loggers, unless `logger=False`. Checkpoints are written atomically,
+    in the background; `plugins=[AtomicCheckpointIO()]` writes them while training waits.
 
     Example: `Trainer(max_steps=200, defaults={"gradients": None, "samples": SampleLogger(every_n_steps=5)})`.
 
@@ -73,7 +74,7 @@ class Trainer(pl.Trainer):
             chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
             raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.strategy.checkpoint_io = AtomicCheckpointIO()
+            self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log and self.loggers and not any(isinstance(one, CSVLogger) for one in self.loggers):
             self.loggers = [*self.loggers, CSVLog(self.log_dir or "runs", name="csv")]
 

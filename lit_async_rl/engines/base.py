@@ -118,6 +118,7 @@ class RolloutEngine(ABC):
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
+        num_slots: samples decoded together, also by validation.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
         has_model: False for engines that make tokens up, whose log-probabilities mean nothing.
         dtype: of weights and computation; says how exact log-probabilities are.
@@ -130,6 +131,7 @@ class RolloutEngine(ABC):
     takes_adapters: bool = False
     records_heads: bool = False
     startup_timeout_s: float = 3600.0
+    num_slots: int = 64
     update_timeout_s: float = 0.0
     has_model: bool = True
     dtype: str = "unknown"

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lit_async_rl.models.meta_loading import parameters_on_meta
+from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
 
@@ -73,7 +73,17 @@ def load_policy(
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
     if device != "meta":
-        module.to(_first_device() if device == "auto" else torch.device(device))
+        module.to(find_device(device))
+    return lm
+
+
+def build_policy(model: str, dtype: str, device: str) -> PreTrainedModel:
+    """The architecture of a causal LM for inference, with room for its weights, which are neither read nor initialised.
+
+    Takes the arguments of `load_policy`.
+    """
+    lm = load_policy(model, dtype=dtype, device="meta").requires_grad_(False)
+    allocate(lm, find_device(device))
     return lm
 
 
@@ -219,7 +229,10 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def _first_device() -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Device of that name; `auto` is the first accelerator, or the CPU."""
+    if name != "auto":
+        return torch.device(name)
     accelerator = torch.accelerator.current_accelerator()
     return accelerator if accelerator is not None and torch.accelerator.is_available() else torch.device("cpu")
 

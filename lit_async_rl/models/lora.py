@@ -20,7 +20,8 @@ class LoRA:
     Args:
         rank: rank of the update.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the adapted layers; None is the default of PEFT.
+        target_modules: names of the adapted layers, or a regular expression of their full names; None is the default of
+            PEFT.
 
     Raises:
         ValueError: a number is not positive.
@@ -28,7 +29,7 @@ class LoRA:
 
     rank: int = 16
     alpha: int = 32
-    target_modules: list[str] | None = None
+    target_modules: list[str] | str | None = None
 
     def __post_init__(self) -> None:
         check_range("model.lora", "positive", rank=self.rank, alpha=self.alpha)

@@ -28,7 +28,7 @@ from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
-from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
+from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode, receive_weights
 from lit_async_rl.utils.checks import check_device, check_dtype, check_range
 from lit_async_rl.utils.locks import FairLock, Room
 from lit_async_rl.utils.spans import ENGINE, Lane, Spans
@@ -87,7 +87,7 @@ class EmbeddedEngine(RolloutEngine):
         self._lock = FairLock(update_timeout_s, what)
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
-        self._closed = self._threads_set = False
+        self._closed, self._threads_set, self._has_weights = False, False, True  # those of a module, until `setup`
         self._lane: Lane | None = None  # of a timeline
 
     @classmethod
@@ -109,8 +109,9 @@ class EmbeddedEngine(RolloutEngine):
         return engine
 
     def setup(self, model: str) -> None:
-        """Loads the architecture; `load_weights` loads the weights."""
-        self._adopt(load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False), owns_weights=True)
+        """Builds the architecture without reading weights from disk; `load_weights` loads them."""
+        self._adopt(build_policy(model, self.dtype, self.device), owns_weights=True)
+        self._has_weights = False
 
     def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
         limit = context_length(lm)
@@ -139,6 +140,8 @@ class EmbeddedEngine(RolloutEngine):
         Raises:
             ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
         """
+        if not self._has_weights:
+            raise SetupError("the engine was used before load_weights")
         for request in requests:
             check_request(request, self.max_model_len, self._active_slots.vocab_size)
         with self._lock.hold():
@@ -240,7 +243,7 @@ class EmbeddedEngine(RolloutEngine):
     def _apply(self, update: Update) -> None:
         for name, parameter in self._active_slots.lm.named_parameters():
             parameter.copy_(update.weights[name])
-        self._version = update.version
+        self._version, self._has_weights = update.version, True
         self._active_slots.forget_prompts()
 
     @property
