@@ -11,10 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, stabilizing_setting, what_to_turn
+from lit_async_rl.callbacks.monitors.staleness_advice import StalenessAdvice
 from lit_async_rl.callbacks.parts import rollout_data, run_folder
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.scheduling.bottleneck import NOTHING, Intervals, Verdict, diagnose
+from lit_async_rl.scheduling.worth import Advice
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
@@ -26,7 +28,8 @@ ESS, REWARD = "importance/ess_ratio", "reward/mean"
 class BottleneckVerdict(pl.Callback):
     """Prints the verdict of `scheduling.bottleneck` every `every_n_steps` steps, and on the whole run at the end.
 
-    Both go to `verdicts.jsonl` in the run's folder, too, with that of the run so far.
+    The last one says what asynchrony is worth here, and which staleness bound is enough (`scheduling.worth`). Both
+    kinds go to `verdicts.jsonl` in the run's folder, too, with that of the run so far.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
     `perf/scoring_share` and `perf/share_to_win`. Validation time is excluded. A replay of a tape has no engine, and
@@ -41,6 +44,7 @@ class BottleneckVerdict(pl.Callback):
     Attributes:
         verdict: the last one.
         collapse: description of an ongoing collapse; None while training is healthy.
+        advice: on the staleness bound, at the end of a run; None before, and where there is none.
 
     Raises:
         ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.
@@ -51,7 +55,8 @@ class BottleneckVerdict(pl.Callback):
         self.every_n_steps = every_n_steps
         self.verdict: Verdict | None = None
         self.collapse: str | None = None
-        self._trend = CollapseTrend()
+        self.advice: Advice | None = None
+        self._trend, self._staleness = CollapseTrend(), StalenessAdvice()
         self._left_out = self._validation_began = NOTHING
         self._run: StepLoad | None = None
         self._window = StepLoad()
@@ -63,6 +68,7 @@ class BottleneckVerdict(pl.Callback):
         rollout_data(trainer, "BottleneckVerdict")
         self._left_out, self._step, self._run = NOTHING, trainer.global_step, None
         self._trend, self.collapse = CollapseTrend(), None
+        self._staleness, self.advice = StalenessAdvice(), None
         folder = run_folder(trainer)  # a collective: asked for on all ranks
         self._folder = folder if trainer.is_global_zero else None
 
@@ -112,10 +118,17 @@ class BottleneckVerdict(pl.Callback):
         if self._run is not None and self._run.num_steps:
             verdict = self._judge(trainer, pl_module, self._run)
             self._record(trainer, pl_module, verdict, whole_run=True)
-            _print(trainer, f"whole run: {self._words(trainer, pl_module, verdict)}")
+            words = self._words(trainer, pl_module, verdict)
+            data = rollout_data(trainer, "BottleneckVerdict")
+            if self.collapse is None:
+                self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
+            advice = "" if self.advice is None else f"; {self.advice}"
+            _print(trainer, f"whole run: {words}{advice}")
 
     def _observe(self, trainer: AnyTrainer) -> None:
         seen = trainer.callback_metrics
+        ess = float(seen[ESS]) if ESS in seen else None
+        self._staleness.observe(rollout_data(trainer, "BottleneckVerdict"), ess)
         if ESS in seen and REWARD in seen:  # monitors that come before this one
             self.collapse = self._trend.observe(float(seen[ESS]), float(seen[REWARD]))
 
