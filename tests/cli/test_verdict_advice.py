@@ -107,6 +107,7 @@ def test_the_command_line_accepts_every_setting_that_a_verdict_names(monkeypatch
     }
     for config in ("quickstart", "calculator"):
         arguments = [part for (where, _), s in found.items() if where == config for part in s.arguments]
+        arguments += ["--data.max_staleness", "8"]  # advices of different runs: their bounds would not go together
         cli = AsyncRLCLI(["--config", f"configs/{config}.yaml", *arguments])  # one start for all: each must be accepted
         engine = cli.datamodule.engine
         slots = (engine.engine if isinstance(engine, EpisodeEngine) else engine).num_slots

@@ -26,7 +26,7 @@ from lit_async_rl.tasks import SortDigits
 
 BASES = {StepMonitor}
 TRAJECTORY = {"AnnealBeta", "ReferenceReset", "ReplayMonitor"}  # need a beta, a reference, a replay buffer
-ONCE = {"Progress"}  # a trainer has one progress bar, and these runs have none
+ONCE = {"Progress", "LiveView"}  # a trainer has one progress bar, and these runs have none
 
 
 def discovered() -> dict[str, type[pl.Callback]]:
