@@ -7,7 +7,7 @@ engine with a thread of its own (vLLM) generates continuously; the embedded one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,9 +141,17 @@ class RolloutEngine(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Stores the constructor arguments for `fresh`."""
-        engine = super().__new__(cls)
+        engine = super().__new__(cls.variant(kwargs))
         engine._made_with = (args, kwargs)
         return engine
+
+    @classmethod
+    def variant(cls, kwargs: Mapping[str, Any]) -> type[RolloutEngine]:
+        """Class of which the constructor makes an instance: this one, or a subclass for some arguments.
+
+        A `__new__` with arguments of its own would hide those of `__init__` from the command line.
+        """
+        return cls
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """A new engine with the same arguments, not set up; replaces one that hangs or failed.

@@ -57,11 +57,11 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
     )
 
 
-def without_adapters(policy: CausalPolicy, *inputs: Any) -> TokenStats:
+def without_adapters(policy: CausalPolicy, *inputs: Any, **options: Any) -> TokenStats:
     """Token statistics with adapters disabled: the reference policy, without a copy of the model.
 
     Not to be called between a forward pass and its backward pass: PEFT also freezes disabled adapters.
     """
     lm: Any = policy.lm
     with lm.disable_adapter():
-        return policy(*inputs)
+        return policy(*inputs, **options)

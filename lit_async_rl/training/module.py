@@ -27,7 +27,7 @@ from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import stream_weights
-from lit_async_rl.training.compatibility import check_baseline
+from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import make_adamw, warn_of_lost_updates
 from lit_async_rl.training.saved_weights import SavedWeights
@@ -133,8 +133,10 @@ class PolicyModule(WholeSteps):
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
     def setup(self, stage: str) -> None:
-        """Refuses rates and lengths that contradict each other before the first validation."""
+        """Refuses rates and lengths that contradict each other, and kernels that cannot train, before validating."""
         super().setup(stage)
+        if stage == "fit":
+            check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
         if stage == "fit" or self.trainer.max_steps > 0:
             self.configure_optimizers()
 

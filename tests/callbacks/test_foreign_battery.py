@@ -159,6 +159,7 @@ def test_the_others_say_at_the_start_what_they_need(name, lightning, tmp_path):
             raise AssertionError("it began to train")
 
     settings = dict(enable_checkpointing=True, default_root_dir=tmp_path, trainer_class=lightning.Trainer)
+    settings |= dict(enable_progress_bar=name in ONCE)
     with pytest.raises(ValueError, match=rf"^{name} needs a (PolicyModule|RolloutDataModule).*, got (Module|no data)"):
         fit(Module(), make(name, tmp_path), data=DataLoader(Rows(), batch_size=ROWS), **settings)
 

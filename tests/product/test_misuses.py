@@ -54,7 +54,7 @@ def folder(tmp_path: Path, made: Path) -> Path:
 
 def words_of(misuse: dict[str, Any], folder: Path) -> list[str]:
     for name, text in misuse.get("files", {}).items():
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     words = shlex.split(f"{misuse['command']} {misuse.get('flags', '')}")
     if body := misuse.get("reward"):
         (folder / "my_rewards.py").write_text(f"def judge(prompt, completion):\n    {body}\n")
@@ -101,7 +101,9 @@ def test_a_folder_that_another_run_uses(process, folder, tmp_path):
     run.mkdir(parents=True)
     with FileLock(run / ".run.lock"):
         flags = "--trainer.logger.save_dir runs --trainer.logger.name '' --trainer.logger.version fixed"
-        misuse = dict(command=SMALL, flags=flags, code=1, says="trainer.logger's folder 'runs/fixed' is in use by")
+        misuse = dict(
+            command=SMALL, flags=flags, code=1, named=False, says="trainer.logger's folder 'runs/fixed' is in use by"
+        )
         done = process.run(words_of(misuse, folder), folder)
     check(done.said, done.status, misuse)
     done = process.run(words_of(misuse, folder), folder)
