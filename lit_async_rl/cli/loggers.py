@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from wandb.sdk.lib.runid import generate_id
 
 from lit_async_rl.api.run_folders import WANDB_ID
 from lit_async_rl.cli.config_check import config_files
@@ -62,6 +61,8 @@ def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_pat
 def _remember_wandb_run(logger: WandbLogger, file: Path, goes_on: bool) -> None:
     """Gives a W&B run an id of its own, or that of the run that it goes on with."""
     known = file.read_text().strip() if goes_on and file.is_file() else ""
+    from wandb.sdk.lib.runid import generate_id  # costs a second, and only such a run needs it
+
     logger._id = logger._wandb_init["id"] = known or logger._id or generate_id()
     with contextlib.suppress(OSError):  # said by what writes there
         file.write_text(f"{logger._id}\n")

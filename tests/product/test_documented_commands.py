@@ -24,10 +24,10 @@ PAGES = [
 ELSEWHERE = {  # commands that another test runs, or that no laptop can
     r"^(make|pip|git|source|cd)\b": "make quickstart and the tests themselves",
     r"--help$": "long on purpose",
-    r"gsm8k|torchrun|srun": "GPUs and the Hugging Face hub",
+    r"gsm8k|torchrun|srun|smollm2": "GPUs, the Hugging Face hub, and a model of 270 MB",
     r"vllm|serve\.py": "tests/with_vllm",
     r"strategies/": "tests/distributed",
-    r"benchmarks/|staleness_bench|plot_bench|bench": "tests/integration: benchmarks",
+    r"benchmarks/|staleness_bench|plot_bench|bench|time_to_accuracy": "tests/integration: benchmarks",
 }
 UNWANTED = re.compile(r"(?i)\bwarn|deprecat|traceback|\berror\b|not set|instead")
 SUBCOMMANDS = {"train", "evaluate", "export", "chat", "tape"}

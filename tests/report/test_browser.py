@@ -123,12 +123,15 @@ def test_filters_and_colours_of_tokens(driver, report):
         tokens = until(
             driver, "[...document.querySelectorAll('.rollout .t')].map(t => getComputedStyle(t).backgroundColor)"
         )
+        if mode == "none":  # the colours of the last mode fade
+            tokens = "[...document.querySelectorAll('.rollout .t')]"
+            until(driver, f"new Set({tokens}.map(t => getComputedStyle(t).backgroundColor)).size === 1")
+            continue
         colours[mode] = set(tokens)
         assert (count(driver, ".legend li") > 0) == (mode != "none")
     assert len(colours["version"]) >= 2
     assert len(colours["ratio"]) >= 5
     assert len(colours["entropy"]) >= 5
-    assert len(colours["none"]) == 1
     assert browser.errors(driver) == []
 
 
