@@ -123,6 +123,8 @@ def _enter(asked: dict, said: Path) -> None:
     for name, value in asked["environment"].items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     sys.argv = ["lit-async-rl", *asked["words"]]
+    if (media := sys.modules.get("wandb.sdk.data_types._private")) is not None:
+        os.makedirs(media.MEDIA_TMP.name, exist_ok=True)  # made at its import, and removed by the first fork that ended
 
 
 def preload() -> None:
