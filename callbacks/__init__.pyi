@@ -13,6 +13,7 @@ from .monitors.staleness_monitor import StalenessMonitor as StalenessMonitor
 from .monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
 from .monitors.timeline import Timeline as Timeline
 from .run.evaluation import Evaluation as Evaluation
+from .run.linked_checkpoint import LinkedCheckpoint as LinkedCheckpoint
 from .run.progress import Progress as Progress
 from .run.rollout_tape import RolloutTape as RolloutTape
 from .run.sample_logger import SampleLogger as SampleLogger

@@ -49,6 +49,10 @@ METRICS: dict[str, list[Metric]] = {
         importance/ratio_max | ratio | greatest importance ratio of a token
         importance/clip_fraction | share | tokens whose gradient the loss's clipping removes
     """),
+    "EngineCheck": _metrics("""
+        engine/logprob_error | nats | mean absolute difference of log-probabilities, engine and trainer at one version
+        engine/logprob_error_max | nats | the largest difference among the replayed tokens
+    """),
     "ThroughputMonitor": _metrics("""
         perf/step_s | s | from the end of one optimizer step to the end of the next
         perf/tokens_per_s | tokens/s | completion tokens trained on

@@ -29,6 +29,7 @@ from .callbacks import GradientClipping as GradientClipping
 from .callbacks import GradientMonitor as GradientMonitor
 from .callbacks import ImportanceMonitor as ImportanceMonitor
 from .callbacks import LengthBiasMonitor as LengthBiasMonitor
+from .callbacks import LinkedCheckpoint as LinkedCheckpoint
 from .callbacks import LiveView as LiveView
 from .callbacks import Progress as Progress
 from .callbacks import ReferenceReset as ReferenceReset
@@ -156,6 +157,7 @@ from .replay.weighting import UniformReplay as UniformReplay
 from .rewards.functions import IsolatedReward as IsolatedReward
 from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
+from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
 from .rollouts.filters import DynamicSampling as DynamicSampling
 from .rollouts.filters import GroupFilter as GroupFilter
@@ -193,9 +195,11 @@ from .stabilizers.rollback import RollBack as RollBack
 from .stabilizers.rollback import RollBackToCheckpoint as RollBackToCheckpoint
 from .tasks import Addition as Addition
 from .tasks import Calculator as Calculator
+from .tasks import MentalArithmetic as MentalArithmetic
 from .tasks import ReasoningGym as ReasoningGym
 from .tasks import ReasoningGymReward as ReasoningGymReward
 from .tasks import SortDigits as SortDigits
+from .training.background_io import BackgroundCheckpointIO as BackgroundCheckpointIO
 from .training.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from .training.csv_logger import CSVLog as CSVLog
 from .training.module import PolicyModule as PolicyModule

@@ -105,7 +105,7 @@ def measure(engine: VLLMEngine, args: argparse.Namespace, kind: str, rate: float
 
 def started(args: argparse.Namespace) -> VLLMEngine:
     """An engine with the weights of the model."""
-    engine = VLLMEngine(dtype=args.dtype, max_num_seqs=8, kv_cache_memory_gb=0.25, max_model_len=512)
+    engine = VLLMEngine(dtype=args.dtype, max_num_seqs=8, kv_cache_memory_gb=0.25, max_model_len=256)
     engine.setup(args.model)
     engine.load_weights(0, load_policy(args.model).named_parameters())
     return engine

@@ -16,7 +16,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from benchmarks.staleness.grid import Grid
+from benchmarks.common.grid import Grid
+from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.report import write_report
 from benchmarks.staleness.statistics import best_scales, per_cell
 from benchmarks.staleness.suite import BEST, Suite, load_suite
@@ -25,7 +26,7 @@ from benchmarks.staleness.table import read_cells, write_table
 
 def train(suite: Suite, out: Path, num_processes: int) -> None:
     """Trains block by block, as a block may use the learning rates found by an earlier one."""
-    grid = Grid(out, num_processes, suite.cell_timeout_s)
+    grid = Grid(run_cell, out, num_processes, suite.cell_timeout_s)
     for block in suite.blocks:
         best = {}
         if block.learning_rate_scales == BEST:

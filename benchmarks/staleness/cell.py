@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
+from benchmarks.common.process import csv_logger, recorded
 from benchmarks.staleness.suite import Cell
 from lit_async_rl.cli.app import AsyncRLCLI
-
-RESULT = "result.json"
 
 
 class CellRecorder(pl.Callback):
@@ -38,34 +33,9 @@ class CellRecorder(pl.Callback):
 
 
 def run_cell(cell: Cell, out: Path) -> None:
-    """Trains one cell and writes `result.json` last: a folder without it is of a run that did not finish.
-
-    Everything printed goes to `log.txt`. A run that fails (with a non-finite loss, say) has finished: its error is the
-    result.
-    """
+    """Trains one cell."""
     folder = out / cell.folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    log = (folder / "log.txt").open("w", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    sys.stdout = sys.stderr = log
-    began = time.monotonic()
-    result: dict[str, Any] = {"command": ["scripts/train.py", *cell.arguments()], "error": None}
-    logger = {"class_path": "lit_async_rl.training.csv_logger.CSVLog"}
-    logger["init_args"] = {"save_dir": str(folder), "name": "", "version": "", "flush_logs_every_n_steps": 50}  # type: ignore[assignment]
-    try:
-        cli = AsyncRLCLI([*cell.arguments(), "--trainer.logger", json.dumps(logger)])
+    with recorded(folder, cell.arguments()):
+        cli = AsyncRLCLI([*cell.arguments(), *csv_logger(folder)])
         cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
         cli.trainer.fit(cli.model, cli.datamodule)
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"
-    result["wall_s"] = time.monotonic() - began
-    write_result(folder, result)
-
-
-def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Writes a result atomically."""
-    part = folder / f"{RESULT}.part"
-    part.write_text(json.dumps(result, indent=1))
-    part.replace(folder / RESULT)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import math
 from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.common.page import as_html
 from benchmarks.staleness import figures
 from benchmarks.staleness.statistics import COLLAPSE, naive_method, per_cell, summarize, synchronous, warning_time
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
 PICTURES = "pictures"
 SHOWN = 6  # methods in a picture of learning curves: the naive one, the best ones
-STYLE = """body { font: 15px/1.5 sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; font-size: 13px } td, th { padding: 2px 10px; text-align: right }
-td:first-child, th:first-child { text-align: left } tr:nth-child(even) { background: #f4f4f4 }
-img { max-width: 100% } code { background: #f4f4f4; padding: 1px 4px }"""
 
 
 def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
@@ -44,7 +39,7 @@ def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
         said += [f"{regime}:", *words(runs, summary, regime)]
     lines += ["## What each stabilizer does", *_effects(table, out)]
     (out / "report.md").write_text("\n\n".join(lines) + "\n")
-    (out / "report.html").write_text(_html(lines, out))
+    (out / "report.html").write_text(as_html("Staleness benchmark", lines, out))
     return "\n".join([*said, f"report: {out / 'report.html'}"])
 
 
@@ -137,23 +132,3 @@ def _table(rows: pd.DataFrame) -> str:
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
-
-
-def _html(lines: list[str], out: Path) -> str:
-    """The report as one self-contained file."""
-    body = []
-    for line in lines:
-        if line.startswith("!["):
-            path = line.partition("(")[2].rstrip(")")
-            data = base64.b64encode((out / path).read_bytes()).decode()
-            body.append(f'<p><img src="data:image/png;base64,{data}"></p>')
-        elif line.startswith("|"):
-            rows = [row.strip("| ").split(" | ") for row in line.splitlines() if not row.startswith("|---")]
-            cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-            body.append("<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>")
-        elif line.startswith("#"):
-            level = len(line) - len(line.lstrip("#"))
-            body.append(f"<h{level}>{html.escape(line.lstrip('# '))}</h{level}>")
-        else:
-            body.append(f"<p>{html.escape(line)}</p>")
-    return f"<!doctype html><meta charset=utf-8><title>Staleness benchmark</title><style>{STYLE}</style>{''.join(body)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.staleness.cell import RESULT
+from benchmarks.common.process import RESULT
 from benchmarks.staleness.suite import Cell
 
 CELL = ["regime", "method", "lag", "learning_rate_scale", "seed"]

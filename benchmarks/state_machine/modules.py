@@ -122,13 +122,24 @@ class VirtualSync(WeightSync):
         """Does nothing."""
 
 
+class VirtualSavedWeights:
+    """A number has nothing frozen."""
+
+    def reduce(self, checkpoint: dict[str, Any], policy: Any) -> None:
+        """Keeps everything."""
+
+    def check(self, checkpoint: Any, policy: Any) -> None:
+        """Accepts everything."""
+
+
 class VirtualPolicy(PolicyModule):
     """Policy that is a number, trained by adding numbers."""
 
     def __init__(self, saw: Callable[[RolloutBatch, int], None]) -> None:
         WholeSteps.__init__(self)
         self.version, self.weights, self.gradient, self.scheduler = 0, 1, 0, None
-        self._updated, self._saw = False, saw
+        self._updated, self._saw, self.policy = False, saw, None  # type: ignore[assignment]
+        self._saved_weights = VirtualSavedWeights()  # type: ignore[assignment]
 
     def setup(self, stage: str) -> None:
         WholeSteps.setup(self, stage)
@@ -141,7 +152,7 @@ class VirtualPolicy(PolicyModule):
     def on_after_backward(self) -> None:
         WholeSteps.on_after_backward(self)
 
-    def stream_weights(self) -> Iterator[tuple[str, Any]]:
+    def stream_weights(self, adapters: bool = False) -> Iterator[tuple[str, Any]]:
         yield "weights", self.weights
 
     def log(self, *args: Any, **kwargs: Any) -> None:

@@ -58,7 +58,7 @@ class VirtualTrainer:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        self.accumulate_grad_batches = self.settings.micro_batches
+        self.accumulate_grad_batches, self.callbacks = self.settings.micro_batches, []
         self.sync, self.state = VirtualSync(), SimpleNamespace(fn="fit")
         self.progress = _BatchProgress()
         self.parameter = SimpleNamespace(grad=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,13 +12,17 @@ from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.bottleneck import NOTHING, Intervals, Setting, Settings
+from lit_async_rl.scheduling.policies import Bounded
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 MUCH_PADDING = 0.25  # share of the positions in a training pass
+MUCH_COMPUTING = 0.5  # share of the time of a reward; below, its workers mostly wait
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container (cgroup v2): microseconds of processor time, and of the period
 
 
 @dataclass
@@ -30,6 +35,7 @@ class StepLoad:
     fewest_queued: int = 0
     num_tokens: int = 0
     num_positions: int = 0  # with padding
+    scoring_cpu_share: float = 0.0
 
     def add(self, batch: RolloutBatch) -> None:
         self.num_tokens += int(batch.attention_mask.sum())
@@ -38,6 +44,7 @@ class StepLoad:
     def look(self, stats: ProducerStats) -> None:
         self.fewest_queued = min(self.fewest_queued, stats.num_queued) if self.num_steps else stats.num_queued
         self.num_unfinished += stats.num_unfinished
+        self.scoring_cpu_share = stats.scoring_cpu_share
         self.num_steps += 1
 
 
@@ -50,12 +57,12 @@ def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, 
         load: load counters of the window.
         num_ranks: training processes on this machine.
     """
-    workers, sync_steps = data.scoring.workers, data.weight_sync_steps
+    sync_steps = data.weight_sync_steps
     is_spare = num_busy_threads(data, pl_module, num_ranks) + num_ranks <= num_cores()
     return Settings(
         engine=_engine_setting(data, load.num_unfinished / max(1, load.num_steps), is_spare),
         trainer=_trainer_setting(data, pl_module, 1 - load.num_tokens / max(1, load.num_positions), is_spare),
-        reward=Setting(name="data.scoring.workers", present=workers, suggested=2 * workers),
+        reward=_reward_setting(data, load.scoring_cpu_share, is_spare),
         weight_sync=Setting(name="data.weight_sync_steps", present=sync_steps, suggested=2 * sync_steps),
         staleness=_staleness_setting(data),
         fresher=_fresher_setting(data, load.fewest_queued),
@@ -72,8 +79,13 @@ def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
 
 
 def num_cores() -> int:
-    """Number of CPU cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Number of CPU cores available to this process, by affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: int) -> int:
@@ -90,15 +102,35 @@ def _engine_threads(engine: RolloutEngine) -> int:
 
 
 def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) -> Setting | None:
-    engine = data.engine
-    if not isinstance(engine, EmbeddedEngine):
+    prefix, engine, needs = "data.engine", data.engine, _naming(data.engine)
+    if isinstance(engine, EpisodeEngine):
+        prefix, engine, needs = "data.engine.init_args.engine.init_args", engine.engine, ()
+    slots = getattr(engine, "num_slots", None)  # vLLM has none: its limit is the memory
+    if slots is not None and unfinished * data.group_size > slots:  # some always wait for a slot
+        return Setting(name=f"{prefix}.num_slots", present=slots, suggested=2 * slots, needs=needs)
+    if not isinstance(engine, EmbeddedEngine) or engine.num_threads is None or not is_spare:
         return None
-    if unfinished * data.group_size > engine.num_slots:  # some always wait for a slot
-        return Setting(name="data.engine.num_slots", present=engine.num_slots, suggested=2 * engine.num_slots)
-    threads = engine.num_threads
-    if threads is not None and is_spare and engine.device in ("auto", "cpu") and not torch.cuda.is_available():
-        return Setting(name="data.engine.num_threads", present=threads, suggested=threads + 1)
+    if engine.device in ("auto", "cpu") and not torch.cuda.is_available():
+        threads = engine.num_threads
+        return Setting(name=f"{prefix}.num_threads", present=threads, suggested=threads + 1, needs=needs)
     return None
+
+
+def _naming(engine: RolloutEngine) -> tuple[str, ...]:
+    """Arguments that name the default engine, which the command line must know before it takes settings of it."""
+    if type(engine) is not EmbeddedEngine:
+        return ()
+    in_order = () if engine.in_flight_weight_updates else ("--data.engine.in_flight_weight_updates", "false")
+    return ("--data.engine", "EmbeddedEngine", *in_order)
+
+
+def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -> Setting | None:
+    """More workers, for a reward that waits or has a core left; threads that compute would only take turns."""
+    computes = cpu_share > MUCH_COMPUTING
+    if computes or (isinstance(data.reward, IsolatedReward) and not is_spare):
+        return None
+    workers = data.scoring.workers
+    return Setting(name="data.scoring.workers", present=workers, suggested=2 * workers)
 
 
 def _trainer_setting(data: RolloutDataModule, pl_module: AnyModule, padding: float, is_spare: bool) -> Setting | None:
@@ -119,6 +151,9 @@ def _staleness_setting(data: RolloutDataModule) -> Setting:
     bound = data.max_staleness
     if bound and data.admission.in_order:
         return Setting(name="data.admission", present=type(data.admission).__name__, suggested="Bounded")
+    ratio = data.admission.async_ratio if isinstance(data.admission, Bounded) else None
+    if ratio is not None and ratio < bound:
+        return Setting(name="data.admission.async_ratio", present=ratio, suggested=min(bound, max(1, 2 * ratio)))
     if bound and not data.engine.in_flight_weight_updates:
         return Setting(name="data.engine.in_flight_weight_updates", present=False, suggested=True)
     return Setting(name="data.max_staleness", present=bound, suggested=max(1, 2 * bound))

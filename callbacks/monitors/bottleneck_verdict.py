@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, stabilizing_setting, what_to_turn
-from lit_async_rl.callbacks.parts import rollout_data
+from lit_async_rl.callbacks.monitors.staleness_advice import StalenessAdvice
+from lit_async_rl.callbacks.parts import rollout_data, run_folder
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.scheduling.bottleneck import NOTHING, Intervals, Verdict, diagnose
+from lit_async_rl.scheduling.worth import Advice
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 ESS, REWARD = "importance/ess_ratio", "reward/mean"
@@ -21,6 +27,9 @@ ESS, REWARD = "importance/ess_ratio", "reward/mean"
 
 class BottleneckVerdict(pl.Callback):
     """Prints the verdict of `scheduling.bottleneck` every `every_n_steps` steps, and on the whole run at the end.
+
+    The last one says what asynchrony is worth here, and which staleness bound is enough (`scheduling.worth`). Both
+    kinds go to `verdicts.jsonl` in the run's folder, too, with that of the run so far.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
     `perf/scoring_share` and `perf/share_to_win`. Validation time is excluded. A replay of a tape has no engine, and
@@ -35,6 +44,7 @@ class BottleneckVerdict(pl.Callback):
     Attributes:
         verdict: the last one.
         collapse: description of an ongoing collapse; None while training is healthy.
+        advice: on the staleness bound, at the end of a run; None before, and where there is none.
 
     Raises:
         ValueError: `every_n_steps` is not positive; when training starts, there is no `RolloutDataModule`.
@@ -45,16 +55,22 @@ class BottleneckVerdict(pl.Callback):
         self.every_n_steps = every_n_steps
         self.verdict: Verdict | None = None
         self.collapse: str | None = None
-        self._trend = CollapseTrend()
+        self.advice: Advice | None = None
+        self._trend, self._staleness = CollapseTrend(), StalenessAdvice()
         self._left_out = self._validation_began = NOTHING
         self._run: StepLoad | None = None
         self._window = StepLoad()
         self._step = 0
+        self._folder: Path | None = None
+        self._run_began_at = self._window_began_at = 0.0  # seconds since 1970, as in the timeline
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "BottleneckVerdict")
         self._left_out, self._step, self._run = NOTHING, trainer.global_step, None
         self._trend, self.collapse = CollapseTrend(), None
+        self._staleness, self.advice = StalenessAdvice(), None
+        folder = run_folder(trainer)  # a collective: asked for on all ranks
+        self._folder = folder if trainer.is_global_zero else None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -64,6 +80,7 @@ class BottleneckVerdict(pl.Callback):
         if self._run is None and data.tape is None and data.stats() is not None:  # this rank has the producer
             began = self._totals(trainer)
             self._run, self._window = StepLoad(began), StepLoad(began)
+            self._run_began_at = self._window_began_at = time.time()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation_began = self._totals(trainer)
@@ -88,8 +105,10 @@ class BottleneckVerdict(pl.Callback):
         self._observe(trainer)
         if self._step % self.every_n_steps:
             return
+        self._record(trainer, pl_module, self._judge(trainer, pl_module, self._run), whole_run=True)
         verdict = self._judge(trainer, pl_module, self._window)
-        self._window = StepLoad(self._totals(trainer))
+        self._record(trainer, pl_module, verdict, whole_run=False)
+        self._window, self._window_began_at = StepLoad(self._totals(trainer)), time.time()
         for name, value in _metrics(verdict).items():
             pl_module.log(name, value)
         _print(trainer, f"step {self._step}: {self._words(trainer, pl_module, verdict)}")
@@ -98,10 +117,18 @@ class BottleneckVerdict(pl.Callback):
         """Reports on the whole run."""
         if self._run is not None and self._run.num_steps:
             verdict = self._judge(trainer, pl_module, self._run)
-            _print(trainer, f"whole run: {self._words(trainer, pl_module, verdict)}")
+            self._record(trainer, pl_module, verdict, whole_run=True)
+            words = self._words(trainer, pl_module, verdict)
+            data = rollout_data(trainer, "BottleneckVerdict")
+            if self.collapse is None:
+                self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
+            advice = "" if self.advice is None else f"; {self.advice}"
+            _print(trainer, f"whole run: {words}{advice}")
 
     def _observe(self, trainer: AnyTrainer) -> None:
         seen = trainer.callback_metrics
+        ess = float(seen[ESS]) if ESS in seen else None
+        self._staleness.observe(rollout_data(trainer, "BottleneckVerdict"), ess)
         if ESS in seen and REWARD in seen:  # monitors that come before this one
             self.collapse = self._trend.observe(float(seen[ESS]), float(seen[REWARD]))
 
@@ -114,6 +141,24 @@ class BottleneckVerdict(pl.Callback):
         settings = what_to_turn(rollout_data(trainer, "BottleneckVerdict"), pl_module, load, trainer.num_devices)
         self.verdict = diagnose(self._totals(trainer) - load.began, settings)
         return self.verdict
+
+    def _record(self, trainer: AnyTrainer, pl_module: AnyModule, verdict: Verdict, whole_run: bool) -> None:
+        if self._folder is None:
+            return
+        row = {
+            "step": trainer.global_step,
+            "whole_run": whole_run,
+            "began_at": self._run_began_at if whole_run else self._window_began_at,
+            "ended_at": time.time(),
+            **asdict(verdict.intervals),
+            "side": verdict.side,
+            "share_won": verdict.share_won,
+            "text": self._words(trainer, pl_module, verdict),
+        }
+        path = self._folder / "verdicts.jsonl"
+        with tolerate_full_disk(str(path)):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            append(path, json.dumps(row) + "\n")
 
     def _totals(self, trainer: pl.Trainer) -> Intervals:
         """Totals since the start of the run, without validation."""

@@ -26,7 +26,7 @@ from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 RARELY = 10  # updates between two checks where copies of the weights are large
-SMALL_BYTES = 2**30  # of all copies together, on one rank
+SMALL_BYTES = 2**30  # of all copies, on all ranks together
 log = logging.getLogger(__name__)
 
 
@@ -49,8 +49,8 @@ class EngineCheck(pl.Callback):
 
     Args:
         every_n_updates: publications of weights between two checks, of which the first is that of the first version;
-            None checks every version while the copies that this needs take less than 1 GiB of each rank, otherwise
-            every 10th.
+            None checks every version while the copies that this needs take less than 1 GiB on all ranks together,
+            otherwise every 10th. There are never more copies than that, or one at a time.
         num_rollouts: completions of each rank that are replayed.
         bound: largest mean difference in nats; None is 1e-4 in float32 on CPUs, 2e-3 on accelerators,
             0.03 in float16 and 0.1 in bfloat16.
@@ -136,13 +136,13 @@ class EngineCheck(pl.Callback):
     def _plan(self, trainer: AnyTrainer, module: PolicyModule, max_staleness: int) -> None:
         """Notes that a new version was published, and whether it is to be checked."""
         self._version, self._published_at = module.version, trainer.global_step
-        every = self.every_n_updates
-        if every is None:
-            every = 1 if num_bytes(module.policy) * (max_staleness + 1) <= SMALL_BYTES else RARELY
+        room = max(1, SMALL_BYTES // num_bytes(module.policy))  # copies
+        every = self.every_n_updates or (1 if max_staleness < room else RARELY)
         late = [version for version in self._copies if version < module.version - 2 * max_staleness - 1]
         for version in late:  # none of its tokens came
             del self._copies[version]
-        if self._last < 0 or module.version - self._last >= every:
+        is_due = self._last < 0 or module.version - self._last >= every
+        if is_due and len(self._copies) < room:
             self._last, self._copies[module.version] = module.version, None
 
     def _is_current(self, trainer: AnyTrainer, module: PolicyModule) -> bool:
@@ -171,7 +171,7 @@ class EngineCheck(pl.Callback):
         return torch.stack([error.sum(), mask.sum().float(), error.max()])
 
     def _judge(self, trainer: AnyTrainer, data: Any, version: int, sums: Float[Tensor, " 3"]) -> None:
-        dtypes = compute_dtype(policy_module(trainer.lightning_module, "EngineCheck")), data.engine.dtype
+        dtypes = compute_dtype(policy_module(trainer.lightning_module, "EngineCheck")), str(data.engine.dtype)
         bound = self.bound or default_bound(*dtypes) if trainer.is_global_zero else 0.0
         total, number = sum_over_ranks(sums[:2]).tolist()
         largest, bound = (

@@ -6,31 +6,45 @@ import math
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_async_rl.stabilizers.gradients import GradSpaces
+from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces, Pieces
 from lit_async_rl.stabilizers.reference_gradients import ReferenceGradients, cosine
 from lit_async_rl.stabilizers.step_lr import metric_suffix, optimizer_index, raw_optimizer, unscale_gradients
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class GradientMonitor(pl.Callback):
     """Logs `grad/norm` (before clipping) and `grad/cosine` with the gradient of the previous step.
 
-    Stale data align consecutive gradients (GAC, arXiv:2603.01501). Keeps one copy of
-    this rank's gradient. Put it before callbacks that change gradients. With several optimizers the names
-    end in `/0`, `/1`, and so on. A gradient with NaN or infinity has neither norm nor cosine.
+    Stale data align consecutive gradients (GAC, arXiv:2603.01501). Put it before callbacks that change gradients. With
+    several optimizers the names end in `/0`, `/1`, and so on. A gradient with NaN or infinity has neither.
+
+    A small gradient is copied, and its cosine is exact. Of a larger one a random projection is kept (256 kB, and 4 MB
+    for its signs), from which the cosine is estimated with a standard error of 0.004 to 0.0055, see
+    `lit_async_rl.stabilizers.sketch`; the norm is always exact.
 
     Args:
-        cosine: False logs the norm only, and keeps no copy.
+        cosine: False logs the norm only, and keeps nothing.
+        max_copied: largest number of elements of this rank's gradient that are copied.
+
+    Raises:
+        ValueError: `max_copied` is negative.
     """
 
-    def __init__(self, cosine: bool = True) -> None:
-        self.cosine = cosine
+    def __init__(self, cosine: bool = True, max_copied: int = 4_000_000) -> None:
+        check_range("GradientMonitor", ">= 0", max_copied=max_copied)
+        self.cosine, self.max_copied = cosine, max_copied
+        self._begin()
+
+    def _begin(self) -> None:
         self._spaces, self._previous = GradSpaces(), ReferenceGradients()
+        self._sketches: dict[int, tuple[GradSpace, list[Tensor], float]] = {}  # by optimizer, with the squared norm
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._spaces, self._previous = GradSpaces(), ReferenceGradients()  # parameters are sharded by now
+        self._begin()  # parameters are sharded by now
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -39,11 +53,23 @@ class GradientMonitor(pl.Callback):
         suffix = metric_suffix(trainer, None, index)
         space = self._spaces.of(trainer.strategy.model or pl_module, raw_optimizer(optimizer))
         gradients = space.gradients()
+        copies = self.cosine and sum(p.numel() for p in space.params if p.requires_grad) <= self.max_copied
         gg, gp, pp = self._previous.products(space, gradients, index)[0].tolist()
         if not math.isfinite(gg):
             return
         pl_module.log(f"grad/norm{suffix}", math.sqrt(gg))
+        if copies:
+            self._previous.keep(space, gradients, index)
+        elif self.cosine:
+            gp, pp = self._sketched(space, gradients, index, gg)
         if (c := cosine(gg, gp, pp)) is not None:
             pl_module.log(f"grad/cosine{suffix}", c)
-        if self.cosine:
-            self._previous.keep(space, gradients, index)
+
+    def _sketched(self, space: GradSpace, gradients: Pieces, index: int, gg: float) -> tuple[float, float]:
+        """Inner product with the previous gradient, estimated, and its squared norm; 0 if there is none."""
+        known = self._sketches.get(index)
+        own = space.sketches(gradients)
+        self._sketches[index] = (space, own, gg)
+        if known is None or known[0] is not space:
+            return 0.0, 0.0
+        return space.sketch_dot(own, known[1]), known[2]

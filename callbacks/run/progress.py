@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Mapping
@@ -148,7 +149,8 @@ class Progress(ProgressBar):
     def make_display(self, trainer: AnyTrainer) -> Display:
         """Bars, if the output is a terminal that can draw them."""
         console = Console()
-        can_draw = console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
+        widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None  # needed by rich
+        can_draw = widgets or (console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal)
         return Bars(console) if can_draw else Lines(self.every_s)
 
     def get_metrics(self, trainer: AnyTrainer, pl_module: AnyModule) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.callbacks.parts import rollout_data, run_folder
+from lit_async_rl.callbacks.run.sample_rows import TrainedTokens, sample_row, thin
 from lit_async_rl.training.trackers import log_table
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
@@ -24,18 +25,37 @@ class SampleLogger(pl.Callback):
     """Every `every_n_steps` steps, some rollouts of that step: to `samples.jsonl` in the run's folder, and as a table
     to Weights & Biases, MLflow, Trackio and TensorBoard where they are used. Of several in one Trainer one writes.
 
+    The file has each token's text, version, log-ratio, advantage and entropy, which `lit-async-rl report` shows. With
+    several ranks the last three are there for rollouts that rank 0 trained on. After every validation, samples of the
+    same held-out prompts go to `held_out.jsonl`.
+
     Args:
         every_n_steps: optimizer steps between samples.
         num_groups: prompts per sample, with all of their completions.
+        num_held_out: completions per validation.
+        max_tokens: tokens of a completion with values of their own; of longer ones the beginning and the end.
+        max_mb: size of each file; a larger one loses every second step.
 
     Raises:
-        ValueError: a number is not positive; when training starts, there is no `RolloutDataModule`.
+        ValueError: a number is out of range; when training starts, there is no `RolloutDataModule`.
         OSError: when training starts, another process writes to the run's folder.
     """  # noqa: D205
 
-    def __init__(self, every_n_steps: int = 20, num_groups: int = 2) -> None:
-        check_range("SampleLogger", ">= 1", every_n_steps=every_n_steps, num_groups=num_groups)
-        self.every_n_steps, self.num_groups = every_n_steps, num_groups
+    def __init__(
+        self,
+        every_n_steps: int = 20,
+        num_groups: int = 2,
+        num_held_out: int = 8,
+        max_tokens: int = 1024,
+        max_mb: float = 64.0,
+    ) -> None:
+        check_range("SampleLogger", ">= 1", every_n_steps=every_n_steps, num_groups=num_groups, max_tokens=max_tokens)
+        check_range("SampleLogger", ">= 0", num_held_out=num_held_out)
+        check_range("SampleLogger", "positive", max_mb=max_mb)
+        self.every_n_steps, self.num_groups, self.num_held_out = every_n_steps, num_groups, num_held_out
+        self.max_tokens, self.max_mb = max_tokens, max_mb
+        self._trained = TrainedTokens()
+        self._waiting: list[dict[str, Any]] = []  # of a validation before training, which has no folder yet
         self._step = 0
         self._writes = False
         self._folder: Path | None = None
@@ -48,6 +68,8 @@ class SampleLogger(pl.Callback):
         if self._writes and self._folder is not None and trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self._folder, "trainer.logger's folder")
+            self._append("held_out.jsonl", self._waiting)
+        self._waiting = []
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._release()
@@ -64,26 +86,60 @@ class SampleLogger(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a step."""
-        if not self._writes or trainer.global_step == self._step or (trainer.global_step - 1) % self.every_n_steps:
+        """Collects the values of each micro-batch's tokens, and writes after the step's last one."""
+        if not self._writes:
+            return
+        data = rollout_data(trainer, "SampleLogger")
+        groups = data.last_step_groups[: self.num_groups]
+        if self._folder is not None and batch.step is not None and batch.step % self.every_n_steps == 0:
+            signals = getattr(pl_module, "stabilizer_signals", {})
+            self._trained.add(batch, signals, {group.index for group in groups})
+        if trainer.global_step == self._step or (trainer.global_step - 1) % self.every_n_steps:
             return
         self._step = trainer.global_step
-        data = rollout_data(trainer, "SampleLogger")
-        rows = [
-            [
-                *(trainer.global_step, group.index, group.prompt.text, rollout.text, group.prompt.answer),
-                *(rollout.reward, min(rollout.versions, default=None), max(rollout.versions, default=None)),
-            ]
-            for group in data.last_step_groups[: self.num_groups]
-            for rollout in group.rollouts
-        ]
-        self._write(trainer, rows)
+        trained, self._trained = self._trained, TrainedTokens()
+        rows, more = [], []
+        for group in groups:
+            for sample, rollout in enumerate(group.rollouts):
+                row = [trainer.global_step, group.index, group.prompt.text, rollout.text, group.prompt.answer]
+                rows.append([*row, rollout.reward, *_range(rollout.versions)])
+                if self._folder is not None:
+                    more.append(sample_row(group, sample, data.codec, trained, self.max_tokens))
+        self._append(
+            "samples.jsonl", [dict(zip(COLUMNS, a, strict=True)) | b for a, b in zip(rows, more, strict=False)]
+        )
+        self._log(trainer, rows)
 
-    def _write(self, trainer: pl.Trainer, rows: Sequence[Sequence[Any]]) -> None:
-        if self._folder is not None:
-            path = self._folder / "samples.jsonl"
-            lines = [json.dumps(dict(zip(COLUMNS, row, strict=True))) + "\n" for row in rows]
-            with tolerate_full_disk(str(path)):
-                append(path, "".join(lines))
+    @rank_zero_only
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes completions of the first held-out prompts, the same in every validation."""
+        validator = getattr(pl_module, "validator", None)
+        if validator is None or trainer.sanity_checking or (self._folder is not None and not self._writes):
+            return
+        rows = [
+            {
+                **{"step": trainer.global_step, "prompt": sample.prompt.text, "completion": sample.completion},
+                **{"answer": sample.prompt.answer, "reward": sample.reward},
+            }
+            for sample in validator.samples[: self.num_held_out]
+        ]
+        if self._folder is None:
+            self._waiting = rows
+        else:
+            self._append("held_out.jsonl", rows)
+
+    def _append(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        if self._folder is None or not rows:
+            return
+        path = self._folder / name
+        with tolerate_full_disk(str(path)):
+            append(path, "".join(json.dumps(row) + "\n" for row in rows))
+            thin(path, int(self.max_mb * 2**20))
+
+    def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[Any]]) -> None:
         for logger in trainer.loggers:
             log_table(logger, "samples", COLUMNS, rows, trainer.global_step)
+
+
+def _range(versions: Sequence[int]) -> tuple[int | None, int | None]:
+    return min(versions, default=None), max(versions, default=None)

@@ -8,7 +8,9 @@ from pathlib import Path
 from lightning.pytorch.callbacks import Checkpoint
 
 from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
+from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import EngineError, NonFiniteError, ProducerError, StalledError
+from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 BETWEEN_STEPS = (EngineError, NonFiniteError, ProducerError, StalledError)
@@ -19,8 +21,8 @@ class SaveOnFailure(Checkpoint):
     """Saves `failed.ckpt` when engine, reward or environment end the run, or after too many NaN gradients.
 
     These errors are raised between two steps, so weights, moments and finished rollouts are consistent, and the run can
-    be resumed once the cause is fixed. Written to the folder of the run's `ModelCheckpoint`. Nothing is saved with
-    several ranks, because saving is a collective that the other ranks do not join.
+    be resumed once the cause is fixed. Written to the folder of the run's `ModelCheckpoint`. Nothing is saved before
+    the first finished rollout, and with several ranks, because saving is a collective that the others do not join.
 
     Attributes:
         path: path of the checkpoint; None until one is saved.
@@ -33,6 +35,11 @@ class SaveOnFailure(Checkpoint):
         """Saves the checkpoint, before the engine is closed."""
         if not isinstance(exception, BETWEEN_STEPS) or trainer.world_size > 1 or not trainer.training:
             return
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # there is nothing to keep
+            return
         self.path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")
         trainer.save_checkpoint(self.path)
+        finish_saving(trainer)
         log.warning("saved %s after step %d, with all finished rollouts", self.path, trainer.global_step)

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class SaveOnSigterm(Checkpoint):
     def _save(self, trainer: AnyTrainer) -> None:
         self.path = str(Path(checkpoint_folder(trainer)) / "last.ckpt")
         trainer.save_checkpoint(self.path)
+        finish_saving(trainer)
         trainer.should_stop = True
         name, step = self.signal_name, trainer.global_step
         log.warning("%s: saved %s after step %d; resume with --ckpt_path", name, self.path, step)

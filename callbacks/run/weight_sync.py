@@ -47,6 +47,8 @@ class WeightSync(pl.Callback):
         self._steps_before = 0  # a resume: steps since the last publication
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("trainer.callbacks holds several WeightSync: each would start the engine; leave one")
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self.link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
@@ -59,6 +61,11 @@ class WeightSync(pl.Callback):
         Raises:
             ValueError: two of them contradict each other.
         """
+        if str(trainer.precision) in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
+                "dtype: use model.dtype=bfloat16, or trainer.precision=bf16-mixed"
+            )
         data.use_model(module.model)
         if data.model != module.model:
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")

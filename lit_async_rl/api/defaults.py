@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 import lit_async_rl
-from lit_async_rl.callbacks import Progress
+from lit_async_rl.callbacks import LinkedCheckpoint, Progress
 
 FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
-REPLACED_BY: dict[type[Callback], type[Callback]] = {Progress: ProgressBar}  # a Trainer has one at most
+REPLACED_BY: dict[type[Callback], type[Callback]] = {
+    Progress: ProgressBar,  # a Trainer has one at most
+    LinkedCheckpoint: ModelCheckpoint,
+}
 SWITCHES = {
     "logger": ["samples"],  # which are written to its folder
     "enable_progress_bar": ["progress"],

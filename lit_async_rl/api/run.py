@@ -9,12 +9,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.api.defaults import meant
+from lit_async_rl.api.interrupts import CtrlC
+from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.rewards.score import Reward
+from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import log_file
 
@@ -34,6 +37,8 @@ def fit(
 ) -> Trainer:
     """Trains a language model and prints a summary.
 
+    Ctrl-C and SIGTERM save `last.ckpt` and say how to resume; no other process can use the run's folder meanwhile.
+
     Example: `fit("Qwen/Qwen2.5-0.5B-Instruct", prompts, reward, max_steps=200, learning_rate=1e-6, max_staleness=2)`.
 
     Args:
@@ -48,6 +53,8 @@ def fit(
         The Trainer; `trainer.lightning_module` is the trained module.
 
     Raises:
+        FileNotFoundError: there is no such checkpoint.
+        OSError: another process uses the run's folder.
         TypeError: none of the three has such an argument.
         ValueError: a setting is out of range, or settings contradict each other.
     """
@@ -59,12 +66,18 @@ def fit(
                 raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
             raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
     parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
+    if ckpt_path is not None:
+        check_checkpoint(ckpt_path)
     trainer = Trainer(max_steps=max_steps, **parts[2])
     data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
-    run(trainer, module, data, ckpt_path)
-    print_summary(trainer)
-    upload_report(trainer)
+    with CtrlC():
+        with run_folders(trainer, ckpt_path):
+            stopped_at = run(trainer, module, data, ckpt_path)
+        print_summary(trainer)
+        upload_report(trainer)
+        if stopped_at is not None and trainer.is_global_zero:
+            print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
     return trainer
 
 

@@ -15,8 +15,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lit_async_rl.api.defaults import build, default_callbacks, defaults_file, meant
 from lit_async_rl.api.notices import quiet
 from lit_async_rl.errors import describe
-from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
+from lit_async_rl.training.background_io import BackgroundCheckpointIO
 from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.utils.checks import check_objects, check_range
 
 SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
 
@@ -25,7 +26,8 @@ class Trainer(pl.Trainer):
     """A Lightning Trainer that synchronizes weights, monitors the run and saves checkpoints.
 
     The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
-    place. A CSV log is always written, beside other loggers, unless `logger=False`; checkpoints are written atomically.
+    place. A CSV log is always written, beside other loggers, unless `logger=False`. Checkpoints are written atomically,
+    in the background; `plugins=[AtomicCheckpointIO()]` writes them while training waits.
 
     Example: `Trainer(max_steps=200, defaults={"gradients": None, "samples": SampleLogger(every_n_steps=5)})`.
 
@@ -55,30 +57,42 @@ class Trainer(pl.Trainer):
             if name not in SETTINGS:
                 raise TypeError(f"Trainer has no setting {name!r}{meant(name, SETTINGS)}")
         settings = _with_defaults(settings)
-        own = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
+        for callback in own:
+            check_objects("trainer", callbacks=callback)
+        if isinstance(logger, str | type):
+            raise ValueError(
+                f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
+            )
+        check_range("trainer", ">= -1", max_steps=settings.get("max_steps"))
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])
         try:
             super().__init__(callbacks=own, logger=logger, **settings)
-        except (MisconfigurationException, TypeError, ValueError) as error:
+        except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
             chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
-            raise ValueError(f"trainer ({chosen}): {describe(error)}") from error
+            raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.strategy.checkpoint_io = AtomicCheckpointIO()
+            self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log and self.loggers and not any(isinstance(one, CSVLogger) for one in self.loggers):
             self.loggers = [*self.loggers, CSVLog(self.log_dir or "runs", name="csv")]
+
+
+def _sentence(error: Exception) -> str:
+    return describe(error).removeprefix("MisconfigurationException: ").removeprefix("TypeError: ")
 
 
 def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The Trainer's settings; validation that is counted in batches goes on over epochs, which rollouts do not have.
 
     Raises:
-        ValueError: `val_check_interval` is 0.
+        ValueError: `val_check_interval` is 0, or `gradient_clip_val` negative.
     """
     interval = settings.get("val_check_interval")
     if interval is not None and not interval:
         raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
+    check_range("trainer", ">= 0", gradient_clip_val=settings.get("gradient_clip_val"))
     given = {name: value for name, value in defaults_file()["trainer"].items() if name != "logger"} | dict(settings)
     if isinstance(interval, int):
         given.setdefault("check_val_every_n_epoch", None)

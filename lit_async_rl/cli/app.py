@@ -17,6 +17,7 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from omegaconf.errors import InterpolationResolutionError
 
 import lit_async_rl
 from lit_async_rl.api.defaults import defaults_file, full_path
@@ -61,7 +62,13 @@ class AsyncRLCLI(LightningCLI):
         """Refuses invalid configuration files and class paths before anything is called."""
         check_config_files(sys.argv[1:] if args is None else args)
         set_parsing_settings(import_path_denylist=[])  # those denied by default are errors now
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except InterpolationResolutionError as error:
+            place = str(error.full_key or "a setting")
+            raise ValueError(f"{place}: {str(error).splitlines()[0]}") from None
+        seed = self.config["seed_everything"]
+        check_range("", "in [0, 4294967295]", seed_everything=None if isinstance(seed, bool) else seed)
         check_class_paths(self.config)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -18,11 +18,15 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.arguments import OneLineParser
+from lit_async_rl.utils.checks import check_range
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line; reads prompts until the end of input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        prog="lit-async-rl chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="Hugging Face folder or name")
     parser.add_argument("--prompt", help="answer this one and end")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
@@ -33,10 +37,11 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     quiet()
     try:
+        check_range("", ">= 1", num_samples=given.num_samples)
         sampling = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, stop=tuple(given.stop))
         codec, engine = TextCodec(given.model), EmbeddedEngine.from_module(load_policy(given.model))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
 
     def answer(text: str) -> None:
         as_chat = [{"role": "user", "content": text}] if given.chat_template else None
@@ -49,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             answer(given.prompt)
         except ValueError as error:
-            sys.exit(str(error))
+            sys.exit(f"error: {error}")
         return
     try:
         while True:

@@ -12,13 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_async_rl.api import run as api
+from lit_async_rl.api.interrupts import CtrlC
 from lit_async_rl.api.notices import quiet
+from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.cli.error_report import one_line_errors
-from lit_async_rl.cli.interrupts import CtrlC, resume_command
-from lit_async_rl.cli.run_folders import run_folders
+from lit_async_rl.cli.resume import resume_command
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.files import check_writable
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -40,6 +43,7 @@ def evaluate(args: Sequence[str] | None = None) -> None:
     """Held-out pass@1 and pass@k of a checkpoint, with samples."""
     with command():
         cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
+        check_range("", ">= 0", num_shown=cli.config["num_shown"])
         if cli.datamodule.validation.source is None:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
@@ -68,6 +72,7 @@ def export(args: Sequence[str] | None = None) -> None:
         cli.model.configure_model()
         cli.model.on_load_checkpoint(checkpoint)
         cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
+        check_writable(Path(cli.config["out"]), "out")
         lm = cli.model.policy.causal_lm
         weights = {name: tensor.contiguous() for name, tensor in stream_weights(cli.model.policy)}
         lm.save_pretrained(cli.config["out"], state_dict=weights)

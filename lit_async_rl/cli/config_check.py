@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +19,21 @@ def check_config_files(args: Sequence[str]) -> None:
     """Refuses files that are not YAML, or that expand beyond limits.
 
     Args:
-        args: of the command line; missing files are left to the parser.
+        args: of the command line.
 
     Raises:
         ValueError: names the file.
     """
     for file in config_files(args):
-        if file.is_file():
-            _check_yaml(file)
+        if not file.is_file():
+            what = "is a folder, not a file" if file.is_dir() else f": there is no such file{_meant(file)}"
+            raise ValueError(f"config={str(file)!r}{'' if what[0] == ':' else ' '}{what}")
+        _check_yaml(file)
+
+
+def _meant(file: Path) -> str:
+    close = difflib.get_close_matches(file.name, [one.name for one in file.parent.glob("*.yaml")], n=1)
+    return f"; did you mean {file.with_name(close[0])}?" if close else ""
 
 
 def config_files(args: Sequence[str]) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ COMMANDS = {
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
     "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
     "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
+    "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
+    "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
 }
 
@@ -33,7 +36,9 @@ def main(args: Sequence[str] | None = None) -> None:
         module, function, _ = COMMANDS[command]
         getattr(importlib.import_module(module), function)(rest)
     else:
-        sys.exit(f"error: there is no command {command!r}, only {', '.join(COMMANDS)} and --version")
+        close = difflib.get_close_matches(command.lower(), COMMANDS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        sys.exit(f"error: there is no command {command!r}; {hint}only {', '.join(COMMANDS)} and --version")
 
 
 def usage() -> str:

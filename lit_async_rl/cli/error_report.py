@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import os
 import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +16,7 @@ from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lit_async_rl.cli.explain import explain
 from lit_async_rl.errors import (
     EngineError,
     EnvironmentFailure,
@@ -25,19 +24,17 @@ from lit_async_rl.errors import (
     ProducerError,
     RankError,
     RewardError,
+    SetupError,
     StalledError,
     describe,
 )
 
 EXPECTED = (
-    *(ValueError, OSError, ModuleNotFoundError, MisconfigurationException),
-    *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, StalledError),
-)
-NOISE = re.compile(
-    r"Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*|Given value: .*"
-    r"|- Expected a <class 'NoneType'>.*|- Expected a path but .* either not accessible or invalid"
+    *(ValueError, OSError, ImportError, MisconfigurationException),
+    *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, SetupError, StalledError),
 )
 MOST = 600  # characters
+PLAIN = (str, int, float, bool)
 
 
 def wants_traceback() -> bool:
@@ -62,7 +59,7 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
         if type(error).__module__.startswith("wandb"):  # not imported for its name
             without = "WANDB_MODE=offline logs without an account"
             sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
-        sys.exit(f"error: {shorten(describe(error))}{_hint(error, folder)}")
+        sys.exit(f"error: {shorten(_sentence(error))}{_hint(error, folder)}")
 
 
 def shorten(text: str) -> str:
@@ -108,75 +105,63 @@ class Parser(LightningArgumentParser):
             try:
                 return kind(*args, **kwargs)
             except Exception as error:
-                if not isinstance(error, EXPECTED):
-                    where = find_setting(cfg, f"{kind.__module__}.{kind.__qualname__}")
-                    error = ValueError(f"{where} {kind.__name__} cannot be made: {describe(error)}").with_traceback(
-                        error.__traceback__
-                    )
-                raised.append(error)
-                raise error from None
+                where = find_setting(cfg, f"{kind.__module__}.{kind.__qualname__}", kwargs)
+                raised.append(_with_setting(error, where, kind))
+                raise raised[-1] from None
 
         self.add_instantiator(make, object)
         try:
             return super().instantiate_classes(cfg, **kwargs)
         except Exception as error:
-            if raised and str(raised[-1]) in str(error):  # jsonargparse adds what it tried, for each type of a union
+            if raised and _words(raised[-1]) in _words(
+                error
+            ):  # jsonargparse adds what it tried, for each type of a union
                 raise raised[-1] from None
             raise
 
 
-def find_setting(config: Any, class_path: str, setting: str = "") -> str:
-    """Name of the setting whose `class_path` is a class, with a colon; empty if there is none."""
+def _with_setting(error: Exception, where: str, kind: type) -> Exception:
+    """The error of a constructor, with the setting that chose its class where the message does not name it."""
+    if isinstance(error, EXPECTED):
+        said = _sentence(error)
+        named = (where.rpartition(".")[0], where, f"{kind.__name__}.")
+        if not where or any(name and said.startswith(name) for name in named):
+            return error
+        return ValueError(f"{where}: {said}").with_traceback(error.__traceback__)
+    return ValueError(f"{where}: {kind.__name__} cannot be made: {describe(error)}").with_traceback(error.__traceback__)
+
+
+def _sentence(error: Exception) -> str:
+    return re.sub(r"^(MisconfigurationException: |ModuleNotFoundError: |\[Errno \d+\] )", "", describe(error))
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], setting: str = "") -> str:
+    """Name of the setting that has a class with these arguments; empty if there is none.
+
+    Args:
+        config: as parsed.
+        class_path: of the class.
+        arguments: of its constructor; those that are objects themselves are not compared.
+        setting: full name of `config`.
+    """
     config = vars(config) if isinstance(config, Namespace) else config
     if isinstance(config, Mapping):
-        if config.get("class_path") == class_path:
-            return f"{setting}:"
+        if config.get("class_path") and _same_class(config["class_path"], class_path):
+            given = config.get("init_args")
+            given = vars(given) if isinstance(given, Namespace) else given or {}
+            if all(given.get(name, value) == value for name, value in arguments.items() if isinstance(value, PLAIN)):
+                return setting
         pairs = [(name if not setting else f"{setting}.{name}", value) for name, value in config.items()]
     else:
         pairs = [(setting, value) for value in config] if isinstance(config, list) else []
-    return next((found for name, value in pairs if (found := find_setting(value, class_path, name))), "")
+    return next((found for name, value in pairs if (found := find_setting(value, class_path, arguments, name))), "")
 
 
-def explain(message: str, settings: Iterable[str]) -> str:
-    """Message of jsonargparse without the errors of each type of a union, with a suggestion.
-
-    Args:
-        message: of the parser.
-        settings: full names of all settings.
-    """
-    known = list(settings)
-    if match := re.match(r"(?i)unrecognized arguments: (\S+)", message):
-        name = match[1].lstrip("-").split("=")[0]
-        return f"there is no setting {name}{_meant(name, known)}"
-    if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
-        name = f"{match[1]}.{match[2]}"
-        return f"there is no setting {name}{_meant(name, known)}"
-    if match := re.fullmatch(r"Option '(\S+)' is not accepted\s*", message):
-        return f"there is no setting {match[1]}{_meant(match[1], known)}"
-    lines = [line.strip() for line in message.splitlines()]
-    kept = [line.removeprefix("- ") for line in dict.fromkeys(lines) if line and not NOISE.fullmatch(line)]
-    text = " ".join(kept)
-    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text)
-    text = re.sub(r"Type \S*Callable\[.*\] expects a function or a callable class: ", "", text)
-    text = re.sub(r" Got value: Namespace\(.*\)$", "", text)
-    text = re.sub(r"Expected a <class '(\w+)'>\.? Got value: ", r"must be of type \1, got ", text)
-    return text + _meant_in_class(text)
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _meant_in_class(text: str) -> str:
-    """Suggestion for a misspelt argument of a class, or a misspelt class."""
-    argument = re.search(r"given class_path '([\w.]+)': Option '(\w+)' is not accepted", text)
-    missing = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text)
-    try:
-        if argument:
-            return _meant(argument[2], inspect.signature(pkgutil.resolve_name(argument[1])).parameters)
-        if missing:
-            return _meant(missing[2], dir(pkgutil.resolve_name(missing[1])))
-    except (ImportError, AttributeError, ValueError, TypeError):
-        pass
-    return ""
+def _same_class(path: str, class_path: str) -> bool:
+    """Whether a class that may be named by another module that offers it is this one."""
+    found = pkgutil.resolve_name(path)
+    return f"{found.__module__}.{found.__qualname__}" == class_path

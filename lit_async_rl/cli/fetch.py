@@ -43,7 +43,7 @@ DOWNLOAD_S = 900.0
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Entry point of `lit-async-rl fetch`: parses the arguments, downloads and converts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["smollm2"])
     parser.add_argument("--out", type=Path, required=True, help="folder to write; one that is complete is only checked")

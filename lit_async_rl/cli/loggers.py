@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
+from lit_async_rl.api.run_folders import WANDB_ID
 from lit_async_rl.cli.config_check import config_files
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.training.trackers import TrackioLogger
@@ -39,12 +41,14 @@ def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_pat
     given, name = list(trainer.loggers), run_name(args)
     found = next((logger for logger in given if isinstance(logger, CSVLogger)), None)
     log = found or CSVLog(given[0].save_dir or "runs", name)
-    if ckpt_path is not None and _goes_on(log, Path(ckpt_path)):
+    if goes_on := ckpt_path is not None and _goes_on(log, Path(ckpt_path)):
         _overwrite_checkpoints(trainer)
     for logger in given:
         if isinstance(logger, WandbLogger):
             logger._save_dir = logger._wandb_init["dir"] = log.log_dir
             logger._wandb_init.pop("anonymous", None)  # W&B warns of it, whatever it is
+            if trainer.is_global_zero:
+                _remember_wandb_run(logger, Path(log.log_dir, WANDB_ID), goes_on)
             if not _is_named(args):
                 logger._name = logger._wandb_init["name"] = f"{name}, seed {seed}"
         elif isinstance(logger, TrackioLogger):
@@ -52,6 +56,16 @@ def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_pat
         elif isinstance(logger, TensorBoardLogger):
             logger._root_dir, logger._name, logger._version = log.save_dir, log.name, log.version
     trainer.loggers = [log, *(logger for logger in given if logger is not log)]
+
+
+def _remember_wandb_run(logger: WandbLogger, file: Path, goes_on: bool) -> None:
+    """Gives a W&B run an id of its own, or that of the run that it goes on with."""
+    known = file.read_text().strip() if goes_on and file.is_file() else ""
+    from wandb.sdk.lib.runid import generate_id  # costs a second, and only such a run needs it
+
+    logger._id = logger._wandb_init["id"] = known or logger._id or generate_id()
+    with contextlib.suppress(OSError):  # said by what writes there
+        file.write_text(f"{logger._id}\n")
 
 
 def run_name(args: Sequence[str]) -> str:

@@ -18,6 +18,8 @@ import numpy as np
 
 from lit_async_rl.replay.tape import Tape, TapeStep, TapeWriter
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.arguments import OneLineParser
+from lit_async_rl.utils.checks import check_range
 
 
 def staleness(step: TapeStep, group: RolloutGroup) -> int:
@@ -50,7 +52,7 @@ def select(arguments: argparse.Namespace) -> None:
     """Writes the groups that meet all conditions to another tape."""
     if any(Path(arguments.out).glob("*")):
         raise ValueError(f"--out {arguments.out} is not empty: nothing was written")
-    writer, num_steps, num_groups = TapeWriter(arguments.out), 0, 0
+    writer, num_steps, num_groups = None, 0, 0
     for step in Tape(arguments.tape).steps(arguments.first_step):
         if step.step > arguments.last_step:
             break
@@ -61,14 +63,18 @@ def select(arguments: argparse.Namespace) -> None:
             and arguments.min_reward <= mean_reward(group) <= arguments.max_reward
         ]
         if groups:
+            writer = writer or TapeWriter(arguments.out)
             writer.append(step.step, step.version, groups)
             writer.flush()
             num_steps, num_groups = num_steps + 1, num_groups + len(groups)
+    if writer is None:
+        raise ValueError(f"no group of {arguments.tape} meets the conditions: nothing was written")
     print(f"{num_steps} steps, {num_groups} groups written to {arguments.out}")
 
 
 def sample(arguments: argparse.Namespace) -> None:
     """Prints completions drawn from the whole tape."""
+    check_range("", ">= 1", num=arguments.num)
     found = [
         (step, group, rollout)
         for step in Tape(arguments.tape).steps()
@@ -119,7 +125,9 @@ def plot(arguments: argparse.Namespace) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line of the tape command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        prog="lit-async-rl tape", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     parsers = {}
     for name, function in dict(list=show, filter=select, sample=sample, plot=plot).items():
@@ -138,5 +146,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(args)
     try:
         arguments.function(arguments)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -7,6 +7,7 @@ from lit_async_rl.advantages.turns import TurnAdvantageEstimator
 from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
+from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
@@ -53,6 +54,31 @@ def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -
     if has_replay and intake.stream_groups:
         raise ValueError(
             "data.intake.stream_groups with data.replay: a step is mixed when all its new groups are there"
+        )
+
+
+def open_tape(admission: FromTape) -> Tape:
+    """The tape that is replayed.
+
+    Raises:
+        FileNotFoundError: there is none; names the setting.
+    """
+    try:
+        return Tape(admission.folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
+
+
+def check_micro_batches(num_micro_batches: int, num_groups: int, group_size: int) -> None:
+    """Checks that each micro-batch of a step has a rollout at least.
+
+    Raises:
+        ValueError: there are fewer rollouts than micro-batches.
+    """
+    if num_micro_batches > num_groups * group_size:
+        raise ValueError(
+            f"data.micro_batches_per_step must be <= data.groups_per_step * data.group_size = {num_groups} * "
+            f"{group_size}, got {num_micro_batches}"
         )
 
 

@@ -13,7 +13,15 @@ from typing import Any
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data.collate import collate_step
-from lit_async_rl.data.compatibility import check_bound, check_bound_change, check_engine, check_intake, check_step
+from lit_async_rl.data.compatibility import (
+    check_bound,
+    check_bound_change,
+    check_engine,
+    check_intake,
+    check_micro_batches,
+    check_step,
+    open_tape,
+)
 from lit_async_rl.data.dataloaders import StepFeed
 from lit_async_rl.data.held_out import HeldOut
 from lit_async_rl.data.model_name import ModelName
@@ -30,7 +38,6 @@ from lit_async_rl.prompts.in_memory import as_source
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.replay.tape import Tape
 from lit_async_rl.replay.tape_source import NoEngine, Replay
 from lit_async_rl.rewards.score import Reward
 from lit_async_rl.rollouts.intake import Intake
@@ -38,7 +45,7 @@ from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
@@ -97,9 +104,14 @@ class RolloutDataModule(ModelName):
         super().__init__(model)
         if prompts is None:
             raise ValueError("data.prompts is not set")
+        if reward is not None and not callable(reward):
+            raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
+        check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
+        check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
+        check_objects("data", replay=replay, limits=limits)
         source = as_source(prompts, "data.prompts")
         self.admission, self.intake = admission or Bounded(), intake or Intake()
-        self.tape = Tape(self.admission.folder) if isinstance(self.admission, FromTape) else None
+        self.tape = open_tape(self.admission) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(scores=reward is None)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
@@ -115,6 +127,7 @@ class RolloutDataModule(ModelName):
         check_bound(self.admission, max_staleness)
         check_engine(engine, reward, self.admission, sampling.head)
         check_intake(self.intake, self.admission, replay is not None)
+        check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
         check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.keep_groups_whole = False
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)

@@ -7,7 +7,7 @@ engine with a thread of its own (vLLM) generates continuously; the embedded one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class SamplingParams:
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
         check_range("sampling", ">= 1", max_tokens=self.max_tokens)
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
         check_range("sampling", ">= 0", head=self.head)
 
 
@@ -116,6 +118,7 @@ class RolloutEngine(ABC):
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
+        num_slots: samples decoded together, also by validation.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
         has_model: False for engines that make tokens up, whose log-probabilities mean nothing.
         dtype: of weights and computation; says how exact log-probabilities are.
@@ -128,6 +131,7 @@ class RolloutEngine(ABC):
     takes_adapters: bool = False
     records_heads: bool = False
     startup_timeout_s: float = 3600.0
+    num_slots: int = 64
     update_timeout_s: float = 0.0
     has_model: bool = True
     dtype: str = "unknown"
@@ -137,9 +141,17 @@ class RolloutEngine(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Stores the constructor arguments for `fresh`."""
-        engine = super().__new__(cls)
+        engine = super().__new__(cls.variant(kwargs))
         engine._made_with = (args, kwargs)
         return engine
+
+    @classmethod
+    def variant(cls, kwargs: Mapping[str, Any]) -> type[RolloutEngine]:
+        """Class of which the constructor makes an instance: this one, or a subclass for some arguments.
+
+        A `__new__` with arguments of its own would hide those of `__init__` from the command line.
+        """
+        return cls
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """A new engine with the same arguments, not set up; replaces one that hangs or failed.

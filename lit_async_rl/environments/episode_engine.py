@@ -98,6 +98,10 @@ class EpisodeEngine(RolloutEngine):
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return self.engine.num_slots
+
+    @property
     def max_model_len(self) -> int:
         return self.engine.max_model_len
 

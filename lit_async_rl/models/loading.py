@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -22,7 +23,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lit_async_rl.models.meta_loading import parameters_on_meta
+from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
+from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,8 @@ def load_policy(
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
         ValueError: `dtype` is no torch dtype, the model is no causal LM, or it has weights that are not finite.
     """
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise ValueError(f"model.dtype must be the name of a torch dtype such as float32 or bfloat16, got {dtype!r}")
+    check_dtype("model.dtype", dtype)
+    torch_dtype = getattr(torch, dtype)
     config = load_config(model)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
@@ -72,7 +73,17 @@ def load_policy(
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
     if device != "meta":
-        module.to(_first_device() if device == "auto" else torch.device(device))
+        module.to(find_device(device))
+    return lm
+
+
+def build_policy(model: str, dtype: str, device: str) -> PreTrainedModel:
+    """The architecture of a causal LM for inference, with room for its weights, which are neither read nor initialised.
+
+    Takes the arguments of `load_policy`.
+    """
+    lm = load_policy(model, dtype=dtype, device="meta").requires_grad_(False)
+    allocate(lm, find_device(device))
     return lm
 
 
@@ -218,21 +229,36 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def _first_device() -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Device of that name; `auto` is the first accelerator, or the CPU."""
+    if name != "auto":
+        return torch.device(name)
     accelerator = torch.accelerator.current_accelerator()
     return accelerator if accelerator is not None and torch.accelerator.is_available() else torch.device("cpu")
 
 
 def _load(loader: Any, model: str, **kwargs: Any) -> Any:
+    if not model:
+        raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
     is_folder = Path(model).is_dir()
     if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
     try:
         with _without_bar():
             return loader.from_pretrained(model, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
+            raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
-        raise FileNotFoundError(f"model.model={model!r}: {what} ({str(error).splitlines()[0]})") from error
+        raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
+
+
+def _is_about_attention(error: Exception) -> bool:
+    return "attn_implementation" in str(error) or "attention" in str(error).lower()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lit_async_rl.utils.checks import check_range
+
 if TYPE_CHECKING:
     from lit_async_rl.models.policy import CausalPolicy, TokenStats
 
@@ -18,12 +20,19 @@ class LoRA:
     Args:
         rank: rank of the update.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the adapted layers; None is the default of PEFT.
+        target_modules: names of the adapted layers, or a regular expression of their full names; None is the default of
+            PEFT.
+
+    Raises:
+        ValueError: a number is not positive.
     """
 
     rank: int = 16
     alpha: int = 32
-    target_modules: list[str] | None = None
+    target_modules: list[str] | str | None = None
+
+    def __post_init__(self) -> None:
+        check_range("model.lora", "positive", rank=self.rank, alpha=self.alpha)
 
 
 def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
@@ -48,11 +57,11 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
     )
 
 
-def without_adapters(policy: CausalPolicy, *inputs: Any) -> TokenStats:
+def without_adapters(policy: CausalPolicy, *inputs: Any, **options: Any) -> TokenStats:
     """Token statistics with adapters disabled: the reference policy, without a copy of the model.
 
     Not to be called between a forward pass and its backward pass: PEFT also freezes disabled adapters.
     """
     lm: Any = policy.lm
     with lm.disable_adapter():
-        return policy(*inputs)
+        return policy(*inputs, **options)

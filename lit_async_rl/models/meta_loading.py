@@ -6,6 +6,7 @@ after the other (FSDP1), from the safetensors files of the Hugging Face model.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,25 +19,31 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+_patching = threading.Lock()
+
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Context in which parameters are created on the meta device; buffers, which files do not hold, get their values.
 
-    Patches `nn.Module` while active: not thread-safe.
+    Patches `nn.Module` while active, for this thread.
     """
-    register = nn.Module.register_parameter
+    owner = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:  # what is on it already may be tied
+        if (
+            param is not None and not param.is_meta and threading.get_ident() == owner
+        ):  # what is on it already may be tied
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with _patching:
+        register = nn.Module.register_parameter
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -76,7 +83,7 @@ class WeightFiles:
         """
         inside = {id(p) for p in part.parameters() if p.is_meta}
         names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied ones once
-        _allocate(part, device)
+        allocate(part, device)
         own = dict(lm.named_parameters())
         self._load({name: own[name].detach() for name in names})
 
@@ -92,7 +99,7 @@ class WeightFiles:
             dcp.load(state, storage_reader=self._reader, no_dist=True)
 
 
-def _allocate(part: nn.Module, device: torch.device) -> None:
+def allocate(part: nn.Module, device: torch.device) -> None:
     """Allocates parameters on the meta device; tied ones stay tied, because tensors are swapped in place."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

@@ -94,9 +94,9 @@ def nothing_executed() -> Iterator[None]:
 def _take_place(part: Path, path: Path) -> None:
     """Renames; after a crash in between, `remove_stale_parts` finishes it."""
     old = part.with_suffix(".old.part")
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         path.rename(old)
-    elif path.exists():
+    elif path.exists() or path.is_symlink():
         path.unlink()
     part.rename(path)
     handle = os.open(path.parent, os.O_RDONLY)

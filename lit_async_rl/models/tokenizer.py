@@ -30,6 +30,7 @@ class TextCodec:
         config: Any = load_config(model).get_text_config()
         self.vocab_size = int(config.vocab_size)  # the model's, which may have more ids than the tokenizer
         self.model = model
+        self._texts: dict[int, str] = {}
 
     @property
     def pad_token_id(self) -> int:
@@ -75,6 +76,31 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """Text of a completion, without special tokens, up to the first stop string."""
         return cut_at_stop(str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)), stop)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token, special ones included; of tokens that share a character the last has it."""
+        texts = [self._token_text(token) for token in token_ids]
+        begin = 0
+        while begin < len(texts):
+            end = begin + 1
+            if "\ufffd" in texts[begin]:  # a character of several tokens has at most four bytes
+                for end in range(begin + 2, min(begin + 4, len(texts)) + 1):
+                    whole = str(self.tokenizer.decode(list(token_ids[begin:end])))
+                    if "\ufffd" not in whole:
+                        texts[begin:end] = [*[""] * (end - begin - 1), whole]
+                        break
+                else:
+                    end = begin + 1
+            begin = end
+        return texts
+
+    def _token_text(self, token: int) -> str:
+        if token not in self._texts:
+            text = str(self.tokenizer.decode([token]))
+            piece = self.tokenizer.convert_ids_to_tokens(token)
+            leads = isinstance(piece, str) and piece.startswith("\u2581")  # SentencePiece drops the first space
+            self._texts[token] = f" {text}" if leads and not text.startswith(" ") else text
+        return self._texts[token]
 
     def check_stop(self, stop: Sequence[str]) -> None:
         """Checks stop strings.

@@ -13,12 +13,15 @@ from torch.distributed.tensor import DTensor
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
     """The parts on this rank of all parameters that train."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # the root keeps what it gathered for a forward pass without gradients
     return {name: _piece(p) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def num_bytes(module: nn.Module) -> int:
-    """Size of `copy_weights`."""
-    return sum(piece.nbytes for piece in trained_weights(module).values())
+    """Size of the trained weights on all ranks together, at least 1; the same on each rank."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) or 1
 
 
 def copy_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -49,9 +52,6 @@ def with_weights(module: nn.Module, copies: Mapping[str, Tensor] | None) -> Iter
 def _put(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
     for name, piece in trained_weights(module).items():
         piece.copy_(copies[name])
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # the root keeps what it gathered for a forward pass without gradients
 
 
 def _piece(tensor: Tensor) -> Tensor:

@@ -107,5 +107,5 @@ class _Rows:
 def _existing_file(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(f"prompts: path={path!r} is not a file (working directory {Path.cwd()})")
+        raise FileNotFoundError(f"path={path!r} is not a file (working directory {Path.cwd()})")
     return file

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lit_async_rl.errors import describe
 from lit_async_rl.replay.manifest import TapeFile, add_to_manifest, tape_files, write_manifest
@@ -194,9 +195,16 @@ class Tape:
                 continue
             yield from (step for step in _steps_of(file) if step.step >= first_step)
 
+    def some_steps(self, most: int) -> Iterator[TapeStep]:
+        """The first step of each of at most `most` files at equal distances, the last one among them."""
+        parts = min(most, len(self._files))
+        for number in sorted({round(n * (len(self._files) - 1) / max(1, parts - 1)) for n in range(parts)}):
+            yield from _steps_of(self._files[number], only_first=True)
 
-def _steps_of(file: TapeFile) -> list[TapeStep]:
-    rows = _read(file, None).to_pylist()
+
+def _steps_of(file: TapeFile, only_first: bool = False) -> list[TapeStep]:
+    table = _read(file, None)
+    rows = (table.filter(pc.equal(table["step"], file.first)) if only_first else table).to_pylist()
     if len({(row["step"], row["group"], row["sample"]) for row in rows}) < len(rows):
         raise ValueError(f"{file.path} holds a rollout twice")
     if any(not file.first <= row["step"] <= file.last for row in rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 from lit_async_rl.rewards.graders import load_reward
 from lit_async_rl.types import Prompt
@@ -30,6 +31,16 @@ def share_correct(prompt: Prompt, completion: str) -> float:
     right = sum(a == b for a, b in zip(completion, answer, strict=False))
     longer = max(len(answer), len(completion))
     return right / longer if longer else 1.0
+
+
+def last_number(prompt: Prompt, completion: str) -> float:
+    """1 if the last number in the completion is the answer, else 0. A minus counts after a space only.
+
+    Raises:
+        ValueError: the prompt has no answer.
+    """
+    numbers = re.findall(r"(?:(?<!\S)-)?\d+(?:\.\d+)?", completion.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(reference_answer(prompt)))
 
 
 class MathVerify:

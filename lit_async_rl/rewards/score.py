@@ -45,10 +45,12 @@ def score(
             value = wait(value)
     except StalledError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
         number = float(value)
+    except OverflowError:
+        raise RewardError(f"{where} returned a number that is too large; a reward must be finite") from None
     except (TypeError, ValueError):
         raise RewardError(f"{where} returned {value!r}, which is not a number") from None
     if not math.isfinite(number):

@@ -76,7 +76,7 @@ class Scorer:
         self._log = LimitedLog(log)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
-        self._busy_s, self._is_closed = 0.0, False
+        self._busy_s, self._cpu_s, self._is_closed = 0.0, 0.0, False
         self._spans: Spans | None = None
         for _ in range(num_workers):
             self._add_worker()
@@ -120,7 +120,7 @@ class Scorer:
                 continue
             if self.reward is None:
                 raise SetupError("completions cannot be scored: data.reward is null")
-            began = time.monotonic()
+            began, began_cpu = time.monotonic(), time.thread_time()
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None
             try:
@@ -138,6 +138,7 @@ class Scorer:
                 return
             seconds = time.monotonic() - began
             self._busy_s += seconds
+            self._cpu_s += time.thread_time() - began_cpu
             if (lane := self._lane(number)) is not None:
                 lane.add("score", began, seconds, group=job.group, ok=failure is None)
             try:
@@ -176,6 +177,11 @@ class Scorer:
     def busy_s(self) -> float:
         """Seconds spent scoring so far, averaged over workers."""
         return self._busy_s / self.num_workers
+
+    @property
+    def cpu_share(self) -> float:
+        """Share of the time spent scoring in which the workers computed; the rest they waited."""
+        return min(1.0, self._cpu_s / self._busy_s) if self._busy_s else 0.0
 
     def check(self) -> None:
         """Raises errors of the workers, and replaces workers that timed out.

@@ -173,6 +173,7 @@ class Producer:
                 num_sampled=self.intake.num_sampled,
                 num_dropped=self.intake.num_dropped,
                 sampled_reward=self.intake.sampled_reward,
+                scoring_cpu_share=self.scorer.cpu_share,
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:

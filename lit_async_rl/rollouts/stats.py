@@ -15,7 +15,7 @@ class ProducerStats:
     Attributes:
         wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
         engine_busy_s: seconds of generation; `num_tokens`: tokens generated.
-        scoring_s: seconds of scoring, the mean over workers.
+        scoring_s: seconds of scoring, the mean over workers; `scoring_cpu_share`: share of it spent computing.
         num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
         num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
         fates: what became of the groups, and how long they were.
@@ -36,6 +36,7 @@ class ProducerStats:
     num_sampled: int = 0
     num_dropped: int = 0
     sampled_reward: float = 0.0
+    scoring_cpu_share: float = 0.0
 
     @classmethod
     def zero(cls) -> ProducerStats:

@@ -64,14 +64,25 @@ NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting, its value and a suggested one."""
+    """A setting, its value and a suggested one.
+
+    Attributes:
+        needs: arguments of the command line without which it would refuse the name.
+    """
 
     name: str
     present: object
     suggested: object
+    needs: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of the command line that change it."""
+        return [*self.needs, f"--{self.name}", _shown(self.suggested)]
 
     def __str__(self) -> str:
-        return f"change {self.name} from {_shown(self.present)} to {_shown(self.suggested)}"
+        change = f"change {self.name} from {_shown(self.present)} to {_shown(self.suggested)}"
+        return f"{change} ({' '.join(self.arguments)})" if self.needs else change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +140,7 @@ class Verdict:
 _NO_SETTING: dict[Side, str] = {
     "engine": "give it a faster device, more servers or shorter completions",
     "trainer": "give it a faster device or fewer tokens a step",
-    "reward": "make the reward function cheaper",
+    "reward": "make the reward function cheaper: more workers would only share its cores",
     "weight sync": "publish less often",
     "staleness bound": "shorten the longest completions: they hold up a whole step",
 }

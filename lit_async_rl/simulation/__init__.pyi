@@ -1,4 +1,5 @@
 from .engine import SimulatedEngine as SimulatedEngine
+from .environment import Delayed as Delayed
 from .environment import Sleeping as Sleeping
 from .latency import Constant as Constant
 from .latency import Latency as Latency

@@ -1,4 +1,4 @@
-"""Simulated environment."""
+"""Simulated environments."""
 
 from __future__ import annotations
 
@@ -36,3 +36,35 @@ class SleepingEpisode(Episode):
     async def step(self, completion: str) -> Observation:
         await asyncio.sleep(self._seconds.pop())
         return Observation(text="1", done=not self._seconds)
+
+
+class Delayed(Environment):
+    """Another environment whose responses come after a random delay: slow tools, without their work.
+
+    A response that ends the episode comes at once, as it only states the reward.
+
+    Args:
+        environment: responds.
+        latency: seconds of a response; None is 0.
+        seed: of the latencies.
+    """
+
+    def __init__(self, environment: Environment, latency: Latency | None = None, seed: int = 0) -> None:
+        self.environment, self.latency = environment, latency
+        self._rng = random.Random(seed)
+
+    async def start(self, prompt: Prompt) -> DelayedEpisode:
+        return DelayedEpisode(await self.environment.start(prompt), self.latency, self._rng)
+
+
+class DelayedEpisode(Episode):
+    """Episode with random delays."""
+
+    def __init__(self, episode: Episode, latency: Latency | None, rng: random.Random) -> None:
+        self._episode, self._latency, self._rng = episode, latency, rng
+
+    async def step(self, completion: str) -> Observation:
+        observation = await self._episode.step(completion)
+        if self._latency is not None and not observation.done:
+            await asyncio.sleep(self._latency.draw(self._rng))
+        return observation

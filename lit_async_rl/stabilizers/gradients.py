@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.stabilizers.sketch import Sketch
 
 Pieces = Sequence[Tensor | None]
 
@@ -46,6 +47,7 @@ class GradSpace:
         fsdp1 = _fsdp1_process_groups(root)
         # parameters that sum over the same process groups share a collective; the order is that of first appearance
         self._buckets: list[tuple[tuple[dist.ProcessGroup, ...], list[int]]] = []
+        self._projections: list[Sketch] = []
         for index, param in enumerate(self.params):
             process_groups = _process_groups(param, fsdp1)
             for known, members in self._buckets:
@@ -70,6 +72,25 @@ class GradSpace:
     def norms(self, vector: Pieces) -> Float64[Tensor, " G"]:
         """Global Euclidean norm in each group. A collective: all ranks call."""
         return self.dots((vector, vector))[0].sqrt()
+
+    def sketches(self, vector: Pieces) -> list[Tensor]:
+        """Random projections of the vector (see `Sketch`), one for each set of process groups."""
+        found = []
+        for number, (_, members) in enumerate(self._buckets):
+            if number == len(self._projections):
+                self._projections.append(Sketch(_local(self.params[0]).device))
+            found.append(self._projections[number]([piece for i in members if (piece := vector[i]) is not None]))
+        return found
+
+    def sketch_dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+        """Estimate of the global inner product of two vectors from their sketches. A collective: all ranks call."""
+        total = 0.0
+        for (process_groups, _), x, y in zip(self._buckets, a, b, strict=True):
+            part = torch.dot(x, y)
+            for process_group in process_groups:
+                dist.all_reduce(part, group=process_group)
+            total += float(part)
+        return total
 
     @torch.no_grad()
     def add_(self, vector: Pieces, other: Pieces, coefficients: Sequence[float]) -> None:

@@ -1,8 +1,8 @@
 """Prompt sources with verifiable answers."""
 
-from lit_async_rl.tasks.arithmetic import Addition
+from lit_async_rl.tasks.arithmetic import Addition, MentalArithmetic
 from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.tasks.reasoning import ReasoningGym, ReasoningGymReward
 from lit_async_rl.tasks.sorting import SortDigits
 
-__all__ = ["Addition", "Calculator", "ReasoningGym", "ReasoningGymReward", "SortDigits"]
+__all__ = ["Addition", "Calculator", "MentalArithmetic", "ReasoningGym", "ReasoningGymReward", "SortDigits"]

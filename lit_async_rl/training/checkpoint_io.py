@@ -15,6 +15,7 @@ from lit_async_rl.models.sharded_checkpoint import check_folder
 from lit_async_rl.utils.digest import DigestWriter, check_file
 from lit_async_rl.utils.files import is_disk_full, replacing
 from lit_async_rl.utils.folder_lock import remove_stale_parts
+from lit_async_rl.utils.lightning_types import AnyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Removes a checkpoint, unless its successor could not be written."""
         if not self._disk_is_full:
             super().remove_checkpoint(path)
+
+
+def finish_saving(trainer: AnyTrainer) -> None:
+    """Returns when checkpoints that are written in the background are on disk."""
+    if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
+        wait()
 
 
 def check_checkpoint(path: str | Path) -> None:

@@ -6,6 +6,9 @@ effect, or an importance ratio is counted twice or not at all.
 
 from __future__ import annotations
 
+import torch
+from transformers import PreTrainedModel
+
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LogMeanExp
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
@@ -96,6 +99,19 @@ def check_data_compatibility(
                 f"model.loss={_name(loss)} with data.aggregation={_name(aggregation)}: its log-ratio is a sum over "
                 "tokens, whose weights must not depend on the length. Use FixedLength, TokenMean or TokenBudget."
             )
+
+
+def check_trainable_attention(lm: PreTrainedModel, device: torch.device) -> None:
+    """Checks that the attention's kernel has a backward pass.
+
+    Raises:
+        ValueError: it is FlexAttention on a CPU.
+    """
+    if device.type == "cpu" and lm.config._attn_implementation == "flex_attention":
+        raise ValueError(
+            "model.attn_implementation=flex_attention cannot train on a CPU: its kernel has no backward pass there. "
+            "Leave it out, or train on a GPU."
+        )
 
 
 def _name(choice: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ class CSVLog(CSVLogger):
     Without one the next folder that is free is made at once, so that two runs that begin together get one each. While a
     Trainer runs no other process can write there.
 
+    Attributes:
+        made_folders: those that were made for this run, the run's own first.
+
     Raises:
         OSError: another process writes there.
     """
 
+    made_folders: Sequence[Path] = ()
     _lock: FolderLock | None = None
 
     @property
@@ -43,13 +48,16 @@ class CSVLog(CSVLogger):
     def _claim_version(self) -> int:
         version = int(self._get_next_version())
         while True:
+            folder = Path(self.root_dir, f"version_{version}")
+            missing = [one for one in (folder, *folder.parents) if not one.exists()]
             try:
-                Path(self.root_dir, f"version_{version}").mkdir(parents=True)
+                folder.mkdir(parents=True)
             except FileExistsError:  # made by another run meanwhile
                 version += 1
             except OSError:  # said by what writes there
                 return version
             else:
+                self.made_folders = missing
                 return version
 
     @rank_zero_only

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,22 +20,23 @@ from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.losses import PolicyLoss, PPOClip
-from lit_async_rl.models.loading import check_finite, load_policy
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
 from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharding import Sharding
-from lit_async_rl.models.weights import is_sharded, stream_weights, without_reference
-from lit_async_rl.training.checkpoint_io import check_same_model
-from lit_async_rl.training.compatibility import check_baseline
+from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
+from lit_async_rl.training.optimizer import make_adamw, warn_of_lost_updates
+from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable
 from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import check_objects, check_range
 
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
@@ -99,6 +99,8 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
     ) -> None:
         super().__init__()
+        check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
+        check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
@@ -118,8 +120,9 @@ class PolicyModule(WholeSteps):
             lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
-        self.strict_loading = reference is None  # checkpoints may lack it
+        self.strict_loading = reference is None and lora is None  # checkpoints lack it, and the base of adapters
         self.model, self.sharding, self.version = model, sharding, 0
+        self._saved_weights = SavedWeights(self, model)
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated, self._gradient_scale, self.validator = False, 1.0, Validator()
 
@@ -130,8 +133,10 @@ class PolicyModule(WholeSteps):
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
     def setup(self, stage: str) -> None:
-        """Refuses rates and lengths that contradict each other before the first validation."""
+        """Refuses rates and lengths that contradict each other, and kernels that cannot train, before validating."""
         super().setup(stage)
+        if stage == "fit":
+            check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
         if stage == "fit" or self.trainer.max_steps > 0:
             self.configure_optimizers()
 
@@ -150,6 +155,10 @@ class PolicyModule(WholeSteps):
         self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
         if self.reference is not None:
             self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)
+
+    def on_train_start(self) -> None:
+        rate = float(self.trainer.optimizers[0].defaults.get("lr", 0.0))
+        warn_of_lost_updates(self.policy.parameters(), rate)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -209,9 +218,13 @@ class PolicyModule(WholeSteps):
         """
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
-        adamw = partial(torch.optim.AdamW, lr=self.learning_rate or LEARNING_RATE, weight_decay=self.weight_decay)
+        rate = self.learning_rate or LEARNING_RATE
+        adamw = partial(make_adamw, trainer=self.trainer, lr=rate, weight_decay=self.weight_decay)
         make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
-        optimizer = make_optimizer(parameters)
+        try:
+            optimizer = make_optimizer(parameters)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model.optimizer cannot be made: {error}") from error
         scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -230,21 +243,14 @@ class PolicyModule(WholeSteps):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the version; drops the frozen reference, which is the model named by `model`.
-
-        A sharded reference is kept: such checkpoints are loaded completely or not at all.
-        """
+        """Adds the version; drops the frozen reference and the base of adapters, see `SavedWeights`."""
         checkpoint["version"], checkpoint["updated"] = self.version, self._updated
         super().on_save_checkpoint(checkpoint)
-        if not is_sharded(self):
-            checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
+        self._saved_weights.reduce(checkpoint, self.policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.version, self._updated = checkpoint["version"], checkpoint["updated"]
         super().on_load_checkpoint(checkpoint)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
-        if "state_dict" in checkpoint and not is_sharded(self):
-            saved = without_reference(checkpoint["state_dict"])
-            check_same_model(saved, without_reference(self.state_dict()))
-            check_finite(saved.items(), "the checkpoint")
+        self._saved_weights.check(checkpoint, self.policy)

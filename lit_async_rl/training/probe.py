@@ -1,4 +1,4 @@
-"""What the policy computes, for comparison with an engine."""
+"""Log-probabilities of the policy for comparison with an engine's."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -133,4 +134,4 @@ def log_file(logger: Logger, path: Path, kind: str) -> None:
     elif isinstance(logger, MLFlowLogger):
         logger.experiment.log_artifact(logger.run_id, str(path))
     elif isinstance(logger, TrackioLogger):
-        logger.experiment.log_artifact(str(path), name=f"{kind}-{logger.version}", type=kind)
+        logger.experiment.log_artifact(str(path), name=re.sub(r"[^\w.-]+", "-", f"{kind}-{logger.version}"), type=kind)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +73,9 @@ class Validator(torch.nn.Module):
             for n, prompt in enumerate(batch.prompts)
         ]
         lm = self._whole[0] if self._whole else module.policy.causal_lm
-        engine = data.engine.around(EmbeddedEngine.from_module(lm, seed=batch.index), data.codec)
-        with evaluation_mode(lm):
+        with evaluation_mode(lm), decodable(lm):
+            own = EmbeddedEngine.from_module(lm, num_slots=data.engine.num_slots, seed=batch.index)
+            engine = data.engine.around(own, data.codec)
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s
             found = run_requests(engine, requests, *limits, data.note_progress)
         engine.close()
@@ -111,6 +113,30 @@ class Validator(torch.nn.Module):
         if self.num_samples > 1:
             metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
         return metrics
+
+
+@contextmanager
+def decodable(lm: PreTrainedModel) -> Iterator[None]:
+    """Context in which a model with a kernel for training (`flex_attention`) uses one that decodes, too.
+
+    Raises:
+        ValueError: it has no other.
+    """
+    chosen = lm.config._attn_implementation
+    if chosen in ("sdpa", "eager"):
+        yield
+        return
+    try:
+        lm.set_attn_implementation("sdpa")
+    except (ValueError, ImportError) as error:
+        raise ValueError(
+            f"model.attn_implementation={chosen!r} with data.validation.prompts: validation decodes with sdpa, which "
+            f"{type(lm).__name__} does not have. Leave one of the two out"
+        ) from error
+    try:
+        yield
+    finally:
+        lm.set_attn_implementation(chosen)
 
 
 @torch.no_grad()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+
+import torch
 
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
 _INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")
@@ -25,9 +28,60 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         ValueError: a value is outside of the range; the message names setting, rule and value.
     """
     for name, value in settings.items():
+        setting = f"{owner}.{name}" if owner else name
+        if isinstance(value, str | type):
+            raise ValueError(f"{setting} must be a number, {rule}, got {value!r}")
         if value is not None and not all(_holds(part, value) for part in rule.split(" and ")):
-            setting = f"{owner}.{name}" if owner else name
             raise ValueError(f"{setting} must be {rule}, got {value}")
+
+
+def check_objects(owner: str, **settings: object) -> None:
+    """Refuses what is written in Python where an object is expected: its name, its class, or its settings.
+
+    Example: `check_objects("data", engine="vllm")` raises `data.engine must be an object, got 'vllm'`.
+
+    Args:
+        owner: path in the YAML of the class that has the settings.
+        settings: values by name; None passes.
+
+    Raises:
+        ValueError: names setting and value.
+    """
+    for name, value in settings.items():
+        if isinstance(value, type):
+            raise ValueError(f"{owner}.{name} must be an object, got the class: write {value.__name__}(...)")
+        if isinstance(value, str | bytes | Mapping | list | tuple | int | float):
+            raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
+
+
+def check_dtype(setting: str, name: str) -> None:
+    """Refuses what is not the name of a floating-point dtype of torch.
+
+    Raises:
+        ValueError: names setting and value.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{setting} must be the name of a torch dtype such as float32 or bfloat16, got {name!r}")
+
+
+def check_device(setting: str, name: str) -> None:
+    """Refuses a device that torch does not know, or that this machine does not have; `auto` passes.
+
+    Raises:
+        ValueError: names setting and value.
+    """
+    if name == "auto":
+        return
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"{setting} must be auto, cpu or the name of another torch device, got {name!r}") from None
+    if kind not in ("cpu", "meta"):
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None or accelerator.type != kind:
+            has = "none" if accelerator is None else accelerator.type
+            raise ValueError(f"{setting}={name!r} is not available: this machine's accelerator is {has}")
 
 
 def _holds(rule: str, value: int | float) -> bool:

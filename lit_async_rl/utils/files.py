@@ -45,7 +45,7 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
 
 def _take_place(part: Path, target: Path) -> None:
     """Renames, also onto a folder: the sharded checkpoint of a run that is resumed under another strategy."""
-    if not target.is_dir():
+    if not target.is_dir() or target.is_symlink():
         part.replace(target)
         return
     old = part.with_suffix(".old.part")  # recovered after a crash by `remove_stale_parts`

@@ -34,7 +34,7 @@ class Spans:
     Attributes:
         is_on: whether spans are recorded.
         window_s: spans of an engine or a reward worker within so many seconds are merged.
-        num_lost: events that were dropped because nobody took them in time.
+        num_lost: events that were dropped because they were not taken in time.
     """
 
     def __init__(self, offset_s: float = 0.0) -> None:

@@ -19,7 +19,7 @@ ROWS = [{"prompt": f"{d}=", "answer": "".join(sorted(d)), "level": "easy"} for d
 SMALL = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tokens=6))
 CPU = dict(accelerator="cpu", devices=1, enable_progress_bar=False)
 CLASSES = "WeightSync RolloutMonitor StalenessMonitor ImportanceMonitor ThroughputMonitor GradientMonitor SampleLogger"
-CLASSES += " EngineCheck Progress BottleneckVerdict RunSummary SkipNonFinite ModelCheckpoint SaveOnFailure"
+CLASSES += " EngineCheck Progress BottleneckVerdict RunSummary SkipNonFinite LinkedCheckpoint SaveOnFailure"
 CLASSES += " SaveOnSigterm"
 
 
@@ -134,7 +134,7 @@ def test_a_default_is_switched_off_or_changed_by_name():
 
 def test_switches_of_lightning_take_their_defaults_along():
     trainer = rl.Trainer(accelerator="cpu", max_steps=1, enable_progress_bar=False, enable_checkpointing=False)
-    assert not {"Progress", "ModelCheckpoint", "SaveOnFailure", "SaveOnSigterm"} & kinds(trainer)
+    assert not {"Progress", "LinkedCheckpoint", "SaveOnFailure", "SaveOnSigterm"} & kinds(trainer)
 
 
 def test_a_validation_interval_in_steps_goes_on_over_epochs():

@@ -38,10 +38,8 @@ def test_a_run_with_all_of_them_resumes_bit_for_bit(kind, tmp_path):
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=3, save_top_k=-1)
         settings = dict(all_callbacks=used, others=[saver], engine=barrier_engine(), ckpt_path=ckpt_path)
         module, *_ = run(tmp_path / name, kind, max_steps, **settings, **FIXED_LAG)
-        by_clock = {
-            "Evaluation",
-            "ThroughputMonitor",
-        }  # one begins when the last has ended, one counts what was sampled
+        # one begins when the last has ended, one counts what was sampled, one has paths of the run's folder
+        by_clock = {"Evaluation", "ThroughputMonitor"} | {c.state_key for c in used if isinstance(c, ModelCheckpoint)}
         timeless = [callback for callback in used if callback.state_key not in by_clock]
         return module, {callback.state_key: callback.state_dict() for callback in timeless}
 

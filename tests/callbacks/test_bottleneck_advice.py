@@ -65,7 +65,7 @@ def test_bounded_admission_in_place_of_a_fixed_lag(module):
 def test_more_slots_where_requests_wait_for_one(module):
     data = make_data(engine=EmbeddedEngine(num_slots=4))
     setting = advised("engine", data, module, num_unfinished=8)
-    assert str(setting) == "change data.engine.num_slots from 4 to 8"
+    assert str(setting).startswith("change data.engine.num_slots from 4 to 8 (")
     request = GenerationRequest(
         id=0, prompt_ids=tuple(range(1, 9)), num_samples=16, sampling=SamplingParams(max_tokens=24)
     )

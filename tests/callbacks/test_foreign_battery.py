@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
-from battery import NaNs, discovered, make
+from battery import ONCE, NaNs, discovered, make
 from foreign_modules import ROWS, Regression, Rows, fit, weights
 from test_all_callbacks import BoundedRows
 from test_foreign import Manual, Two, Untouched
@@ -18,7 +18,15 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 ANYWHERE = {
     *("AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate", "GradientAlignmentControl", "GradientClipping"),
-    *("GradientMonitor", "Progress", "RunSummary", "SaveOnFailure", "SaveOnSigterm", "SkipNonFinite"),
+    *(
+        "GradientMonitor",
+        "LinkedCheckpoint",
+        "Progress",
+        "RunSummary",
+        "SaveOnFailure",
+        "SaveOnSigterm",
+        "SkipNonFinite",
+    ),
 }
 EXTRACTING = {"AdaptiveStaleness", "CollapseAlarm", "ESSLearningRate"}
 CHOOSING = {*EXTRACTING, "GradientAlignmentControl", "GradientClipping"}
@@ -43,7 +51,7 @@ class Ours(Watch, pl.Callback):
 def train(module, name, folder, data=None, others=(), extras=None, trainer_class=pl.Trainer, **trainer):
     """Six micro-batches with this callback; every metric is finite."""
     watch = Ours()
-    settings = dict(enable_checkpointing=True, default_root_dir=folder, enable_progress_bar=name == "Progress")
+    settings = dict(enable_checkpointing=True, default_root_dir=folder, enable_progress_bar=name in ONCE)
     callback = make(name, folder, **(extras or {}))
     settings |= dict(max_steps=-1, limit_train_batches=6, max_epochs=1)
     fit(module, *others, callback, watch, data=data or BoundedRows(), trainer_class=trainer_class, **settings | trainer)
@@ -129,7 +137,7 @@ def test_those_that_work_anywhere_work_in_the_other_lightning(name, tmp_path):
             self.rows, self.max_staleness = Rows(200), 8
 
     module, same = Module(), Regression()
-    settings = dict(enable_checkpointing=True, default_root_dir=tmp_path, enable_progress_bar=name == "Progress")
+    settings = dict(enable_checkpointing=True, default_root_dir=tmp_path, enable_progress_bar=name in ONCE)
     fit(module, make(name, tmp_path), data=Data(), trainer_class=pytorch_lightning.Trainer, **settings)
     data = BoundedRows(Rows(200))
     fit(same, make(name, tmp_path), data=data, **settings)
@@ -151,6 +159,7 @@ def test_the_others_say_at_the_start_what_they_need(name, lightning, tmp_path):
             raise AssertionError("it began to train")
 
     settings = dict(enable_checkpointing=True, default_root_dir=tmp_path, trainer_class=lightning.Trainer)
+    settings |= dict(enable_progress_bar=name in ONCE)
     with pytest.raises(ValueError, match=rf"^{name} needs a (PolicyModule|RolloutDataModule).*, got (Module|no data)"):
         fit(Module(), make(name, tmp_path), data=DataLoader(Rows(), batch_size=ROWS), **settings)
 
@@ -162,9 +171,9 @@ def test_in_a_second_run_it_acts_on_the_second_module_as_a_new_one_would(name, t
     _, callback = train(first, name, tmp_path, others=[broken])
     before = weights(first)
     settings = dict(data=BoundedRows(), max_steps=6, enable_checkpointing=True, default_root_dir=tmp_path)
-    fit(second, callback, enable_progress_bar=name == "Progress", **settings)
+    fit(second, callback, enable_progress_bar=name in ONCE, **settings)
     assert torch.equal(weights(first), before) or not before.isfinite().all()
-    fit(again, make(name, tmp_path), enable_progress_bar=name == "Progress", **settings)
+    fit(again, make(name, tmp_path), enable_progress_bar=name in ONCE, **settings)
     assert torch.equal(weights(second), weights(again))
 
 

@@ -105,22 +105,22 @@ def test_the_live_view_survives_a_resize(tmp_path):
     """Through the command line, in a terminal of its own."""
     terminal = Terminal()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+    environment.pop("COLUMNS", None)  # set by pytest-xdist, and stronger than the terminal
     flags = [*FLAGS, *logs(tmp_path, 100_000), "--defaults.progress", "LiveView"]
     command = [sys.executable, "scripts/train.py", *flags, "--defaults.verdict.init_args.every_n_steps", "2"]
     streams = dict(stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
     process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     try:
-        for text in ("lit-async-rl", "engine is busy", "staleness", "samples in the engine", "to win", "tokens/s"):
+        for text in ("lit-async-rl", "engine is busy", "staleness", "samples in the", "to win", "tokens/s"):
             terminal.wait_for(text)
         for columns, lines in ((40, 10), (15, 4), (200, 60)):
             before = len(terminal.text)
             terminal.resize(columns, lines)
             os.kill(process.pid, 28)  # SIGWINCH
             terminal.wait_for("╰", before) if lines > 30 else time.sleep(0.5)
+        terminal.wait_for("─" * 100, before)  # wider than the 78 of before
         assert process.poll() is None
         assert "Traceback" not in terminal.text
-        drawn = terminal.text.rpartition("╭")[2]
-        assert len(drawn.split("╮")[0]) > 150  # as wide as the terminal now is
     finally:
         process.kill()
         process.wait(30)

@@ -9,7 +9,7 @@ import pytest
 
 import lit_async_rl
 from lit_async_rl.cli.console import COMMANDS, main
-from lit_async_rl.cli.interrupts import resume_command
+from lit_async_rl.cli.resume import resume_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def test_version_and_usage(capsys):
 
 
 def test_an_unknown_command_is_named():
-    with pytest.raises(SystemExit, match="no command 'trian', only train, evaluate"):
+    with pytest.raises(SystemExit, match=r"no command 'trian'; did you mean train\?"):
         main(["trian"])
 
 

@@ -41,7 +41,7 @@ def test_they_stand_in_the_saved_configuration_which_trains_again(tmp_path):
     chosen = yaml.safe_load(saved.read_text())["defaults"]
     assert list(chosen) == KEYS
     assert chosen["gradients"] is None
-    assert chosen["samples"]["init_args"] == {"every_n_steps": 10, "num_groups": 2}
+    assert {"every_n_steps": 10, "num_groups": 2}.items() <= chosen["samples"]["init_args"].items()
     assert chosen["checkpoint"]["init_args"]["save_top_k"] == -1
     again = AsyncRLCLI(["--config", str(shutil.copy(saved, tmp_path / "again.yaml"))])
     assert "GradientMonitor" not in [type(c).__name__ for c in again.trainer.callbacks]

@@ -159,7 +159,7 @@ def test_files_and_modules_that_a_page_names_exist(page: Path):
             assert any((ROOT / place).exists() for place in places), name
 
 
-def test_the_map_has_twenty_files_that_exist():
+def test_the_map_names_files_that_exist():
     rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    assert len(rows) == 20
+    assert len(rows) >= 20
     assert all((ROOT / row).is_file() for row in rows)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from types import SimpleNamespace
 
 import transformers
 from flow import MODEL
@@ -150,7 +151,7 @@ def test_of_2000_groups_sent_to_a_server_that_answers_nonsense_none_is_lost_or_c
         fleet = ServerFleet([hostile, good], book, RUN, False, probe_interval_s=1e-4, recovery_timeout_s=60.0)
         await fleet.start(CONFIG, 98, (1,), 5.0)
         await fleet.begin_update()
-        await fleet.update(0, "folder")
+        await fleet.update(0, SimpleNamespace(staged="folder", whole=lambda: "folder", preload=False))
         fleet.end_update()
         found = []
         for number in range(40):
@@ -162,7 +163,7 @@ def test_of_2000_groups_sent_to_a_server_that_answers_nonsense_none_is_lost_or_c
                 await asyncio.sleep(1e-4)
                 book.check()
             found += book.take(0.0)
-        for watcher in fleet._watchers:
+        for watcher in fleet._watchers.values():
             watcher.cancel()
         return found
 

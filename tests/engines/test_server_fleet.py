@@ -108,12 +108,12 @@ def test_a_hung_server_loses_its_requests_and_comes_back_with_the_newest_weights
 
 
 def test_a_server_that_hangs_in_the_middle_of_an_update_does_not_hold_the_trainer_up(fleet):
-    engine, (first, second) = fleet()
+    engine, (first, second) = fleet(update_timeout_s=55.0)
     threading.Timer(0.05, lambda: setattr(first, "hangs", True)).start()
     began = time.monotonic()
     for version in range(1, 30):
         publish(engine, version)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 40.0
     assert second.tag.endswith("-29")
     results = run_requests(engine, requests(4))
     assert {v for completions in results for c in completions for v in c.versions} == {29}

@@ -26,7 +26,7 @@ from lit_async_rl.tasks import SortDigits
 
 BASES = {StepMonitor}
 TRAJECTORY = {"AnnealBeta", "ReferenceReset", "ReplayMonitor"}  # need a beta, a reference, a replay buffer
-ONCE = {"Progress"}  # a trainer has one progress bar, and these runs have none
+ONCE = {"Progress", "LiveView"}  # a trainer has one progress bar, and these runs have none
 
 
 def discovered() -> dict[str, type[pl.Callback]]:
@@ -154,7 +154,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "nothing trains": dict(sampling=SamplingParams(max_tokens=2), intake=Intake(filters=[OverlongFilter()])),
     "one token": dict(sampling=SamplingParams(max_tokens=1)),
     "one rollout": dict(groups_per_step=1, group_size=1, advantage=Raw()),
-    "micro-batches without rollouts": dict(groups_per_step=1, micro_batches_per_step=4),
+    "micro-batches without rollouts": dict(groups_per_step=1, group_size=4, micro_batches_per_step=4),
     "NaN in the loss": dict(others=[NaNs("loss")]),
     "NaN in a gradient, clipped by norm": dict(others=[NaNs("gradient")], trainer=dict(gradient_clip_val=0.1)),
     "NaN in a gradient, clipped by value": dict(

@@ -24,10 +24,10 @@ class Watch(pl.Callback):
 class FailingEngine(EmbeddedEngine):
     """Fails in one method when some tokens were sampled, as often as `failures` says, counted over all restarts."""
 
-    where, how, failures = "_step", "crash", [0]
+    where, how, failures, after = "_step", "crash", [0], 100
 
     def _maybe_fail(self, where: str) -> None:
-        if where == self.where and self.failures[0] > 0 and self.num_tokens > 100:
+        if where == self.where and self.failures[0] > 0 and self.num_tokens > self.after:
             self.failures[0] -= 1
             if self.how == "hang":
                 time.sleep(1e6)
@@ -52,8 +52,8 @@ class FailingEngine(EmbeddedEngine):
         super().load_weights(version, weights)
 
 
-def failing(where: str, how: str, times: int, **changes) -> EmbeddedEngine:
-    kind = type("FailingEngine", (FailingEngine,), {"where": where, "how": how, "failures": [times]})
+def failing(where: str, how: str, times: int, after: int = 100, **changes) -> EmbeddedEngine:
+    kind = type("FailingEngine", (FailingEngine,), {"where": where, "how": how, "failures": [times], "after": after})
     return kind(**{"update_timeout_s": 2.0, **changes})
 
 

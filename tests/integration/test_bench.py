@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.staleness.cell import RESULT
+from benchmarks.common.grid import Grid
+from benchmarks.common.process import RESULT
+from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.dropping import DropLongest
-from benchmarks.staleness.grid import Grid
 from benchmarks.staleness.report import write_report
 from benchmarks.staleness.statistics import best_scales, gain_share, interval, per_cell, summarize, warning_time
 from benchmarks.staleness.suite import Block, Cell, load_suite
@@ -93,12 +94,12 @@ def test_a_grid_trains_each_cell_once_and_goes_on_where_it_was_stopped(tmp_path,
     folder = tmp_path / SMOKE.folder
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_text("step\n1\n")  # what a killed run leaves
-    Grid(tmp_path, 2, 120.0).run([SMOKE, failing, SMOKE])
+    Grid(run_cell, tmp_path, 2, 120.0).run([SMOKE, failing, SMOKE])
     assert json.loads((folder / RESULT).read_text())["error"] is None
     assert "learning_rate must be positive" in json.loads((tmp_path / failing.folder / RESULT).read_text())["error"]
     assert capsys.readouterr().out.count("\n") == 2
     before = (folder / RESULT).stat().st_mtime_ns
-    Grid(tmp_path, 2, 120.0).run([SMOKE, failing])
+    Grid(run_cell, tmp_path, 2, 120.0).run([SMOKE, failing])
     assert (folder / RESULT).stat().st_mtime_ns == before
     table = read_cells(tmp_path)
     rows = table[table["learning_rate_scale"] == 1.0]
@@ -108,7 +109,7 @@ def test_a_grid_trains_each_cell_once_and_goes_on_where_it_was_stopped(tmp_path,
 
 
 def test_a_run_that_takes_too_long_is_ended_and_says_so(tmp_path):
-    Grid(tmp_path, 1, 0.3).run([SMOKE])
+    Grid(run_cell, tmp_path, 1, 0.3).run([SMOKE])
     assert json.loads((tmp_path / SMOKE.folder / RESULT).read_text())["error"] == "took more than 0.3 s"
 
 
@@ -157,7 +158,10 @@ def test_the_report_says_what_the_table_says(tmp_path):
     assert said.index("vcpo 0.99") < said.index("topr 0.27")
     page = (tmp_path / "report.html").read_text()
     assert "the command" in page
-    assert page.count("<img") == 6 == len(list((tmp_path / "pictures").glob("*.png")))
+    assert page.count("<img") == page.count('<img alt="') == 6 == len(list((tmp_path / "pictures").glob("*.png")))
+    assert "<li>Synchronous training goes from" in page
+    assert "Made by <code>the command</code>." in page
+    assert "name=viewport" in page
 
 
 def test_tables_that_are_none_are_refused(tmp_path):
@@ -182,9 +186,9 @@ def test_nothing_is_trained_when_the_suite_is_unknown(tmp_path):
 
 
 def test_runs_end_with_their_grid(tmp_path):
-    code = "import sys; from pathlib import Path; from benchmarks.staleness.grid import Grid; "
-    code += "from benchmarks.staleness.suite import Cell; "
-    code += "Grid(Path(sys.argv[1]), 1, 99.0).run([Cell('very_stale', 'uncorrected', 0, 1.0, 0)])"
+    code = "import sys; from pathlib import Path; from benchmarks.common.grid import Grid; "
+    code += "from benchmarks.staleness.cell import Cell, run_cell; "
+    code += "Grid(run_cell, Path(sys.argv[1]), 1, 99.0).run([Cell('very_stale', 'uncorrected', 0, 1.0, 0)])"
     grid = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     until = time.monotonic() + 60
     while not (children := psutil.Process(grid.pid).children()):

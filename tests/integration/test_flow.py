@@ -25,7 +25,7 @@ def plain_synchronous_loop(steps: int) -> torch.Tensor:
     engine = EmbeddedEngine()
     engine.setup(MODEL)
     stream = PromptStream(SortDigits(8, size=1000))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     sampling = SamplingParams(max_tokens=10)
     for step in range(steps):
         engine.load_weights(step, policy.named_parameters())
@@ -114,7 +114,7 @@ class SlowEngine(EmbeddedEngine):
     delays=st.tuples(*[st.sampled_from([0.0, 0.01, 0.03])] * 3),
 )
 def test_no_token_is_trained_on_beyond_the_bound(seed, bound, sync_steps, groups, micro_batches, in_flight, delays):
-    chance = random.Random(seed)
+    chance, micro_batches = random.Random(seed), min(micro_batches, 2 * groups)
     worst, trained = [], []
 
     def reward(prompt, completion):

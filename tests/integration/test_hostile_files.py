@@ -111,7 +111,7 @@ def test_a_function_is_no_class_and_is_not_called(setting, path, tmp_path, capsy
 MISSPELT = {
     "--data.max_stalenes": "did you mean data.max_staleness?",
     "--trainer.max_step": "did you mean trainer.max_steps?",
-    "--data.group_size": "data.group_size: must be of type int, got 3x",
+    "--data.group_size": "data.group_size must be of type int, got 3x",
     "--trainer.accelerator": "accelerator='3x'",
 }
 

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from lit_async_rl.cli.interrupts import CtrlC, resume_command
+from lit_async_rl.api.interrupts import CtrlC
+from lit_async_rl.cli.resume import resume_command
 
 REWARD = """
 import pathlib, time

@@ -97,7 +97,15 @@ def test_out_of_memory_halves_the_slots(caplog):
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_run_with_a_checkpoint_that_goes_on(tmp_path, caplog):
-    data, watch = make_data(engine=failing("_step", "crash", 99), groups_per_step=2, max_staleness=3), Watch()
+    engine = failing("_step", "crash", 0, after=0)
+
+    class Breaks(Watch):
+        def on_train_batch_end(self, trainer, *args):
+            super().on_train_batch_end(trainer, *args)
+            if trainer.global_step == 2:
+                engine.failures[0] = 99
+
+    data, watch = make_data(engine=engine, groups_per_step=2, max_staleness=3), Breaks()
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30, [watch, keep, SaveOnFailure()], enable_checkpointing=True)

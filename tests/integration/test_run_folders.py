@@ -12,11 +12,11 @@ import wandb
 import yaml
 from flow import fit, make_data, make_module
 
+from lit_async_rl.api.run_folders import cut
 from lit_async_rl.callbacks import SampleLogger
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.cli.commands import evaluate, main
 from lit_async_rl.cli.loggers import run_name
-from lit_async_rl.cli.run_folders import cut
 from lit_async_rl.training.csv_logger import CSVLog
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +115,19 @@ def test_wandb_knows_all_settings_and_the_runs_name(tmp_path, monkeypatch):
     assert run.config["data"]["group_size"] == config["data"]["group_size"] == 2
     assert run.config["trainer"]["max_steps"] == 1
     run.finish()
+
+
+def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    more = ("--config", "configs/loggers/wandb.yaml", "--data.validation.prompts", "null")
+    folder = tmp_path / "quickstart" / "version_0"
+    for steps, resumed in ((2, []), (3, ["--ckpt_path", str(folder / "checkpoints" / "last.ckpt")]), (1, [])):
+        main(flags(tmp_path, steps, *more, *resumed))
+        wandb.finish()
+    ids = [path.name.rpartition("-")[2] for path in sorted((folder / "wandb").glob("offline-run-*"))]
+    assert len(ids) == 2
+    assert {*ids} == {(folder / "wandb_id.txt").read_text().strip()}
+    assert (folder.parent / "version_1" / "wandb_id.txt").read_text().strip() not in ids, "a new run is another one"
 
 
 def test_a_name_of_the_configuration_files():

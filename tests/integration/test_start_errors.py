@@ -21,7 +21,7 @@ class Judge:
     def __call__(self, prompt, completion):
         return 1.0
 """
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path):
     environment = {**os.environ, "WANDB_MODE": "online", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     environment.pop("WANDB_API_KEY", None)
     command = [sys.executable, "scripts/train.py", *flags]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80).stderr
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250).stderr
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "trainer.logger (WandbLogger): " in line
     assert "WANDB_MODE=offline logs without an account" in line
@@ -92,7 +92,7 @@ def test_chat_goes_on_after_an_empty_line_and_a_bad_prompt():
     command = [sys.executable, "scripts/chat.py", "--model", asset("sort_policy")]
     typed = "\n  \n" + "1" * 3000 + "\n31424210=\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, input=typed, env=environment, capture_output=True, text=True, timeout=80)
+    done = subprocess.run(command, input=typed, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "01122344" in done.stdout

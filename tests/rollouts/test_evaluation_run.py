@@ -5,7 +5,7 @@ import time
 from itertools import combinations
 
 import pytest
-from flow import make_data
+from flow import make_data, make_module
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -189,6 +189,7 @@ def test_a_long_queue_of_rollouts_does_not_keep_an_evaluation_waiting():
     data = make_data()
     engine = EmbeddedEngine(num_slots=8)
     engine.setup(data.model)
+    engine.load_weights(0, make_module().policy.lm.named_parameters())
     ids, sampling = data.codec.encode(data.prompts[0]), SamplingParams(max_tokens=10)
     engine.submit([GenerationRequest(id=n, prompt_ids=ids, num_samples=4, sampling=sampling) for n in range(50)])
     engine.poll(0.0)

@@ -112,7 +112,7 @@ class Changing(pl.Callback):
         step, groups = trainer.global_step, trainer.datamodule.last_step_groups
         self.groups += [group.index for group in groups]
         if step % 10 == 0:
-            self.replay(groups[0].rollouts[0])
+            self.replay(groups[0].prompt_ids, groups[0].rollouts[0])
         change = self.events.pop(step, None)
         if change is not None:
             self.changes.append(threading.Thread(target=change))
@@ -120,14 +120,14 @@ class Changing(pl.Callback):
         if trainer.global_step in {self.max_steps * n // 5 for n in (2, 3, 4)}:  # the next change needs the last
             self.changes[-1].join(400)
 
-    def replay(self, rollout):
+    def replay(self, prompt_ids, rollout):
         """Log-probabilities recomputed from the weights that each token is tagged with."""
         lms = {}
         for version in set(rollout.versions):
             lms[version] = load_policy(self.engine._model)
             lms[version].load_state_dict(self.weights[version], strict=False)
-        expected = replayed_logprobs(lms, rollout.prompt_ids, Replayed(rollout.completion_ids, rollout.versions))
-        error = (torch.tensor(rollout.logprobs) - expected).abs().max().item()
+        expected = replayed_logprobs(lms, prompt_ids, Replayed(rollout.completion_ids, rollout.versions))
+        error = (torch.tensor(rollout.behavior_logprobs) - expected).abs().max().item()
         self.sample.append(error)
 
 

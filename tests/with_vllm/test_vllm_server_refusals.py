@@ -36,7 +36,7 @@ def test_a_server_that_is_not_there():
 
 
 def test_a_server_with_another_model(servers, tmp_path):
-    refused([servers[0].address], "serves another model: its vocab_size is 98, ours 64", save(tiny_llama(), tmp_path))
+    refused([servers[0].address], "serves another model: its head_dim is 32, ours 8", save(tiny_llama(), tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
-from lit_async_rl.models.loading import context_length, eos_token_ids, evaluation_mode, load_policy, receive_weights
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode, receive_weights
+from lit_async_rl.utils.checks import check_device, check_dtype, check_range
 from lit_async_rl.utils.locks import FairLock, Room
 from lit_async_rl.utils.spans import ENGINE, Lane, Spans
 
@@ -73,6 +73,9 @@ class EmbeddedEngine(RolloutEngine):
     ) -> None:
         check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
         check_range("data.engine", ">= 2", max_model_len=max_model_len)
+        check_range("data.engine", "positive", update_timeout_s=update_timeout_s)
+        check_device("data.engine.device", device)
+        check_dtype("data.engine.dtype", dtype)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
         self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len
@@ -84,7 +87,7 @@ class EmbeddedEngine(RolloutEngine):
         self._lock = FairLock(update_timeout_s, what)
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
-        self._closed = self._threads_set = False
+        self._closed, self._threads_set, self._has_weights = False, False, True  # those of a module, until `setup`
         self._lane: Lane | None = None  # of a timeline
 
     @classmethod
@@ -106,8 +109,9 @@ class EmbeddedEngine(RolloutEngine):
         return engine
 
     def setup(self, model: str) -> None:
-        """Loads the architecture; `load_weights` loads the weights."""
-        self._adopt(load_policy(model, dtype=self.dtype, device=self.device).requires_grad_(False), owns_weights=True)
+        """Builds the architecture without reading weights from disk; `load_weights` loads them."""
+        self._adopt(build_policy(model, self.dtype, self.device), owns_weights=True)
+        self._has_weights = False
 
     def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
         limit = context_length(lm)
@@ -136,6 +140,8 @@ class EmbeddedEngine(RolloutEngine):
         Raises:
             ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
         """
+        if not self._has_weights:
+            raise SetupError("the engine was used before load_weights")
         for request in requests:
             check_request(request, self.max_model_len, self._active_slots.vocab_size)
         with self._lock.hold():
@@ -237,7 +243,7 @@ class EmbeddedEngine(RolloutEngine):
     def _apply(self, update: Update) -> None:
         for name, parameter in self._active_slots.lm.named_parameters():
             parameter.copy_(update.weights[name])
-        self._version = update.version
+        self._version, self._has_weights = update.version, True
         self._active_slots.forget_prompts()
 
     @property

@@ -66,9 +66,10 @@ class SlotCache:
         if num_heads not in self._places:
             kinds, heads = (torch.arange(num, device=new.device) for num in (2, num_heads))
             slots = kinds[:, None] * self.num_slots + self._slots[:num_rows, None, None]  # [n, 2, 1]
-            rows = (slots * num_heads + heads) * self.max_len + self._positions[:, None, None]
-            self._places[num_heads] = rows.flatten()
-        buffer.view(-1, size).index_copy_(0, self._places[num_heads], new.reshape(-1, size))
+            places = (slots * num_heads + heads) * self.max_len + self._positions[:, None, None]
+            self._places[num_heads] = places.flatten()
+        rows = new.reshape(-1, size).to(buffer.dtype)
+        buffer.view(-1, size).index_copy_(0, self._places[num_heads], rows)
         return buffer[0, :num_rows], buffer[1, :num_rows]
 
     # -- called by the engine -----------------------------------------------------------------------------------------
@@ -84,12 +85,13 @@ class SlotCache:
         fresh, self._prefill = self._prefill, None
         if not self._buffers:
             shapes = [(k.shape[1], self.max_len, max(k.shape[3], v.shape[3])) for k, v in fresh]
-            self._buffers = [
-                k.new_zeros(2, self.num_slots, *shape) for shape, (k, _) in zip(shapes, fresh, strict=True)
+            self._buffers = [  # under autocast values may be narrower than keys, which went through the rotation
+                k.new_zeros(2, self.num_slots, *shape, dtype=torch.promote_types(k.dtype, v.dtype))
+                for shape, (k, v) in zip(shapes, fresh, strict=True)
             ]
         for buffer, pair in zip(self._buffers, fresh, strict=True):
             for part, new in zip(buffer, pair, strict=True):
-                part[slots, :, : new.shape[2], : new.shape[3]] = new.index_select(0, source)
+                part[slots, :, : new.shape[2], : new.shape[3]] = new.index_select(0, source).to(part.dtype)
 
     def begin_decode(self, positions: Int[Tensor, " n"]) -> None:
         """Switches the next forward pass to decoding: one token per active row, at `positions`."""

@@ -47,8 +47,8 @@ class Slots:
     ) -> None:
         if lm.config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
-                f"the embedded engine needs the attention implementation sdpa or eager, whose masks it can give; the "
-                f"model has {lm.config._attn_implementation!r}"
+                f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
+                "uses, too, needs sdpa or eager, whose masks it can give"
             )
         self.lm = lm
         self.num_tokens = 0  # sampled so far

@@ -15,12 +15,12 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.vllm.background import BackgroundEngine
 from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
@@ -71,13 +71,15 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         ValueError: a setting is out of range, or refused.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    @classmethod
+    def variant(cls, kwargs: Mapping[str, Any]) -> type[RolloutEngine]:
         """Several replicas are a class of their own."""
         replicas = kwargs.get("replicas", 1)
         if cls is VLLMEngine and isinstance(replicas, int) and replicas > 1:
             module = importlib.import_module("lit_async_rl.engines.vllm.replicas")  # which imports this one
-            return super().__new__(module.VLLMReplicas, *args, **kwargs)
-        return super().__new__(cls, *args, **kwargs)
+            kind: type[RolloutEngine] = module.VLLMReplicas
+            return kind
+        return cls
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class ReplicaFleet(VLLMServerEngine):
 
 
 class VLLMReplicas(VLLMEngine):
-    """What `VLLMEngine(replicas=N)` makes for N > 1."""
+    """Engine of several vLLM servers on this machine: `VLLMEngine(replicas=N)` with N > 1."""
 
     uses_probe = True
     transfer: FileTransfer

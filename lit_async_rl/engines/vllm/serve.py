@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sys
@@ -20,6 +19,8 @@ from lit_async_rl.engines.vllm.installation import (
 from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
 from lit_async_rl.errors import SetupError
+from lit_async_rl.utils.arguments import OneLineParser
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.processes import die_with_parent
 
 _ON_A_CPU = CPU_VARIABLES | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
@@ -28,10 +29,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def main(args: Sequence[str] | None = None) -> None:
     """Checks arguments and installation, then replaces this process by vLLM."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
+        prog="lit-async-rl serve",
         description=__doc__,
         epilog="Other options are vLLM's, such as --tensor-parallel-size 2 or --max-num-seqs 512.",
-        allow_abbrev=False,  # else one of vLLM's could be taken for one of ours
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="Hugging Face folder or name")
@@ -44,11 +45,11 @@ def main(args: Sequence[str] | None = None) -> None:
     known, others = parser.parse_known_args(args)
     try:
         model = known.model or model_of(known.config)
-        check_vllm(needed_by="scripts/serve.py")
         has_key = bool(os.environ.get("VLLM_API_KEY"))
         check_address(known.host, known.port, has_key)
+        check_vllm(needed_by="scripts/serve.py")
     except (ValueError, OSError, ModuleNotFoundError, SetupError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(f"error: {error}")
     if known.die_with_parent and not die_with_parent(os.getppid()):
         sys.exit("the parent process is gone")
     command = [sys.executable, *server_arguments(model, known.host, known.port, known.dtype, has_key), *others]
@@ -103,7 +104,11 @@ def check_address(host: str, port: int, has_key: bool) -> None:
             f"--host {host} can be reached by others, who could read and change everything: set VLLM_API_KEY, here and "
             "for the trainer"
         )
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    check_range("", "in [1, 65535]", port=port)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(f"--host {host} cannot be used: {error.strerror}") from error
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

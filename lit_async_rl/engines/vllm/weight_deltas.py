@@ -1,4 +1,4 @@
-"""What has changed in a policy's weights, as tensors for a file, and weights kept on both sides to compare with.
+"""Changes of a policy's weights as tensors for a file, and the weights kept on both sides to compare with.
 
 After an update with a small learning rate most weights round to the bfloat16 numbers that they were: only the others
 need to travel (as in PULSE, Miahi and Belilovsky 2026, arXiv:2602.03839). Each tensor is encoded in the smallest of

@@ -96,7 +96,7 @@ class Incoming:
         return self._kept.merged(self._kept.needed_for(changed))
 
     def held(self) -> Held:
-        """What the model has once it is loaded."""
+        """Contents of the model once the update is loaded."""
         return Held(self._name, self._kept) if self._name else Held()
 
 

@@ -25,7 +25,7 @@ class MalformedAnswer(ValueError):
 
 
 class Span(TypedDict):
-    """Tokens sampled from one version."""
+    """Stretch of tokens that were sampled from one version."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     version: str
@@ -42,14 +42,14 @@ class SampledToken(TypedDict):
 
 
 class SampledTokens(TypedDict):
-    """The tokens of one sample."""
+    """Sampled tokens of one sample, with log-probabilities."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     content: list[SampledToken]
 
 
 class Choice(TypedDict):
-    """One sample."""
+    """One sample of an answer of `/inference/v1/generate`."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     index: NonNegativeInt
@@ -67,7 +67,7 @@ class PromptToken(TypedDict):
 
 
 class Generated(TypedDict):
-    """Answer of `/inference/v1/generate`."""
+    """Answer of `/inference/v1/generate`: all samples of a request."""
 
     choices: list[Choice]
 
@@ -79,27 +79,27 @@ class Scored(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A served model."""
+    """Entry of `/v1/models`: one served model."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     max_model_len: Annotated[int, Field(ge=1)]
 
 
 class Models(TypedDict):
-    """Answer of `/v1/models`."""
+    """Answer of `/v1/models`: at least one model."""
 
     data: Annotated[list[ModelCard], Field(min_length=1)]
 
 
 class WeightInfo(TypedDict):
-    """Answer of `/weight_info`."""
+    """Answer of `/weight_info`: the version of the weights in use."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     weight_version: str
 
 
 class WorkerReport(TypedDict):
-    """What a worker says about itself, see `WorkerExtension.describe_policy`."""
+    """Description of a worker, see `WorkerExtension.describe_policy`."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     model: dict[str, Any]

@@ -22,7 +22,7 @@ STARTED_BY = "start it with scripts/serve.py"
 
 @dataclass(frozen=True)
 class Served:
-    """What a server offers.
+    """Limits and dtype of a server that was accepted.
 
     Attributes:
         max_model_len: most tokens of prompt and completion.
@@ -103,7 +103,7 @@ async def check_server(client: ServerClient, expected: Mapping[str, Any], min_mo
 
 
 async def describe_workers(client: ServerClient) -> list[WorkerReport]:
-    """What the workers of a server say about themselves.
+    """Descriptions of a server's workers.
 
     Raises:
         ServerFailure: it is unreachable.

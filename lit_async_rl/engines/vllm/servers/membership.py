@@ -50,7 +50,7 @@ def read_servers(file: str) -> list[str]:
 
 
 def wait_for_servers_file(file: str, timeout_s: float) -> list[str]:
-    """`read_servers` as soon as the file names a server: whoever starts the servers may write it later.
+    """Servers of the file, as soon as it names one: it may be written after the trainer has started.
 
     Raises:
         EngineError: it did not in time.

@@ -1,14 +1,12 @@
-"""Ctrl-C and SIGTERM: first and second signal, and the command that resumes the run."""
+"""Ctrl-C during training: the first saves and ends cleanly, the second ends at once."""
 
 from __future__ import annotations
 
+import builtins
 import os
-import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +20,8 @@ class CtrlC:
     """Context in which the first Ctrl-C acts like SIGTERM, and the second ends the process at once.
 
     There is thus one way to stop cleanly, on one rank or several. Before training, when SIGTERM has no handler, Ctrl-C
-    is an ordinary `KeyboardInterrupt`. After Ctrl-C the context exits with `SystemExit(130)`.
+    is an ordinary `KeyboardInterrupt`. After Ctrl-C the context exits with `SystemExit(130)`; in an interactive session
+    (a notebook, say), which that would end, with `KeyboardInterrupt`.
 
     Attributes:
         was_pressed: whether Ctrl-C was received.
@@ -44,7 +43,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._before)
         SaveOnSigterm.signal_name = "SIGTERM"
         if self.was_pressed and (error is None or isinstance(error, SystemExit | KeyboardInterrupt)):
-            raise SystemExit(CTRL_C_STATUS) from None
+            raise (KeyboardInterrupt if is_interactive() else SystemExit(CTRL_C_STATUS)) from None
 
     def _press(self, *_: Any) -> None:
         if self.was_pressed:
@@ -59,21 +58,6 @@ class CtrlC:
         signal.raise_signal(signal.SIGTERM)
 
 
-def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
-    """The command line that began this run, with `--ckpt_path`.
-
-    Args:
-        checkpoint: to go on from.
-        args: of the command; None is `sys.argv`.
-    """
-    given = list(sys.argv[1:] if args is None else args)
-    kept = []
-    while given:
-        word = given.pop(0)
-        if word == "--ckpt_path":
-            del given[:1]
-        elif not word.startswith("--ckpt_path="):
-            kept.append(word)
-    script = sys.argv[0]
-    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
-    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])
+def is_interactive() -> bool:
+    """Whether Python reads what a person types, in a terminal or a notebook."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")

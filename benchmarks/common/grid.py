@@ -7,34 +7,53 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from benchmarks.staleness.cell import RESULT, run_cell, write_result
-from benchmarks.staleness.suite import Cell
+from benchmarks.common.process import RESULT, write_result
 from lit_async_rl.utils.checks import check_range
 
 POLL_S = 0.1
 
 
-class Grid:
+class Cell(Protocol):
+    """One run of a benchmark; hashable."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of its results, relative to the benchmark's."""
+        ...
+
+    def arguments(self) -> list[str]:
+        """Arguments of `scripts/train.py` for the same run."""
+        ...
+
+
+C = TypeVar("C", bound=Cell)
+
+
+class Grid(Generic[C]):
     """Runs cells. An interrupted grid is resumed: cells whose folder holds a result are finished.
 
     Args:
+        run_cell: trains one cell, in a process of its own, and writes its result.
         out: the benchmark's folder.
         num_processes: cells trained concurrently; one core each.
         cell_timeout_s: a cell that takes longer is killed and counts as failed.
     """
 
-    def __init__(self, out: Path, num_processes: int, cell_timeout_s: float) -> None:
+    def __init__(
+        self, run_cell: Callable[[C, Path], None], out: Path, num_processes: int, cell_timeout_s: float
+    ) -> None:
         check_range("", ">= 1", num_processes=num_processes)
-        self.out, self.num_processes, self.cell_timeout_s = out, num_processes, cell_timeout_s
+        self.run_cell, self.out, self.num_processes, self.cell_timeout_s = run_cell, out, num_processes, cell_timeout_s
         # a forked child need not import torch, Lightning and transformers again: seconds saved for each cell
         self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-        self._running: dict[Cell, tuple[BaseProcess, float]] = {}
+        self._running: dict[C, tuple[BaseProcess, float]] = {}
 
-    def run(self, cells: Iterable[Cell]) -> None:
+    def run(self, cells: Iterable[C]) -> None:
         """Trains all cells; kills its processes when interrupted."""
         waiting = [cell for cell in dict.fromkeys(cells) if not (self.out / cell.folder / RESULT).is_file()]
         total = len(waiting)
@@ -53,12 +72,12 @@ class Grid:
                 process.kill()
                 process.join()
 
-    def _start(self, cell: Cell) -> None:
-        process = self._context.Process(target=_run, args=(cell, self.out, os.getpid()))  # type: ignore[attr-defined]
+    def _start(self, cell: C) -> None:
+        process = self._context.Process(target=_run, args=(self.run_cell, cell, self.out, os.getpid()))  # type: ignore[attr-defined]
         process.start()
         self._running[cell] = (process, time.monotonic())
 
-    def _reap(self) -> list[Cell]:
+    def _reap(self) -> list[C]:
         """Cells that have ended; one without a result gets an error as its result."""
         ended = []
         for cell, (process, began) in list(self._running.items()):
@@ -78,7 +97,7 @@ class Grid:
         return ended
 
 
-def _run(cell: Cell, out: Path, parent: int) -> None:
+def _run(run_cell: Callable[[C, Path], None], cell: C, out: Path, parent: int) -> None:
     """Process of a cell; dies with the grid, so that no later grid trains the cell concurrently."""
 
     def watch() -> None:

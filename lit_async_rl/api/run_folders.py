@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.utils.digest import read_safely
 from lit_async_rl.utils.files import check_writable, replacing
 from lit_async_rl.utils.folder_lock import locked, remove_stale_parts
 
+WANDB_ID = "wandb_id.txt"  # of the W&B run, which a resumed run goes on with
 CHECKPOINTS = "ModelCheckpoint.dirpath"  # Lightning warns where it is not empty
-TABLES = ("metrics.csv", "samples.jsonl")
+LOCKS = (".run.lock", ".run.json", ".checkpoints.run.lock", ".checkpoints.run.json")
+ONLY_SETTINGS = (*LOCKS, "config.yaml", "hparams.yaml", WANDB_ID)
+TABLES = ("metrics.csv", "samples.jsonl", "held_out.jsonl", "verdicts.jsonl")
 
 
 @contextmanager
@@ -38,19 +44,39 @@ def run_folders(trainer: Trainer, resumed_from: str | None = None) -> Iterator[N
     if not trainer.is_global_zero:
         yield
         return
-    for what, folder in folders:
-        check_writable(folder, what)
-    with locked(folders, beside=[CHECKPOINTS]):
-        if (log_dir := run_folder(trainer)) is not None:
-            for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
-                remove_stale_parts(earlier)
-            step = None if resumed_from is None else checkpoint_step(resumed_from)
-            for name in TABLES:
-                if resumed_from is None:
-                    set_aside(log_dir / name)
-                elif step is not None:
-                    cut(log_dir / name, step)
-        yield
+    try:
+        for what, folder in folders:
+            check_writable(folder, what)
+        with locked(folders, beside=[CHECKPOINTS]):
+            _prepare_tables(run_folder(trainer), resumed_from)
+            yield
+    except BaseException:
+        remove_unused(trainer)
+        raise
+
+
+def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
+    if log_dir is None:
+        return
+    for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
+        remove_stale_parts(earlier)
+    step = None if resumed_from is None else checkpoint_step(resumed_from)
+    for name in TABLES:
+        if resumed_from is None:
+            set_aside(log_dir / name)
+        elif step is not None:
+            cut(log_dir / name, step)
+
+
+def remove_unused(trainer: Trainer) -> None:
+    """Removes the folders that this run has made, if it ended before anything but its settings was written there."""
+    made = [folder for log in trainer.loggers if isinstance(log, CSVLog) for folder in log.made_folders]
+    if not made or any(file.name not in ONLY_SETTINGS and file.is_file() for file in made[0].rglob("*")):
+        return
+    shutil.rmtree(made[0], ignore_errors=True)
+    for parent in made[1:]:
+        with contextlib.suppress(OSError):  # another run is there by now
+            parent.rmdir()
 
 
 def checkpoint_step(path: str) -> int | None:

@@ -1,0 +1,1 @@
+"""What the benchmarks that train grids of runs share."""

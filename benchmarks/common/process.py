@@ -1,0 +1,51 @@
+"""Process of one run: an empty folder, its output in `log.txt`, and its result, written last."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RESULT = "result.json"
+
+
+@contextmanager
+def recorded(folder: Path, arguments: list[str]) -> Iterator[dict[str, Any]]:
+    """Empties the folder, and writes `result.json` last: a folder without it is of a run that did not finish.
+
+    Everything printed goes to `log.txt`. A run that fails (with a non-finite loss, say) has finished: its error is the
+    result. Yields the result, to add to.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = (folder / "log.txt").open("w", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    began = time.monotonic()
+    result: dict[str, Any] = {"command": ["scripts/train.py", *arguments], "error": None}
+    try:
+        yield result
+    except (Exception, SystemExit) as error:  # the parser exits
+        result["error"] = f"{type(error).__name__}: {error}"
+    result["wall_s"] = time.monotonic() - began
+    write_result(folder, result)
+
+
+def csv_logger(folder: Path) -> list[str]:
+    """Arguments that log into this folder."""
+    settings = {"save_dir": str(folder), "name": "", "version": "", "flush_logs_every_n_steps": 50}
+    return ["--trainer.logger", json.dumps({"class_path": "CSVLog", "init_args": settings})]
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Writes a result atomically."""
+    part = folder / f"{RESULT}.part"
+    part.write_text(json.dumps(result, indent=1))
+    part.replace(folder / RESULT)

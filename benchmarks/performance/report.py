@@ -1,0 +1,122 @@
+"""Time, memory and size of the report of a long run, and how soon its page answers.
+
+    python benchmarks/performance/report.py --steps 10000 --rollouts 64 --output docs/measurements/report.json
+
+Makes the folder of a run with all rollouts of all steps in `samples.jsonl` (much more than `SampleLogger` writes) and
+a timeline, runs the report command in a process of its own, and times what a user does in Chromium:
+the milliseconds from an action to the second frame after it, the median of five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+
+import browser
+import made_runs
+
+
+def make(folder: Path, steps: int, rollouts: int) -> None:
+    """The run's files."""
+    made_runs.write_metrics(folder, steps)
+    tails = [json.dumps(made_runs.rollout(50, 1, n % 8)).split('"group": 1, ', 1)[1] for n in range(rollouts)]
+    with (folder / "samples.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            for n, tail in enumerate(tails):
+                file.write(f'{{"step": {step}, "group": {step * rollouts // 8 + n // 8}, {tail}\n')
+    made_runs.write_held_out(folder, tuple(range(0, steps, max(1, steps // 50))))
+    made_runs.write_timeline(folder, steps, lag=2, more=12)
+
+
+def interactions(page: Path) -> dict[str, float]:
+    """Median milliseconds of each interaction."""
+    taken: dict[str, float] = {}
+    with browser.chromium() as driver:
+        browser.resize(driver, 1440, 900)
+        browser.show(driver, page)
+        time.sleep(1.0)
+        for name, action in browser.INTERACTIONS.items():
+            taken[name] = statistics.median(driver.execute_async_script(browser.TIMED, action) for _ in range(5))
+        if problems := browser.errors(driver):
+            raise RuntimeError(f"errors on the console: {problems}")
+    return taken
+
+
+def measure(steps: int, rollouts: int) -> dict[str, Any]:
+    """Makes the run and measures the report."""
+    with tempfile.TemporaryDirectory() as made:
+        folder, page = Path(made, "run"), Path(made, "report.html")
+        folder.mkdir()
+        make(folder, steps, rollouts)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        code = "import sys; from lit_async_rl.cli.console import main; main(sys.argv[1:])"
+        began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code, "report", str(folder), "--out", str(page)], check=True)
+        wall_s, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        answers = interactions(page)
+        return {
+            "run_mb": round(size / 1e6),
+            "wall_s": round(wall_s, 1),
+            "processor_s": round(after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime, 1),
+            "peak_memory_mb": round(after.ru_maxrss / 1024),
+            "report_mb": round(page.stat().st_size / 1e6, 1),
+            "slowest_ms": round(max(answers.values())),
+            "interactions_ms": {name: round(value) for name, value in answers.items()},
+        }
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--rollouts", type=int, default=64, help="of a step")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    found = measure(arguments.steps, arguments.rollouts)
+    print(json.dumps(found, indent=2))
+    if arguments.output is not None:
+        arguments.output.write_text(
+            json.dumps(measurement(found, arguments.steps, arguments.rollouts), indent=2) + "\n"
+        )
+
+
+def measurement(found: dict[str, Any], steps: int, rollouts: int) -> dict[str, Any]:
+    """The numbers as `docs/measurements.py` reads them."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    slowest = max(found["interactions_ms"], key=found["interactions_ms"].get)
+    return {
+        "name": "report",
+        "value": found["wall_s"],
+        "unit": "seconds",
+        "interval": None,
+        "command": f"python benchmarks/performance/report.py --steps {steps} --rollouts {rollouts}",
+        "commit": git.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})",
+        "table": {
+            "columns": ["of the report", "measured"],
+            "rows": [
+                ["files of the run", f"{found['run_mb']:,} MB"],
+                ["time", f"{found['wall_s']} s"],
+                ["processor time", f"{found['processor_s']} s"],
+                ["peak memory", f"{found['peak_memory_mb']:,} MB"],
+                ["size", f"{found['report_mb']} MB"],
+                [f"slowest of {len(found['interactions_ms'])} interactions ({slowest})", f"{found['slowest_ms']} ms"],
+            ],
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

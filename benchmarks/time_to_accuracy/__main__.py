@@ -1,0 +1,50 @@
+"""Time to accuracy of asynchronous and synchronous training: trains a grid {workload} x {system} x {seed}.
+
+    python scripts/time_to_accuracy.py --suite tools
+
+Writes `curves.parquet`, `report.md`, `report.html` and pictures to `--out`. An interrupted suite is resumed; finished
+runs are not repeated. `--report_only` evaluates what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from benchmarks.common.grid import Grid
+from benchmarks.time_to_accuracy.cell import run_cell
+from benchmarks.time_to_accuracy.curves import read_runs
+from benchmarks.time_to_accuracy.report import write_report
+from benchmarks.time_to_accuracy.suite import load_suite
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", default="smoke", help="name of a file in configs/time_to_accuracy/suites")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: runs/tta/<suite>")
+    parser.add_argument("--num_processes", type=int, default=1, help="runs at a time: each needs two cores to itself")
+    parser.add_argument("--report_only", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    out = args.out or Path("runs/tta", args.suite)
+    try:
+        suite = load_suite(args.suite)
+        if not args.report_only:
+            Grid(run_cell, out, args.num_processes, suite.cell_timeout_s).run(suite.cells)
+        table = read_runs(out)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"stopped; the same command goes on from {out}")
+    table.to_parquet(out / "curves.parquet", compression="zstd", index=False)
+    print(write_report(table, out, command=f"python scripts/time_to_accuracy.py --suite {args.suite}"))
+    print(f"\nreport: {out / 'report.html'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Times to accuracy and their ratios, with bootstrap intervals over seeds.
+
+q_p is the accuracy at the share p of the reference system's rise; tau(q_p) the first time at which the smoothed
+held-out accuracy reaches q_p and stays at most `SLACK` below it afterwards; S(p) = tau_reference(q_p) / tau(q_p), a
+ratio of medians over seeds. A run that never gets there has tau = inf, and S = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+SHARES = (0.5, 0.8, 0.95)
+SMOOTH = 3  # evaluations in the running mean
+LAST = 3  # evaluations whose mean is the final accuracy
+SLACK = 0.02
+NUM_RESAMPLED = 2000
+
+
+def smoothed(curve: pd.DataFrame) -> pd.Series:
+    """Running mean of the accuracy: centred, so that it does not lag more where snapshots lie further apart."""
+    return curve["accuracy"].rolling(SMOOTH, min_periods=2, center=True).mean()
+
+
+def time_to(curve: pd.DataFrame, level: float, by: str = "wall_s") -> float:
+    """tau: seconds (or steps, tokens) until the level; inf if it is not reached, or lost again.
+
+    Args:
+        curve: of one run, in order.
+        level: accuracy.
+        by: column to read.
+    """
+    values, at = smoothed(curve).to_numpy(), curve[by].to_numpy(dtype=float)
+    lost = np.flatnonzero(values < level - SLACK)
+    first = np.flatnonzero(values >= level)
+    first = first[first > lost[-1]] if len(lost) else first
+    if not len(first):
+        return math.inf
+    n = int(first[0])
+    if n == 0 or values[n - 1] >= level:
+        return float(at[n])
+    share = (level - values[n - 1]) / (values[n] - values[n - 1])
+    return float(at[n - 1] + share * (at[n] - at[n - 1]))
+
+
+def final(curve: pd.DataFrame) -> float:
+    """Mean of the last evaluations."""
+    return float(curve["accuracy"].iloc[-LAST:].mean())
+
+
+def level_at(reference: Sequence[pd.DataFrame], share: float) -> float:
+    """q_p: between the mean first and the mean final accuracy of the reference runs."""
+    first = float(np.mean([curve["accuracy"].iloc[0] for curve in reference]))
+    return first + share * (float(np.mean([final(curve) for curve in reference])) - first)
+
+
+def ratio(reference: Sequence[float], other: Sequence[float]) -> float:
+    """S: ratio of medians; 0 where the other system does not get there, nan where neither does."""
+    above, below = float(np.median(reference)), float(np.median(other))
+    if math.isinf(above):
+        return math.nan
+    return 0.0 if math.isinf(below) else above / below
+
+
+def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """S with its 95 % bootstrap interval: seeds of both systems are drawn with replacement."""
+    rng = np.random.default_rng(seed)
+    drawn = [ratio(rng.choice(reference, len(reference)), rng.choice(other, len(other))) for _ in range(NUM_RESAMPLED)]
+    low, high = np.nanpercentile(drawn, [2.5, 97.5], method="nearest")
+    return ratio(reference, other), float(low), float(high)
+
+
+def difference(reference: Sequence[float], other: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """Mean of the other system less that of the reference, with its 95 % bootstrap interval."""
+    rng = np.random.default_rng(seed)
+    drawn = [
+        rng.choice(other, len(other)).mean() - rng.choice(reference, len(reference)).mean()
+        for _ in range(NUM_RESAMPLED)
+    ]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(np.mean(other) - np.mean(reference)), float(low), float(high)
+
+
+def summarize(table: pd.DataFrame, workload: str, reference: str) -> pd.DataFrame:
+    """One row per system of a workload.
+
+    Args:
+        table: as `curves.read_runs` gives it.
+        workload: name.
+        reference: system to compare with.
+    """
+    rows = table[table["workload"] == workload]
+    runs = {
+        str(system): [one.sort_values("step") for _, one in runs.groupby("seed")]
+        for system, runs in rows.groupby("system", sort=False)
+    }
+    base = runs[reference]
+    found = []
+    for system, curves in runs.items():
+        row: dict[str, object] = {"system": system, "seeds": len(curves)}
+        for share in SHARES:
+            level = level_at(base, share)
+            for by, name in (("wall_s", "time"), ("step", "steps")):
+                times = [time_to(curve, level, by) for curve in curves]
+                row[f"{name}_{share}"] = float(np.median(times))
+                row[f"{name}_speedup_{share}"] = speedup([time_to(one, level, by) for one in base], times)
+        row["final"] = float(np.mean([final(curve) for curve in curves]))
+        row["difference"] = difference([final(one) for one in base], [final(one) for one in curves])
+        for name in ("staleness", "staleness_max", "wait_share", "idle_share", "publish_share", "load", "cpu_s"):
+            row[name] = float(np.mean([curve[name].iloc[0] for curve in curves]))
+        row["step_s"] = float(np.mean([curve["wall_s"].max() / curve["step"].max() for curve in curves]))
+        found.append(row)
+    return pd.DataFrame(found)

@@ -1,0 +1,140 @@
+"""Suites of the benchmark, read from `configs/time_to_accuracy`.
+
+`workloads.yaml` and `systems.yaml` define workloads and systems as configuration files and arguments of the command
+line; a suite in `suites/` lists which of them run, with which seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+CONFIGS = Path("configs/time_to_accuracy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A task, with the steps of its synchronous run.
+
+    Attributes:
+        configs: configuration files; `arguments` come after those of the system, with the cell's seed for `SEED`.
+        num_steps: optimizer steps of a system that does not say otherwise.
+        snapshot_steps: steps between two snapshots of the policy in a run of `num_steps`; longer runs keep as many
+            in all.
+        evaluation: further arguments when the snapshots are evaluated, e.g. without delays.
+        reference: system that the others are compared with.
+    """
+
+    configs: tuple[str, ...]
+    num_steps: int
+    snapshot_steps: int
+    arguments: tuple[str, ...] = ()
+    evaluation: tuple[str, ...] = ()
+    reference: str = "synchronous"
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A way to train, as an overlay.
+
+    Attributes:
+        configs: configuration files, after those of the workload.
+        steps: multiple of the workload's `num_steps`: an asynchronous run may use the time that it saves.
+    """
+
+    configs: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    steps: float = 1.0
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One training run."""
+
+    workload: str
+    system: str
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        """Folder of its results, relative to the benchmark's."""
+        return Path("cells", self.workload, self.system, f"seed={self.seed}")
+
+    @classmethod
+    def of(cls, folder: Path) -> Cell:
+        """Inverse of `folder`."""
+        return cls(folder.parent.parent.name, folder.parent.name, int(folder.name.removeprefix("seed=")))
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps."""
+        return round(workloads()[self.workload].num_steps * systems()[self.system].steps)
+
+    def arguments(self) -> list[str]:
+        """Arguments of `scripts/train.py` for the same run."""
+        workload, system = workloads()[self.workload], systems()[self.system]
+        configs = [part for path in (*workload.configs, *system.configs) for part in ("--config", path)]
+        steps = ["--trainer.max_steps", str(self.num_steps), "--seed_everything", str(self.seed)]
+        seeds = ["--data.intake.seed", str(self.seed)]
+        arguments = [*configs, *system.arguments, *workload.arguments, *steps, *seeds]
+        return [argument.replace("SEED", str(self.seed)) for argument in arguments]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cells in order; one may take `cell_timeout_s` seconds."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    cell_timeout_s: float = 3600.0
+
+
+def workloads() -> Mapping[str, Workload]:
+    """All workloads, by name."""
+    return {name: Workload(**_tuples(one)) for name, one in _read(CONFIGS / "workloads.yaml").items()}
+
+
+def systems() -> Mapping[str, System]:
+    """All systems, by name."""
+    return {name: System(**_tuples(one or {})) for name, one in _read(CONFIGS / "systems.yaml").items()}
+
+
+def load_suite(name: str) -> Suite:
+    """Reads `suites/<name>.yaml`: seed by seed, so that an interrupted suite covers all systems.
+
+    Raises:
+        FileNotFoundError: there is no such suite.
+        ValueError: it names an unknown key, workload or system.
+    """
+    path = CONFIGS / "suites" / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        raise FileNotFoundError(f"suite={name!r}: no such suite; there are {known}")
+    raw = _read(path)
+    cells: list[Cell] = []
+    for block in raw.pop("blocks"):
+        _check(path, block, ("workload", "systems", "seeds"))
+        _check(path, [block["workload"]], tuple(workloads()))
+        _check(path, block["systems"], tuple(systems()))
+        cells += [Cell(block["workload"], system, seed) for seed, system in product(block["seeds"], block["systems"])]
+    _check(path, raw, ("cell_timeout_s",))
+    return Suite(name, tuple(cells), float(raw.get("cell_timeout_s", Suite.cell_timeout_s)))
+
+
+def _check(path: Path, names: Any, known: tuple[str, ...]) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{path}: unknown {sorted(unknown)}; there are {sorted(known)}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    read: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return read
+
+
+def _tuples(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(map(str, value)) if isinstance(value, list) else value for name, value in settings.items()}

@@ -1,0 +1,56 @@
+"""Collects what `scheduling.worth` needs of a run: waits of its groups, effective sample sizes, processor time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, num_cores
+from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.scheduling.bottleneck import Intervals
+from lit_async_rl.scheduling.policies import Bounded
+from lit_async_rl.scheduling.worth import Advice, StepWork, advise
+from lit_async_rl.utils.lightning_types import AnyModule
+
+KEPT = 4096  # groups and steps
+FEWEST = 8  # steps before anything is said
+
+
+class StalenessAdvice:
+    """Recommends a staleness bound for runs like this one."""
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=KEPT)
+        self._ess: deque[float] = deque(maxlen=KEPT)
+        self._began_cpu = time.process_time()
+
+    def observe(self, data: RolloutDataModule, ess_ratio: float | None) -> None:
+        """Takes in one optimizer step."""
+        self._waits.extend(group.generation_s for group in data.last_step_groups)
+        if ess_ratio is not None:
+            self._ess.append(ess_ratio)
+
+    def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
+        """The recommendation; None if the run was too short, or its admission does not wait at the bound."""
+        steps = load.num_steps
+        if steps < FEWEST or not self._waits or not isinstance(data.admission, Bounded):
+            return None
+        cpu_s = time.process_time() - self._began_cpu if pl_module.device.type == "cpu" else 0.0
+        work = StepWork(
+            train_s=run.trainer_s / steps,
+            engine_s=run.engine_busy_s / steps,
+            waits=tuple(self._waits),
+            busy_share=run.engine_busy_s / run.wall_s,
+            groups_per_step=data.groups_per_step,
+            core_s=cpu_s / num_cores() / steps,
+        )
+        engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
+        return advise(
+            work,
+            ess_ratio=statistics.median(self._ess) if self._ess else None,
+            present=data.max_staleness,
+            num_slots=getattr(engine, "num_slots", None),
+            waiting_rollouts=load.num_unfinished / steps * data.group_size,
+        )

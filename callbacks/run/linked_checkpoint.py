@@ -1,0 +1,37 @@
+"""Lightning's `ModelCheckpoint` whose link to the last checkpoint is never broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_async_rl.training.background_io import BackgroundCheckpointIO
+from lit_async_rl.utils.lightning_types import AnyTrainer
+
+
+class LinkedCheckpoint(ModelCheckpoint):
+    """`ModelCheckpoint` (same arguments) for checkpoints that are written in the background.
+
+    With `save_last: link` the file `last.ckpt` is a symbolic link, which moves in one step once the newest checkpoint
+    is written. A run that is resumed from it moves it on.
+    """
+
+    @staticmethod
+    def _link_checkpoint(trainer: AnyTrainer, filepath: str, linkpath: str) -> None:
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if not isinstance(checkpoint_io, BackgroundCheckpointIO) or Path(filepath).is_dir():
+            ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)  # type: ignore[arg-type]
+            return
+        if trainer.is_global_zero:
+            checkpoint_io.link_checkpoint(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state; the link belongs to this run even if the checkpoint was saved before it was made."""
+        super().load_state_dict(state_dict)
+        if self.dirpath is not None:
+            link = Path(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
+            if link.is_symlink():
+                self.last_model_path = str(link)

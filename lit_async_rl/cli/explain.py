@@ -1,0 +1,184 @@
+"""One sentence for an error of jsonargparse: the setting, what it must be, what it is, and what may have been meant."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable
+
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
+import torch
+
+import lit_async_rl
+
+USUAL_NAMES = {  # of other programs
+    "lr": "model.learning_rate",
+    "batch_size": "data.groups_per_step",
+    "seed": "seed_everything",
+    "resume": "ckpt_path",
+    "checkpoint": "ckpt_path",
+}
+REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
+MOST_LISTED = 12
+PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
+NOISE = re.compile(
+    r"(- )?(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
+    r"|Given value: .*|Expected a <class 'NoneType'>.*|Expected a path but .* either not accessible or invalid"
+    r"|Not a valid subclass of .*|Subclass types expect one of:|a class path \(str\)|a dict with(out)? .*)"
+)
+
+
+def explain(message: str, settings: Iterable[str]) -> str:
+    """Message of jsonargparse without the errors of each type of a union, with a suggestion.
+
+    Args:
+        message: of the parser.
+        settings: full names of all settings.
+    """
+    known = list(settings)
+    if found := _no_such_setting(message):
+        return f"there is no setting {found}{_meant_setting(found, known)}"
+    if match := re.match(r"argument \S+ --> (\S+):", message):
+        return f"{match[1]} cannot be given here: it follows model.model"
+    if "model.model" in message and message.rstrip().endswith("None"):
+        return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
+    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
+    for rule in (_unknown_argument, _missing_arguments, _unknown_class, _wrong_type):
+        if key and (said := rule(key, message)):
+            return said
+    return _shortened(message)
+
+
+def _no_such_setting(message: str) -> str | None:
+    if match := re.match(r"(?i)unrecognized arguments: (\S+)", message):
+        return match[1].lstrip("-").split("=")[0]
+    if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
+        return f"{match[1]}.{match[2]}"
+    if match := re.fullmatch(r"Option '(\S+)' is not accepted\s*", message):
+        return match[1]
+    return None
+
+
+def _meant_setting(name: str, known: list[str]) -> str:
+    if re.search(r"\.(ya?ml|json)$", name):
+        return f"; did you mean --config {name}?"
+    last = name.rpartition(".")[2]
+    if last in USUAL_NAMES:
+        return f"; did you mean {USUAL_NAMES[last]}?"
+    if close := meant(name, known):
+        return close
+    ends = [full for full in known if full.rpartition(".")[2] == last] or [
+        full for full in known if full.startswith(name)
+    ]
+    return f"; did you mean {ends[0]}?" if ends else ""
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` where a known name is close; of dotted names the last part counts, too."""
+    by_name = {full.lower(): full for full in known}
+    by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name and "." not in name}
+    close = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.7)
+    return f"; did you mean {by_name[close[0]]}?" if close else ""
+
+
+def _unknown_argument(key: str, message: str) -> str | None:
+    """An argument that the class does not have, or of a class that is not chosen."""
+    nested = re.search(r"NestedArg\(key='([^']+)'", message)
+    if match := re.search(r"given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
+        parameters = inspect.signature(pkgutil.resolve_name(match[1])).parameters
+        return f"there is no setting {key}.{match[2]} of {_last(match[1])}{meant(match[2], parameters)}"
+    if nested and "is abstract" in message:
+        return f"{key}.{nested[1]} is a setting of no class yet: choose one first, --{key} NAME --{key}.{nested[1]} ..."
+    if nested and "Dict must include a class_path" in message:
+        return f"there is no setting {key}.{nested[1]}: {key} is a function"
+    return None
+
+
+def _missing_arguments(key: str, message: str) -> str | None:
+    match = re.search(r"the following arguments are required: ([\w, ]+)", message)
+    where = re.search(r"class_path '([\w.]+)'|Import path ([\w.]+)|class_path='([\w.]+)'", message)
+    if match is None or where is None:
+        return None
+    needed = ", ".join(f"{key}.{name.strip()}" for name in match[1].split(","))
+    return f"{key}: {_last(next(filter(None, where.groups())))} needs {needed}"
+
+
+def _unknown_class(key: str, message: str) -> str | None:
+    """A name that is no class, or one of another kind."""
+    value = _given(message)
+    missing = re.search(r"(?:module '([\w.]+)' has no|No ([\w.]+)) attribute '?(\w+)", message)
+    if missing:
+        module = missing[1] or missing[2]
+        return f"{key}: there is no {missing[3]} in {module}{meant(missing[3], dir(pkgutil.resolve_name(module)))}"
+    if match := re.search(r"No module named '([\w.]+)'", message):
+        kind = PROMPT_FILES.get((value or "").rpartition(".")[2])
+        hint = f"; for a file: --{key} {kind} --{key}.path {value}" if kind else ""
+        return f"{key}={value}: there is no module {match[1]}{hint}"
+    if "is not allowed, denied" in message:
+        return f"{key} must not be {value}: its module is on the deny list of jsonargparse"
+    unknown = re.search(r"Expected a dot import path string: (.*)|Unexpected import path format: (.*)", message)
+    if unknown is None and "does not correspond to a subclass" not in message:
+        return None
+    name = (unknown and (unknown[1] or unknown[2])) or value
+    kind_name, names = _classes_for(key, message)
+    close = meant(_last(str(name)), names)
+    listed = f"; there are {', '.join(names)}" if not close and len(names) <= MOST_LISTED else ""
+    return f"{key} must be {kind_name}, got {name}{close or listed}"
+
+
+def _classes_for(key: str, message: str) -> tuple[str, list[str]]:
+    """Name of the kind of class that a setting expects, and the names that it may have."""
+    if key == "data.reward":
+        return "the dotted path of a function or a class", [f"lit_async_rl.rewards.{one}" for one in REWARDS]
+    if key == "model.optimizer":
+        return "an optimizer class", [name for name, one in vars(torch.optim).items() if inspect.isclass(one)]
+    public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
+    for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
+        public |= {name: one for name, one in vars(module).items() if inspect.isclass(one)}
+    for path in re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:])):
+        base = pkgutil.resolve_name(path)
+        kinds = [name for name, one in public.items() if inspect.isclass(one) and _is_kind(one, base)]
+        return f"{'an' if base.__name__[0] in 'AEIO' else 'a'} {base.__name__}", kinds or list(public)
+    return "a class", list(public)
+
+
+def _is_kind(one: type, base: type) -> bool:
+    try:
+        return issubclass(one, base) and not (one is base and (inspect.isabstract(one) or one.__subclasses__()))
+    except TypeError:  # a protocol with data
+        return False
+
+
+def _wrong_type(key: str, message: str) -> str | None:
+    kinds = [kind for kind in re.findall(r"Expected a <class '(\w+)'>", message) if kind != "NoneType"]
+    choices = [
+        one.strip() for text in re.findall(r"Expected a typing\.Literal\[(.*?)\]", message) for one in text.split(",")
+    ]
+    if not (kinds or choices) or "does not correspond" in message:
+        return None
+    rule = f"one of {', '.join(dict.fromkeys(choices))}" if choices else f"of type {' or '.join(dict.fromkeys(kinds))}"
+    return f"{key} must be {rule}, got {_given(message)}"
+
+
+def _given(message: str) -> str | None:
+    """The value that was refused, as it was written."""
+    values = re.findall(r"(?:Given value:|Got value:) (.*)", message)
+    nested = re.search(r"NestedArg\(key='[^']+', val='?(.*?)'?\)\s*$", message)
+    plain = [value for value in values if not value.startswith(("NestedArg(", "Namespace("))]
+    return plain[0].strip() if plain else nested[1] if nested else None
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _shortened(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [line.removeprefix("- ") for line in dict.fromkeys(lines) if line and not NOISE.fullmatch(line)]
+    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(kept))
+    text = re.sub(r"Type \S*Callable\[.*\] expects a function or a callable class: ", "", text)
+    text = re.sub(r" Got value: Namespace\(.*\)$", "", text)
+    return re.sub(r"Parser key \"(\w+)\":", r"\1:", text)

@@ -1,0 +1,184 @@
+// Charts of the metrics, drawn by ECharts when they come into view.
+(() => {
+  "use strict";
+  const report = (window.report = window.report || {});
+  const { html, useEffect, useMemo, useRef, useState } = htmPreact;
+
+  const CHARTS = [
+    { title: "Reward", names: ["reward/mean", "reward/mean_sampled"] },
+    { title: "Held-out", prefixes: ["val/", "eval/"] },
+    { title: "Staleness", unit: "versions", names: ["sample/staleness_mean", "sample/staleness_p95", "sample/staleness_max"] },
+    { title: "Effective sample size", unit: "share", names: ["importance/ess_ratio", "importance/ess_ratio_token"] },
+    { title: "KL(μ‖π) per token", unit: "nats", names: ["importance/kl_k1", "importance/kl_k2", "importance/kl_k3"] },
+    { title: "Entropy", unit: "nats", names: ["policy/entropy"] },
+    { title: "Gradient norm", names: ["grad/norm"] },
+    { title: "Cosine of consecutive gradients", names: ["grad/cosine"] },
+    { title: "Throughput", unit: "tokens per second", names: ["perf/tokens_per_s"] },
+    { title: "Idle", unit: "share of the step", names: ["perf/trainer_wait_share", "perf/engine_idle_share"] },
+    { title: "Completion length", unit: "tokens", names: ["rollout/length_mean"] },
+    { title: "Time of a step", unit: "seconds", names: ["perf/step_s"] },
+  ];
+  const LINES = ["solid", "dashed", "dotted"];
+
+  // A chart in a box of its own; `option` is made only once the box is visible.
+  report.Chart = ({ option, label, className = "", group, onReady }) => {
+    const box = useRef(null);
+    const state = useRef({});
+    state.current.option = option;
+    const draw = () => state.current.chart && state.current.chart.setOption(state.current.option(), { replaceMerge: ["series"] });
+    useEffect(() => {
+      const here = state.current;
+      const begin = () => {
+        if (here.chart || !box.current) return;
+        here.chart = echarts.init(box.current, null, { renderer: "canvas" });
+        if (group) here.chart.group = group;
+        draw();
+        if (group) echarts.connect(group);
+        if (onReady) onReady(here.chart);
+      };
+      const seen = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && setTimeout(begin, 0));
+      const sized = new ResizeObserver(() => here.chart && here.chart.resize());
+      seen.observe(box.current);
+      sized.observe(box.current);
+      return () => {
+        seen.disconnect();
+        sized.disconnect();
+        if (here.chart) here.chart.dispose();
+        here.chart = null;
+      };
+    }, []);
+    useEffect(draw, [option]);
+    return html`<div class="chart ${className}" ref=${box} role="img" aria-label=${label}></div>`;
+  };
+
+  // Content of a tooltip: elements with text, never markup.
+  report.tip = (title, rows) => {
+    const box = document.createElement("div");
+    const head = document.createElement("strong");
+    head.textContent = title;
+    box.append(head);
+    for (const [name, value] of rows) {
+      const line = document.createElement("div");
+      line.textContent = `${name}: ${value}`;
+      box.append(line);
+    }
+    return box;
+  };
+
+  report.chartBase = () => ({
+    animation: false,
+    backgroundColor: "transparent",
+    textStyle: { color: report.color("--text"), fontFamily: "system-ui, sans-serif" },
+    tooltip: {
+      confine: true,
+      backgroundColor: report.color("--panel"),
+      borderColor: report.color("--line"),
+      textStyle: { color: report.color("--text"), fontSize: 12 },
+    },
+  });
+
+  const axis = () => ({
+    axisLabel: { color: report.color("--muted"), fontSize: 11 },
+    axisLine: { lineStyle: { color: report.color("--line") } },
+    splitLine: { lineStyle: { color: report.color("--line"), opacity: 0.5 } },
+  });
+  report.axis = axis;
+
+  const smoothed = (values, width) => {
+    if (width < 2) return values;
+    let sum = 0;
+    let number = 0;
+    const kept = [];
+    return values.map((value) => {
+      kept.push(value);
+      if (value !== null) { sum += value; number += 1; }
+      if (kept.length > width) {
+        const old = kept.shift();
+        if (old !== null) { sum -= old; number -= 1; }
+      }
+      return number ? sum / number : null;
+    });
+  };
+
+  const namesOf = (runs, chart) => {
+    const all = [...new Set(runs.flatMap((run) => Object.keys(run.curves ? run.curves.series : {})))];
+    return chart.names
+      ? chart.names.filter((name) => all.includes(name))
+      : all.filter((name) => chart.prefixes.some((prefix) => name.startsWith(prefix)));
+  };
+
+  const seriesOf = (runs, names, width) =>
+    runs.flatMap((run, r) =>
+      names.filter((name) => run.curves && run.curves.series[name]).map((name, n) => {
+        const { axis: number, y } = run.curves.series[name];
+        const x = run.curves.axes[number];
+        const values = smoothed(y, width);
+        const color = report.color(`--c${(runs.length > 1 ? r : n) % 4}`);
+        return {
+          type: "line",
+          name: runs.length > 1 ? `${run.label}: ${name}` : name,
+          data: x.map((step, i) => [step, values[i]]),
+          showSymbol: x.length < 30,
+          symbolSize: 5,
+          sampling: "lttb",
+          connectNulls: false,
+          lineStyle: { width: 1.8, type: LINES[n % LINES.length], color },
+          itemStyle: { color },
+        };
+      }),
+    );
+
+  report.curveOption = (runs, chart, names, width) => () => ({
+    ...report.chartBase(),
+    grid: { left: 8, right: 14, top: 28, bottom: 8, containLabel: true },
+    legend: {
+      type: "scroll", top: 0, left: 0, itemWidth: 22, itemHeight: 8, textStyle: { color: report.color("--muted"), fontSize: 11 },
+      pageTextStyle: { color: report.color("--muted") },
+    },
+    tooltip: {
+      ...report.chartBase().tooltip,
+      trigger: "axis",
+      formatter: (points) =>
+        report.tip(`step ${points[0].axisValue}`, points.map((p) => [p.seriesName, report.number(p.value[1], 4)])),
+    },
+    dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, filterMode: "none" }],
+    xAxis: { type: "value", min: "dataMin", max: "dataMax", ...axis(), splitLine: { show: false } },
+    yAxis: { type: "value", scale: true, ...axis() },
+    series: seriesOf(runs, names, width),
+  });
+
+  const Curve = ({ runs, chart, names, width, theme }) => {
+    const option = useMemo(() => report.curveOption(runs, chart, names, width), [runs, width, theme, names.join()]);
+    return html`<figure class="panel"><figcaption>${chart.title}${chart.unit && html` <small>(${chart.unit})</small>`}</figcaption>
+      <${report.Chart} option=${option} group="curves" label=${`${chart.title} by optimizer step: ${names.join(", ")}`} />
+    </figure>`;
+  };
+
+  report.Curves = ({ runs, theme, only }) => {
+    const [width, setWidth] = useState(1);
+    const [other, setOther] = useState("");
+    const charts = CHARTS.map((chart) => ({ chart, names: namesOf(runs, chart) })).filter(({ names }) => names.length);
+    const shown = only ? charts.filter(({ chart }) => only.includes(chart.title)) : charts;
+    const all = [...new Set(runs.flatMap((run) => Object.keys(run.curves ? run.curves.series : {})))].sort();
+    if (!charts.length) return html`<p class="empty">This run has logged no metrics yet.</p>`;
+    return html`
+      ${!only && html`<div class="controls">
+        <label>smoothing
+          <select id="smoothing" value=${width} onChange=${(e) => setWidth(Number(e.target.value))}>
+            ${[[1, "none"], [5, "5 points"], [20, "20 points"], [100, "100 points"]].map(([v, t]) => html`<option value=${v}>${t}</option>`)}
+          </select>
+        </label>
+        <label>another metric
+          <select id="metric" value=${other} onChange=${(e) => setOther(e.target.value)}>
+            <option value="">choose</option>${all.map((name) => html`<option value=${name}>${name}</option>`)}
+          </select>
+        </label>
+        <span class="hint">Ctrl and wheel zoom, dragging moves; all charts show the same step.</span>
+      </div>`}
+      <div class="charts">
+        ${other && html`<${Curve} key=${other} runs=${runs} chart=${{ title: other }} names=${[other]} width=${width} theme=${theme} />`}
+        ${shown.map(({ chart, names }) =>
+          html`<${Curve} key=${chart.title} runs=${runs} chart=${chart} names=${names} width=${width} theme=${theme} />`)}
+      </div>`;
+  };
+})();

@@ -1,0 +1,179 @@
+"""Rollouts of a run for the viewer: chosen from `samples.jsonl` within a budget of bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_async_rl.report.tail import Tail
+
+MAX_BYTES = 3_500_000  # of all rollouts on the page
+MAX_TEXT = 120_000  # characters of one completion or prompt
+HEAD = re.compile(rb'\{"step": (\d+), "group": (-?\d+), ')
+PER_TOKEN = ("versions", "log_ratios", "advantages", "entropies", "mask")
+
+
+class Samples:
+    """Incremental index of a table with one rollout a line; rows are read when the page is made.
+
+    Attributes:
+        num_rows: rollouts in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path)
+        self._generation = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._offsets, self._sizes = array("q"), array("q")
+        self._steps, self._groups = array("q"), array("q")
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._offsets)
+
+    def refresh(self) -> bool:
+        """Indexes new rows; whether there were any."""
+        if not self._tail.begin():
+            return False
+        if self._tail.generation != self._generation:
+            self._generation = self._tail.generation
+            self._clear()
+        for offset, line in self._tail.lines():
+            if (place := _place(line)) is not None:
+                self._offsets.append(offset)
+                self._sizes.append(len(line))
+                self._steps.append(place[0])
+                self._groups.append(place[1])
+        return True
+
+    def steps(self) -> set[int]:
+        """Steps with rows."""
+        return set(self._steps)
+
+    def payload(self, max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
+        """Groups of evenly spaced steps, with all of their rollouts, in order of steps."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for number, place in enumerate(zip(self._steps, self._groups, strict=True)):
+            rows.setdefault(place, []).append(number)
+        sizes = {place: sum(self._sizes[n] for n in numbers) for place, numbers in rows.items()}
+        chosen = sorted(choose(sizes, max_bytes))
+        found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        try:
+            with self._tail.path.open("rb") as file:
+                for place in chosen:
+                    found[place] = [row for n in rows[place] if (row := self._row(file, n)) is not None]
+        except OSError:  # removed meanwhile
+            return []
+        return [group for place in chosen if (group := as_group(found.get(place, [])))]
+
+    def _row(self, file: Any, number: int) -> dict[str, Any] | None:
+        file.seek(self._offsets[number])
+        return parsed(file.read(self._sizes[number]))
+
+
+def choose(sizes: dict[tuple[int, int], int], max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Groups within a budget: first one of the last step, the first and those between, then a second one of each.
+
+    Args:
+        sizes: bytes of each group, by step and group.
+        max_bytes: of all of them.
+    """
+    if not sizes:
+        return
+    by_step: dict[int, list[tuple[int, int]]] = {}
+    for place in sizes:
+        by_step.setdefault(place[0], []).append(place)
+    steps = sorted(by_step)
+    mean = sum(sizes.values()) / max(1, len(sizes))
+    room = int(max_bytes / max(mean, 1))
+    per_step = max(1, min(max(map(len, by_step.values()), default=1), room // max(1, min(len(steps), 100))))
+    left = max_bytes
+    for number in range(per_step):
+        for step in evenly(steps, max(1, room // per_step)):
+            if number >= len(by_step[step]):
+                continue
+            place = by_step[step][number]
+            if sizes[place] <= left:
+                left -= sizes[place]
+                yield place
+
+
+def evenly(values: Sequence[int], most: int) -> list[int]:
+    """At most `most` values at equal distances: the last one, the first, then the others."""
+    if len(values) <= most:
+        kept = list(values)
+    elif most < 2:
+        kept = [values[-1]]
+    else:
+        kept = [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
+    return [kept[-1], *kept[:-1]]
+
+
+def as_group(rows: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """A group for the page: what its rollouts share, and they themselves; None without rows."""
+    rollouts = list(rows)
+    if not rollouts:
+        return None
+    head = rollouts[0]
+    group = {name: head.get(name) for name in ("step", "group", "prompt", "messages", "answer", "policy_version")}
+    group["prompt"] = shortened(group["prompt"])
+    group["rollouts"] = [_rollout(row, number) for number, row in enumerate(rollouts)]
+    return {name: value for name, value in group.items() if value is not None}
+
+
+def _rollout(row: dict[str, Any], number: int) -> dict[str, Any]:
+    tokens = row.get("tokens")
+    kept: dict[str, Any] = {
+        "sample": row.get("sample", number),
+        "reward": row.get("reward"),
+        "length": row.get("num_tokens", len(tokens) if tokens else None),
+        "oldest": row.get("oldest_version"),
+        "newest": row.get("newest_version"),
+        "finish": row.get("finish_reason"),
+        "turns": row.get("turns"),
+    }
+    if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens):
+        kept["tokens"] = tokens
+        for name in PER_TOKEN:
+            values = row.get(name)
+            if isinstance(values, list | tuple) and len(values) == len(tokens):
+                kept[name] = values
+        kept["cut"] = row.get("cut")
+    if not tokens or row.get("cut"):
+        kept["text"] = shortened(row.get("completion"))
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def shortened(text: Any) -> str:
+    """The text, or beginning and end of one that is longer than any page should be."""
+    text = text if isinstance(text, str) else ""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half:,} characters left out]\n{text[-half:]}"
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None for any other line."""
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _place(line: bytes) -> tuple[int, int] | None:
+    """Step and group of a row."""
+    if (found := HEAD.match(line)) is not None:
+        return int(found[1]), int(found[2])
+    row = parsed(line)
+    if row is None or not isinstance(row.get("step"), int):
+        return None
+    group = row.get("group", 0)
+    return row["step"], group if isinstance(group, int) else 0

@@ -1,0 +1,213 @@
+"""Timeline of a run for the page, from the trace files `timeline/rank*.json`.
+
+Each is a JSON array in Chrome's trace format with one event a line; the closing bracket may be missing, and the last
+line may be cut off. Shares over the whole run are exact; single spans are there for the whole run where it is short,
+otherwise for a few windows of it.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_async_rl.report.samples import parsed
+from lit_async_rl.report.spans import Spans
+from lit_async_rl.report.tail import Tail
+
+MAX_SPANS, NUM_WINDOWS, MAX_BINS = 3000, 8, 400
+STEPS_PER_BIN = 4  # at least: shares within a step are for the chart of single spans
+BUSY = ("engine/prefill", "engine/decode")
+KINDS = (
+    *("trainer/wait", "trainer/forward_backward", "trainer/optimizer", "trainer/publish", "trainer/checkpoint"),
+    *("trainer/validation", "engine/prefill", "engine/decode", "engine/update_weights", "reward/score"),
+    "environment/answer",
+)
+
+
+class Timeline:
+    """Incremental reader of a run's trace files. Times are seconds since 1970."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "timeline"
+        self._tails: dict[str, Tail] = {}
+        self._generations = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._begin, self._duration = array("d"), array("d")
+        self._kind, self._lane, self._step, self._version = array("i"), array("i"), array("i"), array("i")
+        self._file, self._offset = array("i"), array("q")
+        self._kinds: dict[str, int] = {}
+        self._lanes: dict[tuple[str, int, int], int] = {}
+        self._names: dict[tuple[int, int], str] = {}
+        self._processes: dict[int, str] = {}
+        self._whole_until: float | None = None
+
+    def refresh(self) -> bool:
+        """Reads new events; whether there were any."""
+        for path in sorted(self._folder.glob("*.json")):
+            self._tails.setdefault(path.name, Tail(path))
+        if not sum(tail.begin() for tail in self._tails.values()):  # all of them are asked
+            return False
+        if (generations := sum(tail.generation for tail in self._tails.values())) != self._generations:
+            self._generations = generations
+            self._clear()
+            self._tails = {path.name: Tail(path) for path in sorted(self._folder.glob("*.json"))}
+            for tail in self._tails.values():
+                tail.begin()
+            self._generations = 0
+        for number, tail in enumerate(self._tails.values()):
+            for offset, line in tail.lines():
+                self._add(number, offset, line)
+        return True
+
+    def _add(self, file: int, offset: int, line: bytes) -> None:
+        event = parsed(line.strip().lstrip(b"[").rstrip(b"],"))
+        if event is None:
+            return
+        try:
+            thread = int(event.get("pid", 0)), int(event.get("tid", 0))
+            if event.get("ph") != "X":
+                self._note(event, thread)
+                return
+            begin, duration = float(event["ts"]) / 1e6, max(0.0, float(event["dur"])) / 1e6
+            args = event.get("args") or {}
+            step, version = _whole(args.get("step")), _whole(args.get("version"))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return
+        category, kind = str(event.get("cat")), f"{event.get('cat')}/{event.get('name')}"
+        self._begin.append(begin)
+        self._duration.append(duration)
+        self._kind.append(self._kinds.setdefault(kind, len(self._kinds)))
+        self._lane.append(self._lanes.setdefault((category, *thread), len(self._lanes)))
+        self._step.append(step)
+        self._version.append(version)
+        self._file.append(file)
+        self._offset.append(offset)
+
+    def _note(self, event: dict[str, Any], thread: tuple[int, int]) -> None:
+        """Names of processes and threads; the moment from which on the file has only some of the steps."""
+        kind, name, args = event.get("ph"), event.get("name"), event.get("args") or {}
+        if kind == "M" and name == "thread_name":
+            self._names[thread] = str(args["name"])
+        elif kind == "M" and name == "process_name":
+            self._processes[thread[0]] = str(args["name"])
+        elif name == "recorded steps" and args.get("every") != 1 and self._whole_until is None:
+            self._whole_until = float(event["ts"]) / 1e6
+
+    def __len__(self) -> int:
+        return len(self._begin)
+
+    def spans(self, *kinds: str) -> Spans:
+        """All spans of some kinds (`category/name`), of all ranks and threads."""
+        wanted = [self._kinds[kind] for kind in kinds if kind in self._kinds]
+        of_kind = np.isin(np.asarray(self._kind), wanted)
+        begin = np.asarray(self._begin)[of_kind]
+        return Spans(begin, begin + np.asarray(self._duration)[of_kind])
+
+    def idle(self, began_at: float | None = None, ended_at: float | None = None) -> dict[str, float] | None:
+        """Idle and busy seconds of a window as the verdict counts them: without validation. None without any training.
+
+        Args:
+            began_at: by default the beginning of the first micro-batch.
+            ended_at: by default the end of the last span.
+        """
+        training = self.spans("trainer/forward_backward")
+        if not len(training.begin):
+            return None
+        begin = float(training.begin.min()) if began_at is None else began_at
+        end = float(self._ends().max()) if ended_at is None else ended_at
+        end = max(begin, min(end, self._whole_until or end))
+        window = Spans(np.array([begin]), np.array([end])).without(self.spans("trainer/validation").union())
+        within = lambda spans: sum(spans.within(a, b) for a, b in zip(window.begin, window.end, strict=True))  # noqa: E731
+        wall_s = float((window.end - window.begin).sum())
+        return {
+            "began_at": begin,
+            "ended_at": end,
+            "wall_s": wall_s,
+            "wait_s": within(self.spans("trainer/wait").union()),
+            "sync_s": within(self.spans("trainer/publish").union()),
+            "engine_busy_s": within(self.spans(*BUSY).union()),
+        }
+
+    def _ends(self) -> np.ndarray:
+        return np.asarray(self._begin) + np.asarray(self._duration)
+
+    def payload(self) -> dict[str, Any] | None:
+        """Lanes, shares of time of each kind in parts of the run, and windows with single spans."""
+        if not len(self):
+            return None
+        first, last = float(np.asarray(self._begin).min()), float(self._ends().max())
+        steps = max(self._step) + 1
+        bins = max(10, min(MAX_BINS, steps // STEPS_PER_BIN))
+        edges = np.linspace(first, max(last, first + 1e-6), bins + 1)
+        width = edges[1] - edges[0]
+        shares = {
+            kind: [round(float(v), 4) for v in np.diff(self._seconds(kind).covered(edges)) / width]
+            for kind in KINDS
+            if kind in self._kinds
+        }
+        return {
+            "origin": first,
+            "duration": last - first,
+            "num_spans": len(self),
+            "lanes": [self._lane_name(lane) for lane in self._lanes],
+            "bins": {"width": width, "shares": shares},
+            "windows": self._windows(first),
+        }
+
+    def _seconds(self, kind: str) -> Spans:
+        spans = self.spans(kind)
+        return spans if kind.startswith("reward/") else spans.union()  # workers score side by side
+
+    def _lane_name(self, lane: tuple[str, int, int]) -> dict[str, Any]:
+        category, process, thread = lane
+        name = self._names.get((process, thread), category)
+        several = len({process for _, process, _ in self._lanes}) > 1
+        where = self._processes.get(process, f"process {process}") if several else ""
+        return {"category": category, "name": name, "process": process, "where": where, "thread": thread}
+
+    def _windows(self, origin: float) -> list[dict[str, Any]]:
+        order = np.argsort(np.asarray(self._begin), kind="stable")
+        if len(order) <= MAX_SPANS:
+            return [self._window(order, origin)]
+        size = 2 * MAX_SPANS // 3
+        begins = [round(n * (len(order) - size) / (NUM_WINDOWS - 1)) for n in range(NUM_WINDOWS)]
+        return [self._window(order[begin : begin + size], origin) for begin in begins]
+
+    def _window(self, numbers: np.ndarray, origin: float) -> dict[str, Any]:
+        kinds = list(self._kinds)
+        steps = np.asarray(self._step)[numbers]
+        steps = steps[steps >= 0]
+        return {
+            "steps": [int(steps.min()) + 1, int(steps.max()) + 1] if len(steps) else None,
+            "kinds": kinds,
+            "spans": [
+                [
+                    *(self._lane[n], self._kind[n], round(self._begin[n] - origin, 5), round(self._duration[n], 5)),
+                    *(self._version[n], self._args(n)),
+                ]
+                for n in numbers.tolist()
+            ],
+        }
+
+    def _args(self, number: int) -> dict[str, Any]:
+        path = list(self._tails.values())[self._file[number]].path
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offset[number])
+                event = parsed(file.readline().strip().lstrip(b"[").rstrip(b"],"))
+        except OSError:
+            return {}
+        args = (event or {}).get("args")
+        if not isinstance(args, dict) or len(json.dumps(args)) > 400:
+            return {}
+        return args | {"step": args["step"] + 1} if isinstance(args.get("step"), int) else args  # counted from 1
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and 0 <= value < 2**31 else -1

@@ -1,0 +1,42 @@
+"""The embedded engine builds its model without reading weights; validation decodes as many rows as it does."""
+
+import pytest
+from replays import assert_exact, requests_of
+from tiny_models import save, tiny_gemma2, tiny_llama
+
+import lit_async_rl as rl
+from lit_async_rl.assets import asset
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import SetupError
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2])
+def test_no_weights_are_read_from_disk(make, tmp_path):
+    lm, requests = make(), requests_of([4, 6])
+    folder = save(lm, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    engine = EmbeddedEngine(device="cpu")
+    engine.setup(folder)
+    with pytest.raises(SetupError, match="before load_weights"):
+        engine.submit(requests)
+    engine.load_weights(0, lm.named_parameters())
+    assert_exact(lm, requests, engine.run(requests))
+
+
+def test_validation_decodes_num_slots_rows_together(monkeypatch):
+    asked, make = [], EmbeddedEngine.from_module
+    monkeypatch.setattr(
+        EmbeddedEngine,
+        "from_module",
+        lambda lm, num_slots=256, seed=0: asked.append(num_slots) or make(lm, num_slots, seed),
+    )
+    rl.fit(
+        asset("small_sort_policy"),
+        rl.SortDigits(4, size=64),
+        rl.share_correct,
+        **dict(engine=rl.EmbeddedEngine(num_slots=8), groups_per_step=2, group_size=2, max_steps=1),
+        sampling=rl.SamplingParams(max_tokens=4),
+        validation=rl.Validation(prompts=rl.SortDigits(4, size=16, split="held_out")),
+        **dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False),
+    )
+    assert set(asked) == {8}

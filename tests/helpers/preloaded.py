@@ -1,0 +1,173 @@
+"""A process that has imported everything and starts no thread: each command runs in a fork of it, within a second.
+
+The fork takes the place of `lit-async-rl` in a new process: arguments, folder, environment, input and output are its
+own, and it ends as Python ends. Run as a script this is that process; `Preloaded` starts it and talks to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended: exit status, output and errors as a terminal shows them, seconds, processor seconds."""
+
+    status: int
+    said: str
+    seconds: float
+    processor_s: float
+    timed_out: bool
+
+
+class Preloaded:
+    """Runs commands in forks, one at a time. Close it when done."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "COLUMNS": "100"}
+        command = [sys.executable, __file__]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, env=environment, text=True, **pipes)
+
+    def run(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str | None] | None = None,
+        typed: str = "",
+        limit_s: float = 60.0,
+        code: str | None = None,
+    ) -> Done:
+        """Runs `lit-async-rl WORDS` (or Python code, with these arguments) in a folder, from start to end.
+
+        Args:
+            environment: variables to change; None deletes one.
+            typed: standard input.
+            limit_s: seconds until it is killed, with all of its processes.
+            code: to run instead of the command.
+        """
+        asked = dict(words=list(words), folder=str(folder), typed=typed, limit_s=limit_s, code=code)
+        self._process.stdin.write(json.dumps(asked | {"environment": dict(environment or {})}) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the preloaded process has ended"
+        return Done(*json.loads(answer))
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def serve() -> dict | None:
+    """Answers requests until there are none; in a fork it returns the request."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        said = Path(asked["folder"]).with_suffix(".said")
+        sys.stdout.flush()
+        began = time.monotonic()
+        if (child := os.fork()) == 0:
+            os.setsid()
+            _enter(asked, said)
+            return asked
+        status, used, timed_out = _wait(child, began + asked["limit_s"])
+        seconds = time.monotonic() - began
+        text = said.read_bytes().decode(errors="replace")
+        print(json.dumps([status, text, seconds, used, timed_out]), flush=True)
+    return None
+
+
+def _wait(child: int, deadline: float) -> tuple[int, float, bool]:
+    timed_out = False
+    while True:
+        pid, status, usage = os.wait4(child, os.WNOHANG)
+        if pid:
+            break
+        if time.monotonic() > deadline and not timed_out:
+            timed_out = True
+            os.killpg(child, signal.SIGKILL)
+        select.select([], [], [], 0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # nothing that it started outlives it
+    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, timed_out
+
+
+def _enter(asked: dict, said: Path) -> None:
+    """Makes the fork a process of its own."""
+    typed = said.with_suffix(".typed")
+    typed.write_text(asked["typed"])
+    os.dup2(os.open(typed, os.O_RDONLY), 0)
+    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  for the process's life
+    os.chdir(asked["folder"])
+    sys.path[0] = asked["folder"]
+    for name, value in asked["environment"].items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    sys.argv = ["lit-async-rl", *asked["words"]]
+    if (media := sys.modules.get("wandb.sdk.data_types._private")) is not None:
+        os.makedirs(media.MEDIA_TMP.name, exist_ok=True)  # made at its import, and removed by the first fork that ended
+
+
+def preload() -> None:
+    """Imports what every command imports."""
+    import lit_async_rl.api.run
+    import lit_async_rl.cli.chat
+    import lit_async_rl.cli.commands
+    import lit_async_rl.cli.tape
+    import lit_async_rl.engines.vllm.serve  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def run(asked: dict) -> int:
+    """Runs a request as the interpreter would, and returns its exit status."""
+    try:
+        if asked["code"] is None:
+            from lit_async_rl.cli.console import main
+
+            main()
+        else:
+            exec(compile(asked["code"], "<typed>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 130
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    preload()
+    request = serve()
+    if request is not None:
+        status = run(request)
+        threading._shutdown()  # as at the end of every process: waits for threads, then what was registered
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # without the third of a second that freeing all modules takes

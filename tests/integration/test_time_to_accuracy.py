@@ -1,0 +1,111 @@
+"""Benchmark of time to accuracy: its statistics on made-up curves, its suites, and a report of them."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks.time_to_accuracy.report import write_report
+from benchmarks.time_to_accuracy.statistics import difference, final, level_at, speedup, summarize, time_to
+from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def curve(step_s, final_accuracy=0.9, rise=20, num_steps=100, system="synchronous", seed=0):
+    """From 0.3, in a straight line of `rise` steps, to the final accuracy."""
+    steps = np.arange(0, num_steps + 1, 2)
+    accuracy = 0.3 + (final_accuracy - 0.3) * np.minimum(1, steps / rise)
+    once = dict.fromkeys(("wait_share", "idle_share", "publish_share", "load", "cpu_s"), 0.1)
+    once |= dict(staleness=0.0, staleness_max=0.0)
+    return pd.DataFrame(dict(step=steps, wall_s=steps * step_s, tokens=steps * 10, accuracy=accuracy)).assign(
+        workload="tools_0.4", system=system, seed=seed, **once
+    )
+
+
+def test_the_time_to_a_level_is_where_the_smoothed_curve_crosses_it():
+    one = curve(2.0)
+    assert time_to(one, 0.6) == pytest.approx(2.0 * 10)
+    assert time_to(one, 0.6, "step") == pytest.approx(10)
+    assert time_to(one, 0.3) == 0.0
+    assert math.isinf(time_to(one, 0.95))
+
+
+def test_a_level_that_is_lost_again_was_not_reached_before():
+    one = curve(1.0)
+    one.loc[one["step"].between(50, 60), "accuracy"] = 0.5
+    assert time_to(one, 0.85) > 60
+    one.loc[one["step"] >= 50, "accuracy"] = 0.5
+    assert math.isinf(time_to(one, 0.85))
+
+
+def test_levels_are_shares_of_the_rise_and_the_end_is_a_mean():
+    assert level_at([curve(1.0), curve(1.0, 0.8)], 0.5) == pytest.approx(0.3 + 0.5 * 0.55)
+    assert final(curve(1.0)) == pytest.approx(0.9)
+
+
+def test_the_interval_of_a_ratio_covers_the_truth_and_shrinks_with_less_noise():
+    random = np.random.default_rng(0)
+    hits, widths = 0, {}
+    for noise in (0.3, 0.05):
+        for n in range(60):
+            sync, other = (np.exp(random.normal(math.log(m), noise, 9)) for m in (60.0, 10.0))
+            value, low, high = speedup(sync, other, seed=n)
+            assert low <= value <= high
+            hits += low <= 6.0 <= high
+            widths[noise] = high - low
+    assert hits / 120 > 0.85
+    assert widths[0.05] < widths[0.3]
+
+
+def test_a_system_that_does_not_get_there_is_worth_nothing_and_without_a_reference_there_is_no_ratio():
+    assert speedup([10.0, 12.0, 11.0], [math.inf] * 3) == (0.0, 0.0, 0.0)
+    assert math.isnan(speedup([math.inf] * 3, [3.0] * 3)[0])
+    value, low, high = difference([0.9, 0.91], [0.92, 0.93])
+    assert value == pytest.approx(0.02)
+    assert low <= value <= high
+
+
+def test_the_report_says_what_the_curves_say(tmp_path):
+    runs = [curve(4.0, seed=seed) for seed in range(3)]
+    runs += [curve(0.5, 0.92, rise=25, system="vcpo_8", seed=seed) for seed in range(3)]
+    runs += [curve(0.5, 0.5, system="plain_8", seed=seed) for seed in range(3)]
+    table = pd.concat(runs, ignore_index=True)
+    rows = summarize(table, "tools_0.4", "synchronous").set_index("system")
+    assert rows.loc["synchronous", "time_speedup_0.8"] == (1.0, 1.0, 1.0)
+    value, low, high = rows.loc["vcpo_8", "time_speedup_0.8"]
+    assert 6 < value < 8
+    assert low == high == value
+    assert rows.loc["plain_8", "time_speedup_0.8"][0] == 0
+    assert rows.loc["vcpo_8", "difference"][0] == pytest.approx(0.02)
+    said = write_report(table, tmp_path, "the command")
+    assert "| vcpo_8 | 3 | 0.50 |" in said
+    assert "the command" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "pictures/tools_0.4.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (ROOT / CONFIGS / "suites").glob("*.yaml")])
+def test_every_suite_loads_and_its_files_exist(name):
+    for cell in load_suite(name).cells:
+        assert Cell.of(cell.folder) == cell
+        assert all(Path(word).is_file() for word in cell.arguments() if word.endswith(".yaml"))
+        assert "SEED" not in " ".join(cell.arguments())
+
+
+def test_wrong_names_are_named(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"'nightly': no such suite.*smoke"):
+        load_suite("nightly")
+    monkeypatch.setattr("benchmarks.time_to_accuracy.suite.CONFIGS", tmp_path)
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "workloads.yaml").write_text("a: {configs: [x.yaml], num_steps: 1, snapshot_steps: 1}")
+    (tmp_path / "systems.yaml").write_text("b: {}")
+    (tmp_path / "suites/odd.yaml").write_text("blocks: [{workload: a, systems: [c], seeds: [0]}]")
+    with pytest.raises(ValueError, match=r"unknown \['c'\]; there are \['b'\]"):
+        load_suite("odd")

@@ -1,0 +1,45 @@
+"""Mental arithmetic as chat prompts, and the reward that reads the last number."""
+
+import re
+
+import pytest
+
+from lit_async_rl.rewards import last_number
+from lit_async_rl.tasks import MentalArithmetic
+from lit_async_rl.types import Prompt
+
+
+def questions(split) -> dict[str, Prompt]:
+    source = MentalArithmetic(split=split)
+    return {source[n].messages[0]["content"]: source[n] for n in range(len(source))}
+
+
+def test_answers_are_right_and_no_problem_occurs_twice():
+    for split in ("train", "held_out"):
+        found = questions(split)
+        assert len(found) == len(MentalArithmetic(split=split))
+        for text, prompt in found.items():
+            expression = re.fullmatch(r"What is ([\d x+-]+)\? Answer with just the number\.", text)[1]
+            assert eval(expression.replace("x", "*")) == int(prompt.answer) >= 0
+
+
+def test_numbers_are_held_out_in_both_orders():
+    train, held_out = questions("train"), questions("held_out")
+    assert not train.keys() & held_out.keys()
+    assert len(held_out) >= 200
+    for text in held_out:
+        swapped = re.sub(r"is (\d+) ([+x]) (\d+)", r"is \3 \2 \1", text)
+        assert swapped not in train
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("7", 1), ("3 + 4 = 7.", 1), ("12-5 is 7\n", 1), ("3 + 4 = 7, not 8", 0), ("seven", 0), ("-7", 0), ("7.5", 0)],
+)
+def test_the_last_number_counts(completion, reward):
+    assert last_number(Prompt(text="", answer="7"), completion) == reward
+
+
+def test_signs_and_thousands():
+    assert last_number(Prompt(text="", answer="-1200"), "It is -1,200") == 1
+    assert last_number(Prompt(text="", answer="1200"), "10-1200") == 1

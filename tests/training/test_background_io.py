@@ -1,0 +1,118 @@
+"""Checkpoints written in the background: what is saved, in which order files change, errors, kills."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_async_rl.training.background_io import BackgroundCheckpointIO
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_checkpoint
+
+
+def state(value: float, size: int = 1000) -> dict:
+    weights = {"policy.w": torch.full((size,), value)}
+    return {"state_dict": weights, "version": 1, "updated": False, "random_state": torch.get_rng_state(), "note": []}
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds each write until it is set."""
+    event, write = threading.Event(), AtomicCheckpointIO.save_checkpoint
+
+    def slow(self, *args, **kwargs):
+        assert event.wait(60)
+        write(self, *args, **kwargs)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow)
+    return event
+
+
+def test_training_goes_on_and_the_file_holds_what_was_saved(tmp_path, gate):
+    io, saved = BackgroundCheckpointIO(), state(1.0)
+    io.save_checkpoint(saved, tmp_path / "a.ckpt")
+    saved["state_dict"]["policy.w"].fill_(2.0)
+    saved["note"].append("later")
+    assert not (tmp_path / "a.ckpt").exists()
+    gate.set()
+    loaded = io.load_checkpoint(tmp_path / "a.ckpt")
+    assert loaded["state_dict"]["policy.w"].eq(1.0).all()
+    assert loaded["note"] == []
+    io.teardown()
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    io, saved = BackgroundCheckpointIO(), state(1.0, size=100_000)
+    saved["state_dict"]["policy.head"] = saved["state_dict"]["policy.w"]
+    io.save_checkpoint(saved, tmp_path / "a.ckpt")
+    io.teardown()
+    assert (tmp_path / "a.ckpt").stat().st_size < 600_000
+
+
+def test_an_older_one_goes_only_when_its_successor_and_the_link_are_there(tmp_path, gate):
+    io, old, new, last = BackgroundCheckpointIO(), tmp_path / "1.ckpt", tmp_path / "2.ckpt", tmp_path / "last.ckpt"
+    gate.set()
+    io.save_checkpoint(state(1.0), old)
+    io.link_checkpoint(str(old), str(last))
+    io.wait()
+    gate.clear()
+    io.save_checkpoint(state(2.0), new)
+    io.remove_checkpoint(old)  # in Lightning's order: the link moves at the end
+    assert old.exists()
+    assert last.resolve() == old
+    gate.set()
+    io.wait()
+    assert old.exists()  # the link leads there
+    io.link_checkpoint(str(new), str(last))
+    io.teardown()
+    assert not old.exists()
+    assert io.load_checkpoint(last)["state_dict"]["policy.w"][0] == 2
+
+
+@pytest.mark.parametrize("how", ["wait", "save", "teardown"])
+def test_a_failed_write_is_raised(tmp_path, how):
+    io = BackgroundCheckpointIO()
+    (tmp_path / "file").touch()
+    io.save_checkpoint(state(1.0), tmp_path / "file" / "a.ckpt")
+    with pytest.raises(OSError, match="file"):
+        {"wait": io.wait, "save": lambda: io.save_checkpoint(state(1.0), tmp_path / "b"), "teardown": io.teardown}[
+            how
+        ]()
+    io.teardown()
+
+
+def save_for_ever(folder: Path) -> None:
+    """As `LinkedCheckpoint` with `save_top_k: 1` does."""
+    io, step = BackgroundCheckpointIO(), 0
+    while True:
+        step += 1
+        io.save_checkpoint(state(step, size=100_000), folder / f"{step}.ckpt")
+        if step > 1:
+            io.remove_checkpoint(folder / f"{step - 1}.ckpt")
+        io.link_checkpoint(str(folder / f"{step}.ckpt"), str(folder / "last.ckpt"))
+
+
+def test_a_kill_at_any_moment_leaves_the_last_one_loadable(tmp_path):
+    chance = random.Random(0)
+    for number in range(8):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if (pid := os.fork()) == 0:
+            try:
+                save_for_ever(folder)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 60
+        while not (folder / "last.ckpt").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        check_checkpoint(folder / "last.ckpt")
+        value = BackgroundCheckpointIO().load_checkpoint(folder / "last.ckpt")["state_dict"]["policy.w"]
+        assert value.eq(value[0]).all()
+        assert len(list(folder.glob("[0-9]*.ckpt"))) <= 2
