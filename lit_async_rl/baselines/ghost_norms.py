@@ -191,12 +191,11 @@ def _chosen_layers(body: nn.Module, last_blocks: int | None) -> dict[str, nn.Mod
     layers = {name: module for name, module in body.named_modules() if own_parameters(module)}
     if last_blocks is None:
         return layers
-    stacks = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
+    stacks = [list(module) for module in body.modules() if isinstance(module, nn.ModuleList)]
     if not stacks:
         raise ValueError(f"model.baseline.last_blocks={last_blocks}: {type(body).__name__} has no list of blocks")
-    chosen = {
-        id(part) for block in list(max(stacks, key=lambda stack: len(stack)))[-last_blocks:] for part in block.modules()
-    }
+    blocks = max(stacks, key=len)[-last_blocks:]
+    chosen = {id(part) for block in blocks for part in block.modules()}
     return {name: module for name, module in layers.items() if id(module) in chosen}
 
 
