@@ -58,9 +58,9 @@ def level_at(reference: Sequence[pd.DataFrame], share: float) -> float:
 
 
 def ratio(reference: Sequence[float], other: Sequence[float]) -> float:
-    """S: ratio of medians; 0 where the other system does not get there, nan where neither does."""
+    """S: ratio of medians; 0 where the other system does not get there, nan where neither does or it begins there."""
     above, below = float(np.median(reference)), float(np.median(other))
-    if math.isinf(above):
+    if math.isinf(above) or below == 0:
         return math.nan
     return 0.0 if math.isinf(below) else above / below
 
