@@ -56,7 +56,7 @@ class OwnPositions:
 
 
 def own_positions(rows: PackedRows) -> OwnPositions:
-    """Where the tokens of each trajectory are that it does not share with the others of its group."""
+    """Positions of the tokens that a trajectory does not share with the others of its group."""
     target, source, branch = rows.target, rows.source.flatten(), rows.branch.flatten()
     here = torch.arange(target.numel(), device=target.device).view_as(target)
     is_own = (source[target] == here) & (branch[target] > 0)

@@ -86,7 +86,7 @@ def test_the_split_into_micro_batches_does_not_matter():
 
 def test_the_gradient_is_the_explicit_sum_over_trajectories():
     """sum_i (R_i - b) g_i / std from single gradients, b from their own norms, with accumulators as in the paper."""
-    from test_batching import collate
+    from test_batching import collate  # in tests/data
 
     from lit_async_rl.losses.aggregation import TokenMean
 
