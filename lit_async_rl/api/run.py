@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,10 +17,13 @@ from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.prompts.records import Records
+from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.score import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.training.trackers import log_file
+from lit_async_rl.training.trackers import keeps_files, log_file
+
+log = logging.getLogger(__name__)
 
 OF_THE_MODULE = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]
 OF_THE_DATA = tuple(inspect.signature(RolloutDataModule.__init__).parameters)[2:]
@@ -104,11 +108,20 @@ def print_summary(trainer: pl.Trainer) -> None:
 
 
 def upload_report(trainer: pl.Trainer) -> None:
-    """Adds `report.html` of the run's folder to the trackers that keep files, if it is there."""
+    """Writes the run's report and adds it to the trackers that keep files; nothing without such a tracker.
+
+    A report that cannot be written is a warning: the run itself has ended well.
+    """
     folder = run_folder(trainer)  # a collective
-    if folder is not None and trainer.is_global_zero and (path := folder / "report.html").exists():
-        for logger in trainer.loggers:
+    loggers = [logger for logger in trainer.loggers if keeps_files(logger)]
+    if folder is None or not trainer.is_global_zero or not loggers:
+        return
+    try:
+        path = write_report(folder, out=folder / "report.html")
+        for logger in loggers:
             log_file(logger, path, "report")
+    except (OSError, ValueError) as error:
+        log.warning("no report of the run: %s", error)
 
 
 def _fit_until_stopped(

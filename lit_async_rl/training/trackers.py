@@ -123,6 +123,11 @@ def log_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[
         logger.experiment.add_text(name, "\n".join(lines), step)
 
 
+def keeps_files(logger: Logger) -> bool:
+    """Whether the tracker keeps files beside metrics."""
+    return isinstance(logger, WandbLogger | MLFlowLogger | TrackioLogger)
+
+
 def log_file(logger: Logger, path: Path, kind: str) -> None:
     """Uploads a file to a tracker that keeps files, as an artifact of this kind."""
     if isinstance(logger, WandbLogger):
