@@ -19,14 +19,16 @@ from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
+from lit_async_rl.engines.logprob_error import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
 from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
-from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import make_adamw, warn_of_lost_updates
@@ -68,6 +70,8 @@ class PolicyModule(WholeSteps):
         attn_implementation: as in transformers; None is its default.
         random_init: take only the architecture from `model`, with random weights.
         packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
+        self_check: before training, compare a few tokens with plain forward passes of the model, and refuse models that
+            are computed wrongly here; unsharded policies only.
 
     Attributes:
         objective: loss, proximal policy, correction, baseline and penalties.
@@ -97,6 +101,7 @@ class PolicyModule(WholeSteps):
         attn_implementation: str | None = None,
         random_init: bool = False,
         packing: SharedPromptPacking | None = None,
+        self_check: bool = True,
     ) -> None:
         super().__init__()
         check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
@@ -121,7 +126,7 @@ class PolicyModule(WholeSteps):
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
         self.strict_loading = reference is None and lora is None  # checkpoints lack it, and the base of adapters
-        self.model, self.sharding, self.version = model, sharding, 0
+        self.model, self.sharding, self.version, self.self_check = model, sharding, 0, self_check
         self._saved_weights = SavedWeights(self, model)
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated, self._gradient_scale, self.validator = False, 1.0, Validator()
@@ -155,6 +160,11 @@ class PolicyModule(WholeSteps):
         self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
         if self.reference is not None:
             self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)
+
+    def on_fit_start(self) -> None:
+        if self.self_check and not is_sharded(self.trainer.strategy.model or self):
+            with self.trainer.precision_plugin.train_step_context():
+                check_policy(self.policy, default_bound(compute_dtype(self.policy.causal_lm)))
 
     def on_train_start(self) -> None:
         rate = float(self.trainer.optimizers[0].defaults.get("lr", 0.0))
@@ -195,7 +205,10 @@ class PolicyModule(WholeSteps):
         self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
-    is_changed = property(lambda self: bool(self._updated), doc="Whether the weights changed since their publication.")
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weights changed since their publication."""
+        return self._updated
 
     def mark_updated(self) -> None:
         """Marks the weights as changed by other means than the optimizer, to be published."""
