@@ -146,6 +146,13 @@ def context_length(lm: PreTrainedModel) -> int:
     return min(length, *(window or length for window in windows), length)
 
 
+def other_layers(lm: PreTrainedModel) -> str:
+    """Kinds of layers that are neither full nor sliding attention, as the configuration calls them; empty if none."""
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
+
+
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
     """Token ids that end a completion, see `stored_eos_token_ids`."""
     return _first_eos(lm.name_or_path or "", lm.generation_config, lm.config.get_text_config())

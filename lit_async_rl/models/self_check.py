@@ -18,7 +18,6 @@ from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.policy import CausalPolicy
 
 SWITCH = {"trainer": "model.self_check", "engine": "data.engine.self_check"}
-ATTENTION = frozenset(("full_attention", "sliding_attention"))
 NUM_PROMPT_TOKENS, NUM_SAMPLED = (3, 1), 3  # lengths of the prompts, and of the longest completion
 
 
@@ -45,13 +44,6 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def recurrent_layers(lm: PreTrainedModel) -> str:
-    """Kinds of layers that mix tokens otherwise than by attention, as its configuration calls them; empty if none."""
-    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    others = sorted(kinds - ATTENTION)
-    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
-
-
 @torch.no_grad()
 def full_logprobs(lm: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     """Log-probabilities [len(ids) - 1] of all tokens but the first, by one forward pass of the sequence alone."""
@@ -72,8 +64,8 @@ def named(lm: PreTrainedModel, what: str, side: str) -> Iterator[None]:
     except (UnsupportedModelError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise refusal(lm, f"{what} cannot be computed ({type(error).__name__}: {first})", side) from error
+        first = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        raise refusal(lm, f"{what} cannot be computed ({first})", side) from error
 
 
 def refusal(lm: PreTrainedModel, reason: str, side: str) -> UnsupportedModelError:

@@ -73,6 +73,8 @@ _QWEN2 = (
     "intermediate_size",
     "num_key_value_heads",
 )
+_ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])
+_INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2)
 _LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _CHANGES: dict[str, dict[str, Any]] = {
     "falcon_h1": dict(mamba_d_ssm=64, **_MAMBA),
@@ -80,6 +82,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1, 3], **_MAMBA),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"] * (LAYERS // 2), **_MAMBA),
     "got_ocr2": dict(text_config=dict(model_type="qwen2", **{name: _SMALL[name] for name in _QWEN2})),
+    "qwen4_exp_text": dict(ngram_vocab_size_base=100, ple_embed_dim=16, **_INDEXER),
     "prophetnet": dict(num_encoder_layers=LAYERS),
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=2, state_size=8, chunk_size=8),
     "dots1": dict(n_shared_experts=1),
@@ -93,7 +96,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
         ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4),
     ),
-    "cohere_compass_text": dict(rope_parameters={key: dict(rope_type="default", rope_theta=1e4) for key in _MIXED}),
+    "cohere_compass_text": dict(rope_parameters=dict.fromkeys(_MIXED, _ROPE)),
     "blt": dict(encoder_hash_byte_group_vocab=50),
 }
 
@@ -174,7 +177,8 @@ def _named(error: Exception, *names: str) -> str:
 def _batch(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, mask and groups of rows as long as the context allows, with a prompt of one token."""
     longest = min(context_length(lm) - 1, 20)
-    shapes = [(4, longest - 4, 0), (4, 2, 0), (1, longest - 1, 1), (1, 3, 1), (longest - 1, 1, 2)]
+    many = [(4, longest - 4, 0)] * 5  # together longer than any window
+    shapes = [*many, (4, 2, 0), (1, longest - 1, 1), (1, 3, 1), (longest - 1, 1, 2)]
     prompts = [random_tokens(lm, longest, seed=group) for group in range(3)]
     rows = [prompts[group][:begin] + random_tokens(lm, n, seed=9 + row) for row, (begin, n, group) in enumerate(shapes)]
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])

@@ -12,7 +12,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.engines.logprob_error import default_bound
-from lit_async_rl.models.loading import evaluation_mode
+from lit_async_rl.models.loading import evaluation_mode, other_layers
 from lit_async_rl.models.self_check import (
     NUM_PROMPT_TOKENS,
     NUM_SAMPLED,
@@ -21,7 +21,6 @@ from lit_async_rl.models.self_check import (
     full_logprobs,
     named,
     random_tokens,
-    recurrent_layers,
     refusal,
 )
 
@@ -44,7 +43,7 @@ def check_decoding(slots: Slots, num_slots: int) -> None:
     if lm in _RIGHT:
         return
     what, side = "the embedded engine's log-probabilities", "engine"
-    if layers := recurrent_layers(lm):
+    if layers := other_layers(lm):
         raise refusal(lm, f"it has {layers} layers, whose state the embedded engine does not keep", side)
     params = SamplingParams(max_tokens=NUM_SAMPLED)
     prompts = [tuple(random_tokens(lm, length, seed)) for seed, length in enumerate(NUM_PROMPT_TOKENS)]
