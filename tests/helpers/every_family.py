@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,6 +84,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1, 3], **_MAMBA),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"] * (LAYERS // 2), **_MAMBA),
     "got_ocr2": dict(text_config=dict(model_type="qwen2", **{name: _SMALL[name] for name in _QWEN2})),
+    "zamba": dict(layers_block_type=["mamba", "hybrid"] * (LAYERS // 2)),
+    "zamba2": dict(layers_block_type=["mamba", "hybrid"] * (LAYERS // 2)),
+    "zaya": dict(num_experts_per_tok=1),
     "qwen4_exp_text": dict(ngram_vocab_size_base=100, ple_embed_dim=16, **_INDEXER),
     "prophetnet": dict(num_encoder_layers=LAYERS),
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=2, state_size=8, chunk_size=8),
@@ -225,16 +230,16 @@ def reason(message: str) -> str:
     return kept[1] if kept else message
 
 
-def main() -> None:
-    """Writes `docs/model_types.json`."""
-    found = {}
-    for name, kind in model_types().items():
-        if name not in UNBUILDABLE:
-            with TemporaryDirectory() as folder:
-                found[name] = {part: reason(message) for part, message in examine(kind, Path(folder)).items()}
+def main(names: Sequence[str]) -> None:
+    """Writes `docs/model_types.json`, anew or the given types only."""
+    found = json.loads(TABLE.read_text())["types"] if names else {}
+    for name in names or model_types().keys() - UNBUILDABLE:
+        with TemporaryDirectory() as folder:
+            parts = examine(model_types()[name], Path(folder))
+        found[name] = {part: reason(message) for part, message in parts.items()}
     content = {"transformers": transformers.__version__, "types": found}
     TABLE.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -110,6 +110,23 @@ def test_the_window_of_gpt_neo_limits_the_context(tmp_path):
     assert context_length(load(config, tmp_path)) == config.max_position_embeddings
 
 
+NOISY = {
+    "opt": dict(dropout=0.3, attention_dropout=0.3, layerdrop=0.5),
+    "bloom": dict(hidden_dropout=0.3, attention_dropout=0.3),
+    "falcon": dict(hidden_dropout=0.3, attention_dropout=0.3),
+    "persimmon": dict(hidden_dropout=0.3, attention_dropout=0.3),
+    "mixtral": dict(router_jitter_noise=0.3, attention_dropout=0.3),
+    "mistral": dict(attention_dropout=0.3),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_nothing_random_is_left_in_the_mode_that_recomputes_activations(name, tmp_path):
+    lm = load(tiny_config(model_types()[name], **NOISY[name]), tmp_path)
+    ids = torch.tensor([random_tokens(lm, 7)])
+    assert torch.equal(lm.train()(ids).logits, lm.eval()(ids).logits)
+
+
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_adapters_of_a_tied_weight_are_refused(target):
     with pytest.raises(ValueError, match=rf"model.lora.target_modules=\['{target}'\] adapts one of .*lm_head"):
