@@ -148,7 +148,7 @@ def test_weights_in_bfloat16_get_the_update_of_float32():
     batch = step_of(make_data(reward=reward, max_staleness=0, groups_per_step=2))
     found = []
     for dtype in ("float32", "bfloat16"):
-        loss = dict(loss=Reinforce(), proximal=CurrentProximal(), baseline=OptimalBaseline(Norms.GHOST))
+        loss = dict(loss=Reinforce(), baseline=OptimalBaseline(Norms.GHOST))
         module = make_module(dtype=dtype, **loss)
         module.trainer = pl.Trainer(accelerator="cpu", logger=False)
         module.training_step(batch, 0).backward()
