@@ -13,7 +13,9 @@ from lit_async_rl.cli.commands import main
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml", "--data.validation.prompts", "null"]
 ALL_KEYS = list(defaults_file()["defaults"])
-KEYS = [key for key in ALL_KEYS if defaults_file()["defaults"][key]]  # the others are off unless a configuration says so
+KEYS = [
+    key for key in ALL_KEYS if defaults_file()["defaults"][key]
+]  # the others are off unless a configuration says so
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ model:
   proximal: null
   correction: null
   baseline: null
+  optimizer: null
+  learning_rate: 2.5e-4
 data:
   aggregation: TokenMean
   groups_per_step: 2
