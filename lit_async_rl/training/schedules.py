@@ -111,10 +111,10 @@ class Cosine(_Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class StableDecay(RateSchedule):
-    """Linear warm-up, the peak rate for most of the run, and a straight line to 0 (warmup-stable-decay, arXiv:2404.06395).
+    """Linear warm-up, the peak rate for most of the run, then a straight line to 0 (WSD, arXiv:2404.06395).
 
-    As many weight changes in all as with a schedule of one peak, at a rate that is never as high: stale gradients have a
-    bias that grows with the rate (arXiv:2607.01083).
+    Moves the weights as far as a schedule that touches its peak once, at a rate that is never as high: the bias of stale
+    gradients grows with the rate (arXiv:2607.01083).
 
     Args:
         warmup: optimizer steps until the peak rate; below 1, that share of the run.
