@@ -113,8 +113,8 @@ class Cosine(_Decay):
 class StableDecay(RateSchedule):
     """Linear warm-up, the peak rate for most of the run, then a straight line to 0 (WSD, arXiv:2404.06395).
 
-    Moves the weights as far as a schedule that touches its peak once, at a rate that is never as high: the bias of stale
-    gradients grows with the rate (arXiv:2607.01083).
+    Moves the weights as far as a schedule that touches its peak once, at a rate that is never as high: the bias of
+    stale gradients grows with the rate (arXiv:2607.01083).
 
     Args:
         warmup: optimizer steps until the peak rate; below 1, that share of the run.
