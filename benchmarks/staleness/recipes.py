@@ -40,7 +40,7 @@ from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 NUM_GROUPS, GROUP_SIZE, MAX_TOKENS, MAX_NORM = 32, 8, 12, 0.5
 SETTLED, WINDOW = 15, 5  # falls of the smoothed reward count once its window lies behind this step
-SCHEDULES: dict[str, RateSchedule] = {"one_cycle": OneCycle(), "stable_decay": StableDecay(warmup=0.1)}
+NUM_HELD_OUT = 512
 
 
 def objective(recipe: str, cap: float) -> Objective:
@@ -140,7 +140,8 @@ def train(args: argparse.Namespace) -> Result:
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = CausalPolicy(load_policy(path, dtype="float32", device="cpu"), 4096, SharedPromptPacking())
     sampler: Any = load_policy(path, dtype="float32", device="cpu").requires_grad_(False)
-    loss_of, schedule = objective(args.recipe, args.cap), SCHEDULES[args.schedule]
+    loss_of = objective(args.recipe, args.cap)
+    schedule: RateSchedule = OneCycle() if args.decay < 0 else StableDecay(warmup=0.1, decay=args.decay)
     aggregation = SequenceMean() if args.recipe.startswith("vcpo") else TokenMean()
     parameters = list(policy.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), weight_decay=0.0)
@@ -166,8 +167,8 @@ def train(args: argparse.Namespace) -> Result:
             momentum = schedule.momentum(step, args.num_steps)
             group["betas"] = (group["betas"][0] if momentum is None else momentum, args.beta2)
         optimizer.step()
-    held_out = SortDigits(num_digits=8, size=512, split="held_out")
-    last = rollouts(policy.lm, tokenizer, [held_out[n] for n in range(512)], 1, args.num_steps)
+    held_out = SortDigits(num_digits=8, size=NUM_HELD_OUT, split="held_out")
+    last = rollouts(policy.lm, tokenizer, [held_out[n] for n in range(NUM_HELD_OUT)], 1, args.num_steps)
     return Result(rewards, ess, mean_reward(last))
 
 
@@ -176,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="vcpo_score", help="plain, dual_clip, cispo, vcpo_score, vcpo_last_block")
     parser.add_argument("--cap", type=float, default=8.0, help="see `objective`")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="stable_decay")
+    parser.add_argument("--decay", type=float, default=0.3, help="share of the run; a negative one: one cycle")
     parser.add_argument("--learning_rate", type=float, default=1.1e-4)
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--ess_power", type=float, default=0.5, help="0: the rate does not follow the sample size")

@@ -55,8 +55,9 @@ class PolicyModule(WholeSteps):
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
         learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`: of AdamW.
         optimizer: another optimizer than AdamW.
-        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine` or `OneCycle`, which take height
-            and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is `ConstantRate()`.
+        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine`, `StableDecay` or `OneCycle`,
+            which take height and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is
+            `ConstantRate()`.
         kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
             reference is the policy without its adapters; otherwise a frozen copy of the weights.
         entropy_coefficient: weight of the entropy bonus.
