@@ -12,12 +12,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lit_async_rl.api.defaults import build, default_callbacks, defaults_file, meant
+from lit_async_rl.api.defaults import build, default_callbacks, defaults_file
 from lit_async_rl.api.notices import quiet
 from lit_async_rl.errors import describe
 from lit_async_rl.training.background_io import BackgroundCheckpointIO
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.utils.checks import check_objects, check_range
+from lit_async_rl.utils.suggestions import meant
 
 SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
 
