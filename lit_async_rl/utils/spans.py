@@ -12,7 +12,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,13 @@ GAP_SHARE = 0.2  # of the window: an engine that is idle for longer ends it
 MAX_PENDING = 20_000
 TRAINER, ENGINE, WEIGHTS, ENVIRONMENT, FIRST_REWARD = 0, 1, 2, 3, 10  # numbers of lanes
 FIRST_SERVER = 1000  # number of a process; smaller ones are ranks
-MERGED = {"tokens": operator.add, "groups": operator.add, "turns": operator.add, "slots": max, "ok": operator.and_}
+MERGED: dict[str, Callable[[Any, Any], Any]] = {
+    "tokens": operator.add,
+    "groups": operator.add,
+    "turns": operator.add,
+    "slots": max,
+    "ok": operator.and_,
+}
 
 Event = dict[str, Any]
 
