@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
 from lit_async_rl.losses.aggregation import Aggregation
-from lit_async_rl.sampler_head import SamplerHead, join_heads
+from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
 
 Value = TypeVar("Value", bool, int, float)
@@ -68,7 +68,8 @@ def collate_step(
     if not keep_groups_whole:
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
-    return [_pad(part, pad_token_id, temperature) for part in parts]
+    head_width = _head_width([rollout for group in groups for rollout in group.rollouts])
+    return [_pad(part, pad_token_id, temperature, head_width) for part in parts]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
@@ -103,7 +104,7 @@ def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row
     return runs
 
 
-def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> RolloutBatch:
+def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float, head_width: int | None) -> RolloutBatch:
     """One micro-batch; without rows a single row of padding, because every rank must run every forward pass."""
     width = max((row.length for row in rows), default=2)
     columns = torch.arange(width)
@@ -128,17 +129,22 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> Rollout
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
         temperature=temperature,
         max_staleness=torch.tensor(bounds),
-        **_heads(completion, [rollout.head for rollout in rollouts]),
+        **_heads(completion, [rollout.head for rollout in rollouts if rollout.head is not None], head_width),
     )
 
 
-def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead | None]) -> dict[str, Any]:
-    """Recorded distributions, in the places of their tokens; nothing unless every rollout has them."""
-    known = [head for head in heads if head is not None]
-    if not known or len(known) < len(heads):
+def _head_width(rollouts: Sequence[Rollout]) -> int | None:
+    """Entries per token of the step's recorded distributions; None unless every rollout has them."""
+    heads = [rollout.head for rollout in rollouts if rollout.head is not None]
+    return heads[0].width if heads and len(heads) == len(rollouts) else None
+
+
+def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width: int | None) -> dict[str, Any]:
+    """Recorded distributions in the places of their tokens, unknown ones elsewhere; nothing if the step has none."""
+    if width is None:
         return {}
-    whole = join_heads(known)
-    shape = (*completion.shape, whole.width)
+    whole = join_heads([*heads, blank_head(0, width)])
+    shape = (*completion.shape, width)
     head_ids = torch.zeros(shape, dtype=torch.long)
     head_logprobs = torch.full(shape, -torch.inf)
     entropy = torch.full(completion.shape, torch.nan)

@@ -129,7 +129,7 @@ def test_parts_of_one_completion_are_joined():
     tool = blank_head(3, WIDTH)
     joined = join_heads([head, tool])
     assert len(joined) == len(head) + 3
-    assert joined.first(len(head)) == head
+    assert SamplerHead(*(values[:-3] for values in joined.tensors)) == head
     assert (joined.logprobs[-3:] == -math.inf).all()
 
 
@@ -142,7 +142,7 @@ def test_a_wrong_head_is_the_engines_fault():
     positive = SamplerHead(head.entropy, head.ids, head.logprobs + 50)
     for broken in (
         None,
-        head.first(1),
+        SamplerHead(*(values[:1] for values in head.tensors)),
         unlikely,
         positive,
         SamplerHead(head.entropy, head.ids[:, :3], head.logprobs[:, :3]),

@@ -13,6 +13,7 @@ from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.data.compatibility import check_engine
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
+from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.replay.tape_source import NoEngine
 from lit_async_rl.scheduling.policies import Bounded
 
@@ -56,3 +57,11 @@ def test_an_engine_that_cannot_record_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"data\.sampling\.head=4 with data\.engine=Deaf"):
         check_engine(Deaf(), None, Bounded(), 4)
     check_engine(Deaf(), None, Bounded(), None)
+
+
+@pytest.mark.parametrize("loss", [ScoreCentering(), ESTR()], ids=str)
+def test_a_micro_batch_without_rows_has_what_the_loss_needs(loss: PolicyLoss) -> None:
+    module = make_module(loss=loss, packing=SharedPromptPacking())  # keeps groups whole: one for four micro-batches
+    before = parameters(module).clone()
+    fit(module, data(groups_per_step=1, micro_batches_per_step=4), 2)
+    assert not torch.equal(parameters(module), before)
