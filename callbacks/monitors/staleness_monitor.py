@@ -17,11 +17,11 @@ from lit_async_rl.types import RolloutBatch
 class StalenessMonitor(StepMonitor):
     """Logs `sample/staleness_{mean,p95,max}` over the tokens of a step, in versions, and `sample/mixed_version_share`.
 
-    `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). A rollout's age
-    has two parts, whose means over rollouts are logged (the lags of ESTR, arXiv:2607.22186): `sample/inter_rollout_lag`,
-    the version in training less that of its newest token, and `sample/intra_rollout_lag`, that of its newest token
-    less that of its oldest. `run_mean` and `run_max`
-    accumulate over the whole run, for `RunSummary`.
+    `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). The age of a
+    rollout has two parts, logged as means over rollouts (the lags of ESTR, arXiv:2607.22186):
+    `sample/inter_rollout_lag`, the version in training less that of its newest token, and `sample/intra_rollout_lag`,
+    the version of its newest token less that of its oldest. `run_mean` and `run_max` accumulate over the whole run,
+    for `RunSummary`.
     """
 
     prog_bar = ("sample/staleness_mean",)

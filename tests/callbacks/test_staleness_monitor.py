@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
 from lit_async_rl.callbacks import StalenessMonitor
@@ -26,11 +26,11 @@ def test_the_age_of_a_rollout_is_split_into_lag_before_and_within_it() -> None:
         rewards=torch.zeros(3),
         group_index=torch.tensor([0, 0, -1]),
     )
-    monitor, nothing = StalenessMonitor(), SimpleNamespace()
-    signals = {"staleness": torch.where(mask, 7 - versions, 0), "version": 7}
-    module: Any = SimpleNamespace(stabilizer_signals=signals)
-    monitor.update(nothing, module, batch)  # type: ignore[arg-type]
-    found = {name: float(value) for name, value in monitor.compute(nothing, module).items()}  # type: ignore[arg-type]
+    monitor, trainer = StalenessMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    module: Any = pl.LightningModule()
+    module.stabilizer_signals = {"staleness": torch.where(mask, 7 - versions, 0), "version": 7}
+    monitor.update(trainer, module, batch)
+    found = {name: float(value) for name, value in monitor.compute(trainer, module).items()}
     assert found["sample/inter_rollout_lag"] == ((7 - 5) + (7 - 6)) / 2
     assert found["sample/intra_rollout_lag"] == ((5 - 3) + 0) / 2
     assert found["sample/mixed_version_share"] == 0.5
