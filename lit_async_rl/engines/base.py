@@ -71,6 +71,9 @@ class GenerationRequest:
     `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
     serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
     `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
+
+    Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
+    servers send them where that beginning is cached.
     """
 
     id: int
@@ -80,6 +83,7 @@ class GenerationRequest:
     prompt: Prompt | None = None
     priority: int = 0
     num_resumed: int = 0
+    session: int | None = None
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:

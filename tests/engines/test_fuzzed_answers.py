@@ -15,7 +15,8 @@ from test_server_fleet import requests
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.request_book import RequestBook
-from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
+from lit_async_rl.engines.vllm.servers.client import ServerClient
+from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
 from lit_async_rl.models.loading import load_config
 
@@ -159,7 +160,7 @@ def test_of_2000_groups_sent_to_a_server_that_answers_nonsense_none_is_lost_or_c
             while len(fleet.pool.servers_in) < 2:
                 await asyncio.sleep(1e-4)
             book.begin([2 * number, 2 * number + 1])
-            fleet.submit(requests(2, first=2 * number))  # one for each
+            fleet.requests.submit(requests(2, first=2 * number))  # one for each
             while book.num_running:
                 await asyncio.sleep(1e-4)
                 book.check()

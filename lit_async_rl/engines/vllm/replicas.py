@@ -21,7 +21,6 @@ from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.installation import check_vllm, is_cpu_build
 from lit_async_rl.engines.vllm.replica_process import LOOK_S, MAX_RESTARTS, Replica
-from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_dtype
@@ -36,7 +35,7 @@ class ReplicaFleet(VLLMServerEngine):
 
     Args:
         replicas: not started yet.
-        startup_timeout_s: see `VLLMEngine`.
+        key: of their HTTP interface.
         settings: of `VLLMServerEngine`.
     """
 
@@ -69,9 +68,9 @@ class ReplicaFleet(VLLMServerEngine):
                     raise StalledError(f"vLLM replica {replica.number} did not start within {limit}")
                 time.sleep(LOOK_S)
 
-    def _make_client(self, url: str) -> ServerClient:
-        client = super()._make_client(url)
-        return ServerClient(url, self._key, client.health_timeout_s, client.request_timeout_s, client.update_timeout_s)
+    @property
+    def _api_key(self) -> str:
+        return self._key
 
     def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         return [*super()._background(), self._supervise]

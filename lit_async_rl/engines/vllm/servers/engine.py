@@ -144,9 +144,12 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         served = self._thread.call(start, limit_s, "the check of the vLLM servers")
         self._max_model_len, self.dtype = served.max_model_len, served.dtype
 
+    @property
+    def _api_key(self) -> str | None:
+        return os.environ.get(self.api_key_variable)
+
     def _make_client(self, url: str) -> ServerClient:
-        key = os.environ.get(self.api_key_variable)
-        return ServerClient(url, key, self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
+        return ServerClient(url, self._api_key, self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
 
     def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """Tasks that run beside the fleet once it has weights."""
@@ -198,10 +201,10 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             for client in self._clients:
                 client.stop_strings = self._stop_strings
         self._book.begin(request.id for request in requests)
-        self._loop.soon(self._fleet.submit, requests)
+        self._loop.soon(self._fleet.requests.submit, requests)
 
     def _cancel(self, request_ids: set[int]) -> None:
-        self._loop.soon(self._fleet.abort, request_ids)
+        self._loop.soon(self._fleet.requests.abort, request_ids)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ import transformers
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.logprob_error import Probe, default_bound
 from lit_async_rl.engines.vllm.model_identity import difference
-from lit_async_rl.engines.vllm.servers.answers import MODELS, WORKER_REPORTS, MalformedAnswer, WorkerReport
-from lit_async_rl.engines.vllm.servers.client import GENERATE, ServerClient, ServerFailure, ServerRefusal, message
+from lit_async_rl.engines.vllm.servers.client import GENERATE, ServerClient
+from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal, message
+from lit_async_rl.engines.vllm.servers.schema import MODELS, WORKER_REPORTS, MalformedAnswer, WorkerReport
 from lit_async_rl.errors import EngineError
 
 RETRY_S = 1.0  # between two looks at a server that has not started yet
