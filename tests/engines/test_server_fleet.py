@@ -184,8 +184,9 @@ def test_turns_of_an_episode_go_to_the_server_that_has_its_beginning(fleet):
         def answer(body, right):
             seen[server.address].append(tuple(body["token_ids"]))
             for choice in right["choices"]:  # ends the turn
-                choice["finish_reason"] = "stop"
-                choice["token_ids"][-1] = choice["logprobs"]["content"][-1]["token_id"] = EOS
+                ids = [*choice["token_ids"][:-1], EOS]
+                content = [{"token_id": token, "logprob": -1.0} for token in ids]
+                choice |= {"finish_reason": "stop", "token_ids": ids, "logprobs": {"content": content}}
             return web.json_response(right)
 
         return answer

@@ -64,6 +64,7 @@ class WorkerExtension:
             "model": describe_config(self.model_config.hf_text_config),
             "transformers": transformers.__version__,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "can_sleep": bool(self.model_config.enable_sleep_mode),
             "problems": unusable_settings(self.vllm_config),
         }
 

@@ -15,6 +15,7 @@ from lit_async_rl.engines.vllm.servers.schema import (
     LOADED,
     LOADING,
     SCORED,
+    SLEEPING,
     WEIGHT_INFO,
     MalformedAnswer,
     Schema,
@@ -45,6 +46,7 @@ class ServerClient(ServerConnection):
         self.health_timeout_s, self.request_timeout_s = health_timeout_s, request_timeout_s
         self.update_timeout_s = update_timeout_s
         self.stop_strings: StopStrings | None = None
+        self._is_asleep = False
 
     # -- is it alive --------------------------------------------------------------------------------------------------
 
@@ -144,14 +146,41 @@ class ServerClient(ServerConnection):
         """
         clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
+        if abort:  # it was away: nobody knows what has been done to it
+            self._is_asleep = await self._ask_if_asleep()
+        await self.wake("weights")
         await self.done("POST", f"/pause?{query}", self.health_timeout_s)
         if folder is None:
             await self._call_workers(LOADED, "swap_policy_weights")
         else:
             await self._call_workers(LOADED, "load_policy_weights", folder=folder)
         await self.done("POST", "/update_weight_version", self.health_timeout_s, {"new_version": tag})
+        await self.wake("kv_cache")
         await self.done("POST", "/resume", self.health_timeout_s)
         return clock() - began
+
+    async def sleep(self, level: int) -> None:
+        """Has the server, which must have no requests, free the memory of its KV cache and weights.
+
+        Raises:
+            ServerFailure: it did not.
+        """
+        self._is_asleep = True
+        await self.done("POST", f"/sleep?level={level}&mode=keep", self.update_timeout_s)
+
+    async def wake(self, *tags: str) -> None:
+        """Gives a server that sleeps its memory back, or the part named: `weights`, `kv_cache`. It resumes with all.
+
+        Raises:
+            ServerFailure: it did not wake up.
+        """
+        if self._is_asleep:
+            query = "&".join(f"tags={tag}" for tag in tags)
+            await self.done("POST", "/wake_up" + (f"?{query}" if query else ""), self.update_timeout_s)
+            self._is_asleep = tags == ("weights",)
+
+    async def _ask_if_asleep(self) -> bool:
+        return (await self.read(SLEEPING, "GET", "/is_sleeping", self.health_timeout_s))["is_sleeping"]
 
     async def _while_listening(self, work: Any) -> Any:
         """Result of `work`, awaited as long as the server accepts connections; loading may take minutes."""

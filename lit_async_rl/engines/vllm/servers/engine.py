@@ -22,7 +22,10 @@ from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTr
 from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
+from lit_async_rl.engines.vllm.servers.handshake import Expected
 from lit_async_rl.engines.vllm.servers.membership import Membership, server_url, wait_for_servers_file
+from lit_async_rl.engines.vllm.servers.sleep import FleetSleep
+from lit_async_rl.engines.vllm.sleep import check_sleep_level, free_cached_memory
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
@@ -61,6 +64,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         startup_timeout_s: timeout of the wait for servers that are starting.
         recovery_timeout_s: maximum time without any server before the run ends.
         servers_file: names the servers, in place of `servers`; `setup` waits for the file and for those in it.
+        sleep_level: see `VLLMEngine`; the servers need `--enable-sleep-mode`, and must serve nobody else.
 
     Raises:
         ValueError: a setting is out of range, or a server is not given as `host:port`.
@@ -82,6 +86,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         startup_timeout_s: float = 600.0,
         recovery_timeout_s: float = 300.0,
         servers_file: str | None = None,
+        sleep_level: int = 0,
     ) -> None:
         check_range(
             "data.engine",
@@ -102,7 +107,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             )
         name = "the fleet of vLLM servers"
         super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
-        self.api_key_variable = api_key_variable
+        self.api_key_variable, self.sleep_level = api_key_variable, check_sleep_level(sleep_level, transfer)
         self.probe_interval_s, self.health_timeout_s = probe_interval_s, health_timeout_s
         self.request_timeout_s, self.update_timeout_s = request_timeout_s, update_timeout_s
         self.startup_timeout_s, self.recovery_timeout_s = startup_timeout_s, recovery_timeout_s
@@ -134,11 +139,15 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             recovery_timeout_s=self.recovery_timeout_s,
         )
         self._fleet.background = self._background()
+        self._sleep = FleetSleep(self._fleet, self.sleep_level)
         if self._spans is not None:
             self._fleet.observe(self._spans)
         self._thread = LoopThread("vLLM servers")
         start = self._fleet.start(
-            describe_config(config), self._vocab_size, stored_eos_token_ids(model), self.startup_timeout_s
+            Expected(describe_config(config), sleeps=self.sleep_level > 0),
+            self._vocab_size,
+            stored_eos_token_ids(model),
+            self.startup_timeout_s,
         )
         limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         served = self._thread.call(start, limit_s, "the check of the vLLM servers")
@@ -188,10 +197,22 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         try:
             self._fleet.probe = self.probe
             self.transfer.stage(weights)
+            if self._sleep.is_on:
+                free_cached_memory()
             update = self._fleet.update(version, self.transfer)
             return loop.call(update, patience_s, "loading weights into the vLLM servers")
         finally:
-            loop.soon(self._fleet.end_update)
+            loop.soon(self._sleep.end)
+
+    def sleep(self) -> None:
+        """Frees the servers' memory of KV cache and weights until the next update, unless requests are running."""
+        if self.sleep_level:
+            limit_s = 2 * self.update_timeout_s
+            self._loop.call(self._sleep.begin(), limit_s, "putting the vLLM servers to sleep")
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self.sleep_level == 2 and self._thread is not None and self._sleep.is_on
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 
@@ -201,7 +222,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             for client in self._clients:
                 client.stop_strings = self._stop_strings
         self._book.begin(request.id for request in requests)
-        self._loop.soon(self._fleet.requests.submit, requests)
+        self._loop.soon(self._sleep.submit, requests)
 
     def _cancel(self, request_ids: set[int]) -> None:
         self._loop.soon(self._fleet.requests.abort, request_ids)

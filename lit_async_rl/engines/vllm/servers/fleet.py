@@ -18,7 +18,7 @@ longer it stays out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ class ServerFleet:
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
         self._num_changes = 0
         self.requests = Dispatcher(
-            self._clients, self.pool, book, self._terms, self._start_task, self.take_out, self._outages.forgive
+            self._clients, self.pool, book, self._terms, self.start_task, self.take_out, self._outages.forgive
         )
 
     def observe(self, spans: Spans) -> None:
@@ -80,12 +80,12 @@ class ServerFleet:
     # -- servers ------------------------------------------------------------------------------------------------------
 
     async def start(
-        self, model: Mapping[str, Any], vocab_size: int, eos_token_ids: Sequence[int], timeout_s: float
+        self, expected: handshake.Expected, vocab_size: int, eos_token_ids: Sequence[int], timeout_s: float
     ) -> handshake.Served:
         """Waits until all servers are ready; returns the smallest of their limits. Raises: see `wait_for_servers`."""
-        self._model = model
+        self._expected = expected
         self._terms.vocab_size, self._terms.eos_token_ids = vocab_size, eos_token_ids
-        served = await handshake.wait_for_servers(self._clients.values(), model, timeout_s)
+        served = await handshake.wait_for_servers(self._clients.values(), expected, timeout_s)
         self._terms.max_model_len = served.max_model_len
         return served
 
@@ -94,13 +94,18 @@ class ServerFleet:
         """All servers, in or out."""
         return set(self._clients)
 
+    @property
+    def clients_in(self) -> list[ServerClient]:
+        """Servers that get requests."""
+        return [self._clients[url] for url in self.pool.servers_in]
+
     def add(self, client: ServerClient) -> None:
         """Adds a server, which is out until its watcher brings it in; there must be weights."""
         self._clients[client.url] = client
         self._outages.add(client.url)
         self.requests.add(client.url)
         self.pool.add(client.url)
-        self._watchers[client.url] = self._start_task(self._watch(client))
+        self._watchers[client.url] = self.start_task(self._watch(client))
 
     async def remove(self, url: str) -> None:
         """Forgets a server; requests that it still has go to others."""
@@ -137,7 +142,7 @@ class ServerFleet:
 
     async def _try_to_bring_in(self, client: ServerClient) -> None:
         try:
-            await handshake.check_server(client, self._model, self._terms.max_model_len)
+            await handshake.check_server(client, self._expected, self._terms.max_model_len)
             async with self._changing:
                 self._num_changes += 1
                 await self._load_and_prove(client)
@@ -217,19 +222,20 @@ class ServerFleet:
         if is_first:
             for url in self._clients:
                 self._bring_in(url)
-            self._watchers = {client.url: self._start_task(self._watch(client)) for client in clients}
-            self._watchers |= {f"background {n}": self._start_task(run()) for n, run in enumerate(self.background)}
+            self._watchers = {client.url: self.start_task(self._watch(client)) for client in clients}
+            self._watchers |= {f"background {n}": self.start_task(run()) for n, run in enumerate(self.background)}
         return max(pauses, default=0.0)
 
-    def end_update(self) -> None:
-        """Allows servers to be brought in again and sends the requests held back."""
+    def end_update(self, keep_held: bool = False) -> None:
+        """Allows servers to be brought in again and sends the requests held back, unless they are to be kept."""
         self._changing.release()
-        self.pool.release()
-        self.requests.dispatch()
+        if not keep_held:
+            self.pool.release()
+            self.requests.dispatch()
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task whose exception is recorded as the engine's failure."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._on_end)

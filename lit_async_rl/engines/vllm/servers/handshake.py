@@ -22,6 +22,19 @@ STARTED_BY = "start it with scripts/serve.py"
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What a run asks of every server.
+
+    Attributes:
+        model: text configuration that its model must have, see `describe_config`.
+        sleeps: whether it will be put to sleep.
+    """
+
+    model: Mapping[str, Any]
+    sleeps: bool = False
+
+
+@dataclass(frozen=True)
 class Served:
     """Limits and dtype of a server that was accepted.
 
@@ -34,7 +47,7 @@ class Served:
     dtype: str
 
 
-async def wait_for_servers(clients: Iterable[ServerClient], expected: Mapping[str, Any], timeout_s: float) -> Served:
+async def wait_for_servers(clients: Iterable[ServerClient], expected: Expected, timeout_s: float) -> Served:
     """Waits until all servers are ready; returns the smallest limit and the coarsest dtype.
 
     Raises:
@@ -45,7 +58,7 @@ async def wait_for_servers(clients: Iterable[ServerClient], expected: Mapping[st
     return Served(min(served.max_model_len for served in found), dtype)
 
 
-async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], timeout_s: float) -> Served:
+async def wait_for_server(client: ServerClient, expected: Expected, timeout_s: float) -> Served:
     """Result of `check_server` as soon as the server is reachable.
 
     Raises:
@@ -64,12 +77,12 @@ async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], tim
         await asyncio.sleep(RETRY_S)
 
 
-async def check_server(client: ServerClient, expected: Mapping[str, Any], min_model_len: int = 0) -> Served:
+async def check_server(client: ServerClient, expected: Expected, min_model_len: int = 0) -> Served:
     """Checks a server and returns its limits.
 
     Args:
         client: the server.
-        expected: text configuration that its model must have, see `describe_config`.
+        expected: of it.
         min_model_len: limit that it must have at least: requests of the run may be that long.
 
     Raises:
@@ -99,7 +112,9 @@ async def check_server(client: ServerClient, expected: Mapping[str, Any], min_mo
         raise ServerRefusal(f"takes no new weights: needs VLLM_SERVER_DEV_MODE=1; {STARTED_BY}")
     reports = await describe_workers(client)
     for report in reports:
-        _check_policy(report, expected)
+        _check_policy(report, expected.model)
+        if expected.sleeps and not report["can_sleep"]:
+            raise ServerRefusal("cannot sleep, as data.engine.sleep_level asks: needs a GPU and --enable-sleep-mode")
     return Served(max_model_len, reports[0]["dtype"])
 
 

@@ -103,6 +103,7 @@ class WorkerReport(TypedDict):
     model: dict[str, Any]
     transformers: str
     dtype: str
+    can_sleep: bool
     problems: list[str]
 
 
@@ -110,6 +111,13 @@ class WorkerReports(TypedDict):
     """Answer of `/collective_rpc` with `describe_policy`: one report per worker."""
 
     results: Annotated[list[WorkerReport], Field(min_length=1)]
+
+
+class Sleeping(TypedDict):
+    """Answer of `/is_sleeping`."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    is_sleeping: bool
 
 
 class Loaded(TypedDict):
@@ -160,7 +168,7 @@ class Schema(Generic[T]):
 
 GENERATED, SCORED, MODELS = Schema(Generated), Schema(Scored), Schema(Models)
 WEIGHT_INFO, WORKER_REPORTS, LOADED = Schema(WeightInfo), Schema(WorkerReports), Schema(Loaded)
-LOADING = Schema(LoadingStates)
+LOADING, SLEEPING = Schema(LoadingStates), Schema(Sleeping)
 
 
 def excerpt(body: bytes) -> str:
