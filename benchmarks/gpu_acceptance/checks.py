@@ -246,7 +246,7 @@ def vllm_delta(device: str) -> dict[str, float]:
 
 
 def sleep(device: str) -> dict[str, float]:
-    """vLLM frees most of its memory at both levels of sleep, and then samples from the new weights."""
+    """VLLM frees most of its memory at both levels of sleep, and then samples from the new weights."""
     if importlib.util.find_spec("vllm") is None:
         raise Skip("vLLM is not installed")
     from lit_async_rl.engines.vllm.engine import VLLMEngine

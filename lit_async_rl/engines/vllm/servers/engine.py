@@ -37,9 +37,10 @@ from lit_async_rl.utils.spans import Spans
 class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     """vLLM servers (0.32 or newer, `scripts/serve.py`), on this machine and on others.
 
-    Each prompt goes, with all its samples, to the server with the fewest outstanding tokens. A server that dies or
-    hangs is taken out and its requests are sampled again by others: no group is lost or delivered twice. A server that
-    recovers gets the newest weights before any request. Each of these events is logged in one line.
+    Each prompt goes, with all its samples, to the server with the fewest outstanding tokens; later turns of its
+    episodes go where its beginning is cached, unless that server has far more to do. A server that dies or hangs is
+    taken out and its requests are sampled again by others: no group is lost or delivered twice. A server that recovers
+    gets the newest weights before any request. Each of these events is logged in one line.
 
     A group that is sampled again starts from its prompt. If servers die often, long completions are therefore
     underrepresented.
