@@ -200,7 +200,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             self.transfer.stage(weights)
             if self._sleep.is_on:
                 free_cached_memory()
-            update = self._fleet.update(version, self.transfer)
+            update = self._sleep.update(version, self.transfer)
             return loop.call(update, patience_s, "loading weights into the vLLM servers")
         finally:
             loop.soon(self._sleep.end)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
@@ -55,8 +56,14 @@ class FleetSleep:
         finally:
             self.end()
 
+    async def update(self, version: int, transfer: FileTransfer) -> float:
+        """Weight update of the fleet, which wakes all servers that are in; returns the seconds paused."""
+        pause_s = await self.fleet.update(version, transfer)
+        self.is_on = False
+        return pause_s
+
     def end(self) -> None:
-        """Ends an update, which has woken all servers that are in; sends the requests held back."""
+        """Ends an update; sends the requests held back."""
         self.is_on = False
         self.fleet.end_update()
 
