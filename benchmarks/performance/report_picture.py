@@ -1,4 +1,4 @@
-"""Picture of the report's pipeline view: the quick start asynchronous and synchronous, one after the other. Needs Chromium.
+"""Draws the report's pipeline view of the quick start, asynchronous and synchronous one after the other. Needs Chromium.
 
 python benchmarks/performance/report_picture.py --out docs/assets/report_pipeline.png
 """
