@@ -188,11 +188,16 @@ def _generation_config(model: str) -> GenerationConfig | None:
         return None
 
 
-def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]], partial: bool = False) -> dict[str, Tensor]:
     """Copies `weights` to the devices and dtypes of the parameters of `lm`, without changing `lm`.
 
     Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
     exhausted, because other ranks take part in it.
+
+    Args:
+        lm: model that is to have the weights.
+        weights: names and tensors.
+        partial: any weight may be missing.
 
     Raises:
         ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
@@ -211,7 +216,7 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
         elif name in own:
             like = own[name]
             received[name] = tensor.detach().to(like.device, like.dtype, copy=True)
-    missing = own.keys() - received.keys()
+    missing = set() if partial else own.keys() - received.keys()
     if problem or missing:
         raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")
     return received

@@ -58,7 +58,7 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
-    records_heads = True
+    records_heads = takes_changes = True
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class EmbeddedEngine(RolloutEngine):
                 f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
                 f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
             )
-        update = Update(version, receive_weights(self._active_slots.lm, weights))
+        update = Update(version, receive_weights(self._active_slots.lm, weights, partial=self._has_weights))
         with self._lock.hold():
             if waits and (self._queue or self._active_slots.num_active):
                 self._update_room.add(1)
@@ -241,8 +241,9 @@ class EmbeddedEngine(RolloutEngine):
 
     @torch.no_grad()
     def _apply(self, update: Update) -> None:
-        for name, parameter in self._active_slots.lm.named_parameters():
-            parameter.copy_(update.weights[name])
+        parameters = dict(self._active_slots.lm.named_parameters())
+        for name, weight in update.weights.items():
+            parameters[name].copy_(weight)
         self._version, self._has_weights = update.version, True
         self._active_slots.forget_prompts()
 
