@@ -5,7 +5,7 @@
     python benchmarks/real_model.py --measure runs/smollm2/version_0         # of a run that exists
     python benchmarks/real_model.py --report runs/real_model --write docs/measurements/smollm2.json
 
-A measurement asks every held-out problem once greedily and `SAMPLES` times at temperature 1, in bfloat16, and is written
+A measurement asks every held-out problem once greedily and `SAMPLES` times at temperature 1, in bfloat16. It is written
 to `measured.json` in the run's folder; the model before training is asked once, `before.json` beside the runs.
 """
 
@@ -37,7 +37,7 @@ from lit_async_rl.tasks import MentalArithmetic
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/smollm2.yaml"
 RUNS = Path("runs/real_model")
-SAMPLES, SHOWN = 4, 12
+SAMPLES, SHOWN = 1, 12
 
 
 def train(name: str, seed: int, flags: list[str]) -> Path:

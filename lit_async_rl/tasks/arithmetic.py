@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, product, starmap
+from itertools import combinations_with_replacement, product, starmap
 from typing import NamedTuple
 
 from lit_async_rl.prompts.sources import PromptSource
@@ -49,7 +49,7 @@ class MentalArithmetic(PromptSource):
     | `sums` | a + b of numbers from 0 to `largest` |
     | `differences` | a - b >= 0 of the same |
     | `products` | a x b of numbers from 2 to `largest_factor` |
-    | `tens` | a + b and a - b >= 0 of 10, 20 to 90 |
+    | `tens` | a + b of 10, 20 to 90 |
     | `two_steps` | a + b + c and a + b - c >= 0 of digits from 1 to 9 |
 
     Args:
@@ -101,7 +101,7 @@ def _sum(a: int, b: int) -> _Problem:
     return _Problem(f"{a} + {b}", a + b, f"+ {min(a, b)} {max(a, b)}")
 
 
-def _difference(a: int, b: int) -> _Problem:
+def _difference(b: int, a: int) -> _Problem:
     return _Problem(f"{a} - {b}", a - b, f"- {b} {a}")
 
 
@@ -116,15 +116,10 @@ def _two_steps() -> Iterator[_Problem]:
                 yield _Problem(f"{a} + {b} {sign} {c}", answer, f"+{sign} {min(a, b)} {max(a, b)} {c}")
 
 
-def _differences(numbers: Sequence[int]) -> Iterator[_Problem]:
-    return (_difference(a, b) for a in numbers for b in numbers if a >= b)
-
-
-_TENS = range(10, 100, 10)
 _KINDS: dict[str, Callable[[MentalArithmetic], Iterable[_Problem]]] = {
     "sums": lambda task: starmap(_sum, product(range(task.largest + 1), repeat=2)),
-    "differences": lambda task: _differences(range(task.largest + 1)),
+    "differences": lambda task: starmap(_difference, combinations_with_replacement(range(task.largest + 1), 2)),
     "products": lambda task: starmap(_product, product(range(2, task.largest_factor + 1), repeat=2)),
-    "tens": lambda task: chain(starmap(_sum, product(_TENS, repeat=2)), _differences(_TENS)),
+    "tens": lambda task: starmap(_sum, product(range(10, 100, 10), repeat=2)),
     "two_steps": lambda task: _two_steps(),
 }
