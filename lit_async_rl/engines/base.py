@@ -116,7 +116,7 @@ class RolloutEngine(ABC):
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
-        takes_changes: whether `load_weights` accepts only weights that changed, after it was given all once.
+        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that it was given before.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         num_slots: samples decoded together, also by validation.

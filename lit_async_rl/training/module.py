@@ -213,7 +213,7 @@ class PolicyModule(WholeSteps):
 
         Args:
             adapters: LoRA is not merged, see `lit_async_rl.models.weights.stream_weights`.
-            known: frozen weights that the receiver has and that are left out, see there.
+            known: frozen weights that the receiver has and that do not travel, see there.
         """
         return stream_weights(self.policy, self.trainer.strategy.model, adapters, known)
 

@@ -223,7 +223,7 @@ class EmbeddedEngine(RolloutEngine):
                 f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
                 f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
             )
-        update = Update(version, receive_weights(self._active_slots.lm, weights, partial=self._has_weights))
+        update = Update(version, receive_weights(self._active_slots.lm, weights))
         with self._lock.hold():
             if waits and (self._queue or self._active_slots.num_active):
                 self._update_room.add(1)
