@@ -59,10 +59,6 @@ class SamplerHead:
         """k, the number of tokens per position."""
         return self.ids.shape[1]
 
-    def first(self, length: int) -> SamplerHead:
-        """Head of the first `length` tokens."""
-        return SamplerHead(*(values[:length].clone() for values in self.tensors))
-
 
 def blank_head(length: int, width: int) -> SamplerHead:
     """Head of tokens that were not sampled (a tool's answer): nothing is known, entropy NaN."""

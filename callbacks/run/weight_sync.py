@@ -14,6 +14,7 @@ from lit_async_rl.data.compatibility import check_signal
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.loading import check_vocabulary
+from lit_async_rl.models.routers import check_routers
 from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
 from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
@@ -73,6 +74,8 @@ class WeightSync(pl.Callback):
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
         check_data_compatibility(module.objective.loss, data.advantage, data.aggregation, data.sampling.head)
+        if data.sampling.experts:
+            check_routers(module.policy.causal_lm)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
         if module.objective.baseline is None and data.tape is None:  # it takes the advantage's place
             check_signal(data.advantage, data.group_size, data.sampling.temperature, is_sampled)

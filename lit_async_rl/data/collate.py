@@ -12,12 +12,13 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
+from lit_async_rl.expert_choices import OWN_CHOICE
 from lit_async_rl.losses.aggregation import Aggregation
-from lit_async_rl.sampler_head import SamplerHead, join_heads
+from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
 
 Value = TypeVar("Value", bool, int, float)
@@ -68,7 +69,9 @@ def collate_step(
     if not keep_groups_whole:
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
-    return [_pad(part, pad_token_id, temperature) for part in parts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    recorded = _head_width(rollouts), _experts_shape(rollouts)
+    return [_pad(part, pad_token_id, temperature, *recorded) for part in parts]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
@@ -103,7 +106,13 @@ def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row
     return runs
 
 
-def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> RolloutBatch:
+def _pad(
+    rows: Sequence[_Row],
+    pad_token_id: int,
+    temperature: float,
+    head_width: int | None,
+    experts_shape: tuple[int, int] | None,
+) -> RolloutBatch:
     """One micro-batch; without rows a single row of padding, because every rank must run every forward pass."""
     width = max((row.length for row in rows), default=2)
     columns = torch.arange(width)
@@ -128,23 +137,47 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float) -> Rollout
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
         temperature=temperature,
         max_staleness=torch.tensor(bounds),
-        **_heads(completion, [rollout.head for rollout in rollouts]),
+        **_heads(completion, [rollout.head for rollout in rollouts if rollout.head is not None], head_width),
+        experts=_experts(attention_mask.shape, rollouts, experts_shape),
     )
 
 
-def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead | None]) -> dict[str, Any]:
-    """Recorded distributions, in the places of their tokens; nothing unless every rollout has them."""
-    known = [head for head in heads if head is not None]
-    if not known or len(known) < len(heads):
+def _head_width(rollouts: Sequence[Rollout]) -> int | None:
+    """Entries per token of the step's recorded distributions; None unless every rollout has them."""
+    heads = [rollout.head for rollout in rollouts if rollout.head is not None]
+    return heads[0].width if heads and len(heads) == len(rollouts) else None
+
+
+def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width: int | None) -> dict[str, Any]:
+    """Recorded distributions in the places of their tokens, unknown ones elsewhere; nothing if the step has none."""
+    if width is None:
         return {}
-    whole = join_heads(known)
-    shape = (*completion.shape, whole.width)
+    whole = join_heads([*heads, blank_head(0, width)])
+    shape = (*completion.shape, width)
     head_ids = torch.zeros(shape, dtype=torch.long)
     head_logprobs = torch.full(shape, -torch.inf)
     entropy = torch.full(completion.shape, torch.nan)
     head_ids[completion], head_logprobs[completion] = whole.ids.long(), whole.logprobs
     entropy[completion] = whole.entropy
     return {"head_ids": head_ids, "head_logprobs": head_logprobs, "behavior_entropy": entropy}
+
+
+def _experts_shape(rollouts: Sequence[Rollout]) -> tuple[int, int] | None:
+    """Routers and experts per token, if any rollout of the step has chosen experts."""
+    return next((rollout.experts.shape for rollout in rollouts if rollout.experts is not None), None)
+
+
+def _experts(
+    size: tuple[int, ...], rollouts: Sequence[Rollout], shape: tuple[int, int] | None
+) -> Int[Tensor, "B T n k"] | None:
+    """Chosen experts in the places of their tokens."""
+    if shape is None:
+        return None
+    experts = torch.full((*size, *shape), OWN_CHOICE, dtype=torch.int16)
+    for row, rollout in zip(experts, rollouts, strict=False):  # a row of padding has no rollout
+        if rollout.experts is not None:
+            row[: len(rollout.experts)] = rollout.experts.experts
+    return experts
 
 
 def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Value) -> Tensor:

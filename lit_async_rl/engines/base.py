@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.engines.logprob_error import Probe
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import FinishReason, Prompt, Turn
@@ -35,6 +36,8 @@ class SamplingParams:
         head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
             likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
             and the replay of truncated supports need it.
+        experts: record the experts that the model's routers choose for every token of prompt and completion; the
+            trainer then uses the same (router replay).
         stop: strings that end the completion, at the token that completes the first of them. All tokens train,
             including that one; the reward gets the text before the stop string.
 
@@ -50,6 +53,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     head: int | None = None
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
@@ -91,7 +95,8 @@ class GenerationRequest:
 class Completion:
     """One finished sample of a request; `logprobs` and `versions` have one entry per token.
 
-    `head` has the recorded distributions if `sampling.head` is set.
+    `head` has the recorded distributions if `sampling.head` is set, `experts` the experts that were chosen for prompt
+    and completion if `sampling.experts` is.
     An engine with an environment also sets `loss_mask` (tokens written by the policy), `turns` and `reward`.
     """
 
@@ -105,6 +110,7 @@ class Completion:
     reward: float | None = None
     turns: tuple[Turn, ...] | None = None
     head: SamplerHead | None = None
+    experts: ExpertChoices | None = None
 
 
 class RolloutEngine(ABC):
@@ -118,6 +124,7 @@ class RolloutEngine(ABC):
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
         takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that it was given before.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
+        records_experts: whether completions come with the experts of each token (`sampling.experts`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         num_slots: samples decoded together, also by validation.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
@@ -132,6 +139,7 @@ class RolloutEngine(ABC):
     takes_adapters: bool = False
     takes_changes: bool = False
     records_heads: bool = False
+    records_experts: bool = False
     startup_timeout_s: float = 3600.0
     num_slots: int = 64
     update_timeout_s: float = 0.0

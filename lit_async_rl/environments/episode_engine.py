@@ -66,7 +66,7 @@ class EpisodeEngine(RolloutEngine):
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         self.engine, self.environment = engine, environment
-        self.records_heads = engine.records_heads
+        self.records_heads, self.records_experts = engine.records_heads, engine.records_experts
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
         self.takes_adapters, self.takes_changes = engine.takes_adapters, engine.takes_changes
         self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype

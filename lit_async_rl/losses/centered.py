@@ -8,7 +8,7 @@ from enum import Enum
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lit_async_rl.importance import masked, safe_exp
@@ -65,7 +65,7 @@ class ScoreCentering(PolicyLoss):
         check_range("ScoreCentering", f"> {self.low}", high=self.high)
 
     def weigh(self, log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """F of ratios given by their logarithm."""
+        """The weight f(r) of each ratio, from log r."""
         ratio = safe_exp(log_ratio)
         match self.weight:
             case ImportanceWeight.NONE:
@@ -78,7 +78,7 @@ class ScoreCentering(PolicyLoss):
                 return ratio
 
     def centering(self, log_p: Float[Tensor, "B T k"], log_q: Float[Tensor, "B T k"]) -> Float[Tensor, "B T k"]:
-        """mu_v w_v - alpha pi_v of the tokens of the head, from log pi (detached) and log mu."""
+        """mu_v w_v - alpha pi_v of the tokens of the head, from log pi (detached) and log mu; 0 where mu_v is 0."""
         possible = log_q > -math.inf
         p, q = log_p.exp(), log_q.exp()
         weights = self.weigh(torch.where(possible, log_p - log_q, 0.0))
@@ -93,13 +93,6 @@ class ScoreCentering(PolicyLoss):
         if log_p is None or log_q is None:
             raise ValueError("ScoreCentering needs the sampler's likeliest tokens: set data.sampling.head")
         weights = self.weigh(inputs.log_ratio.detach())
-        recorded = self._recorded(log_q)
-        centering = masked(self.centering(log_p.detach(), log_q), recorded[..., None].expand_as(log_p))
-        score = weights * inputs.logprobs - (centering * log_p).sum(-1)
+        score = weights * inputs.logprobs - (self.centering(log_p.detach(), log_q) * log_p).sum(-1)
         cut = (weights == 0) | (weights == self.cap if self.weight is ImportanceWeight.TRUNCATED else False)
         return LossOutput(per_token=-inputs.advantages * score, clipped=cut)
-
-    @staticmethod
-    def _recorded(log_q: Float[Tensor, "B T k"]) -> Bool[Tensor, "B T"]:
-        """Places with a recorded distribution."""
-        return (log_q > -math.inf).any(-1)

@@ -1,8 +1,10 @@
 """The off-policy optimal baseline: its formula, its invariances, and the update it leads to."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from flow import fit, make_data, make_module, parameters
+from groups import collate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ from lit_async_rl.baselines.optimal import Flavour, Norms, OptimalBaseline, opti
 from lit_async_rl.corrections import SequenceTruncatedIS
 from lit_async_rl.corrections.proximal import CurrentProximal
 from lit_async_rl.losses import PPOClip, Reinforce
-from lit_async_rl.losses.aggregation import SequenceMean
+from lit_async_rl.losses.aggregation import SequenceMean, TokenMean
 
 floats = st.floats(-3, 3, width=32)
 samples = st.lists(st.tuples(st.floats(-5, 5, width=32), floats), min_size=2, max_size=8)
@@ -86,12 +88,7 @@ def test_the_split_into_micro_batches_does_not_matter():
 
 def test_the_gradient_is_the_explicit_sum_over_trajectories():
     """sum_i (R_i - b) g_i / std from single gradients, b from their own norms, with accumulators as in the paper."""
-    from test_batching import collate  # in tests/data
-
-    from lit_async_rl.losses.aggregation import TokenMean
-
     groups, data = [], make_data(reward=reward, max_staleness=0, groups_per_step=2)
-    import lightning.pytorch as pl
 
     class Keep(pl.Callback):
         def on_train_batch_end(self, *_):

@@ -6,10 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from flow import fit, make_data, make_module
-
-from lit_async_rl.advantages.group import GroupMeanStd
-from lit_async_rl.data.collate import collate_step
-from lit_async_rl.losses.aggregation import TokenMean
+from groups import collate
 
 
 def gradient_of(batches, module) -> torch.Tensor:
@@ -32,17 +29,6 @@ def groups():
 
     fit(make_module(), data, 1, [Keep()])
     return kept
-
-
-def collate(groups, num_micro_batches):
-    return collate_step(
-        groups,
-        advantage=GroupMeanStd(),
-        aggregation=TokenMean(),
-        num_micro_batches=num_micro_batches,
-        pad_token_id=0,
-        temperature=1.0,
-    )
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 3, 5, 40])

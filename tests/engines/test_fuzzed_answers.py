@@ -1,6 +1,7 @@
 """Fuzzed answers of vLLM servers: right, or a failure of that server. No vLLM, no network."""
 
 import asyncio
+import copy
 import json
 import random
 from types import SimpleNamespace
@@ -49,11 +50,11 @@ def fuzzed(right: dict, seed: int) -> bytes:
         if action == "remove":
             del holder[last]
         elif action == "repeat" and isinstance(holder, list):
-            holder.append(holder[last])
+            holder.append(copy.deepcopy(holder[last]))
         elif action == "near" and isinstance(holder[last], int | float):
             holder[last] += rng.choice([-1, 1, 0.5, 10**6, 10**30])
         else:
-            holder[last] = rng.choice(ODD)
+            holder[last] = copy.deepcopy(rng.choice(ODD))  # a part in two places could come into itself
     text = json.dumps(answer, ensure_ascii=rng.random() < 0.9).encode("utf-8", "surrogatepass")
     return text[: rng.randrange(len(text) + 1)] if rng.random() < 0.1 else text
 

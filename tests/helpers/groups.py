@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flow import MODEL
 
+from lit_async_rl.advantages.group import GroupMeanStd
+from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
@@ -14,7 +19,7 @@ from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded
 from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import LogNormal
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 
 
 def group(rewards, lengths=None, index=0, reasons=None) -> RolloutGroup:
@@ -32,6 +37,18 @@ def group(rewards, lengths=None, index=0, reasons=None) -> RolloutGroup:
     ]
     return RolloutGroup(
         index=index, prompt=Prompt(text="p"), prompt_ids=(1,), rollouts=tuple(rollouts), admitted_version=0
+    )
+
+
+def collate(groups: Sequence[RolloutGroup], num_micro_batches: int) -> list[RolloutBatch]:
+    """Micro-batches of one step, with the default advantages and token weights."""
+    return collate_step(
+        groups,
+        advantage=GroupMeanStd(),
+        aggregation=TokenMean(),
+        num_micro_batches=num_micro_batches,
+        pad_token_id=0,
+        temperature=1.0,
     )
 
 

@@ -58,7 +58,7 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
-    records_heads = takes_changes = True
+    records_heads = records_experts = takes_changes = True
 
     def __init__(
         self,
