@@ -209,9 +209,16 @@ class PolicyModule(WholeSteps):
         updated, self._updated = self._updated, False
         return updated
 
-    def stream_weights(self, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their Hugging Face names, one at a time; a collective if sharded."""
-        return stream_weights(self.policy, self.trainer.strategy.model, adapters)
+    def stream_weights(
+        self, adapters: bool = False, known: dict[str, int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under their Hugging Face names, one at a time; a collective if sharded.
+
+        Args:
+            adapters: LoRA is not merged, see `lit_async_rl.models.weights.stream_weights`.
+            known: frozen weights that the receiver has and that do not travel, see there.
+        """
+        return stream_weights(self.policy, self.trainer.strategy.model, adapters, known)
 
     def configure_optimizers(self) -> Any:
         """AdamW unless another was given, and the schedule, bound to this run.
