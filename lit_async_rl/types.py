@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -105,6 +106,7 @@ class Rollout:
         loss_mask: False for tokens that the policy did not sample (tool output); None if all tokens train.
         turns: turns of the policy, whose rewards sum to `reward`; None is a single turn.
         head: recorded sampling distributions, if `sampling.head` is set.
+        experts: experts chosen for prompt and completion, if `sampling.experts` is set.
     """
 
     completion_ids: tuple[int, ...]
@@ -116,6 +118,7 @@ class Rollout:
     loss_mask: tuple[bool, ...] | None = None
     turns: tuple[Turn, ...] | None = None
     head: SamplerHead | None = None
+    experts: ExpertChoices | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.behavior_logprobs), len(self.versions)}
@@ -187,6 +190,7 @@ class RolloutBatch:
             last micro-batch of a step with streamed groups.
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
+        experts: `ExpertChoices` to replay for each token; None if not recorded.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
     """
@@ -209,6 +213,7 @@ class RolloutBatch:
         head_ids: Int[Tensor, "B T k"] | None = None,
         head_logprobs: Float[Tensor, "B T k"] | None = None,
         behavior_entropy: Float[Tensor, "B T"] | None = None,
+        experts: Int[Tensor, "B T n k"] | None = None,
         step: int | None = None,
         micro_batch: int = 0,
         num_micro_batches: int = 1,
@@ -226,6 +231,7 @@ class RolloutBatch:
         self.gradient_scale = gradient_scale
         self.max_staleness = max_staleness
         self.head_ids, self.head_logprobs, self.behavior_entropy = head_ids, head_logprobs, behavior_entropy
+        self.experts = experts
         self.step, self.micro_batch, self.num_micro_batches = step, micro_batch, num_micro_batches
 
     def __len__(self) -> int:

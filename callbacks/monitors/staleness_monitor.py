@@ -17,8 +17,11 @@ from lit_async_rl.types import RolloutBatch
 class StalenessMonitor(StepMonitor):
     """Logs `sample/staleness_{mean,p95,max}` over the tokens of a step, in versions, and `sample/mixed_version_share`.
 
-    `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). `run_mean` and
-    `run_max` accumulate over the whole run, for `RunSummary`.
+    `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). The age of a
+    rollout has two parts, logged as means over rollouts (the lags of ESTR, arXiv:2607.22186):
+    `sample/inter_rollout_lag`, the version in training less that of its newest token, and `sample/intra_rollout_lag`,
+    the version of its newest token less that of its oldest. `run_mean` and `run_max` accumulate over the whole run,
+    for `RunSummary`.
     """
 
     prog_bar = ("sample/staleness_mean",)
@@ -26,6 +29,7 @@ class StalenessMonitor(StepMonitor):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.mixed = CatMetric(), MeanMetric()
+        self.inter, self.intra = MeanMetric(), MeanMetric()
         self.run_mean, self.run_max = MeanMetric(), MaxMetric()
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
@@ -36,12 +40,16 @@ class StalenessMonitor(StepMonitor):
         self.run_max.update(staleness)
         newest = batch.versions.masked_fill(~batch.loss_mask, -1).amax(-1)
         oldest = torch.where(batch.loss_mask, batch.versions, newest[:, None]).amin(-1)
+        has_tokens = batch.loss_mask.any(-1)
+        self.inter.update((signals["version"] - newest)[has_tokens].float().cpu())
+        self.intra.update((newest - oldest)[has_tokens].float().cpu())
         self.mixed.update((newest > oldest)[batch.group_index >= 0].float().cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
-        tokens, mixed = torch.as_tensor(self.tokens.compute()), self.mixed.compute()
-        self.tokens.reset()
-        self.mixed.reset()
+        tokens = torch.as_tensor(self.tokens.compute())
+        mixed, inter, intra = (part.compute() for part in (self.mixed, self.inter, self.intra))
+        for part in (self.tokens, self.mixed, self.inter, self.intra):
+            part.reset()
         if not len(tokens):
             return {}
         return {
@@ -49,4 +57,6 @@ class StalenessMonitor(StepMonitor):
             "sample/staleness_p95": torch.quantile(tokens, 0.95, interpolation="higher"),
             "sample/staleness_max": tokens.max(),
             "sample/mixed_version_share": mixed,
+            "sample/inter_rollout_lag": inter,
+            "sample/intra_rollout_lag": intra,
         }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 import lit_async_rl
 from lit_async_rl.callbacks import LinkedCheckpoint, Progress
+from lit_async_rl.utils.suggestions import meant
 
 FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
 REPLACED_BY: dict[type[Callback], type[Callback]] = {
@@ -63,19 +63,13 @@ def default_callbacks(
     specs = defaults_file()["defaults"]
     for key, callback in changed.items():
         if key not in specs:
-            raise ValueError(f"defaults has no {key!r}{meant(key, specs)} There are {', '.join(specs)}")
+            raise ValueError(f"defaults has no {key!r}{meant(key, specs)} (there are {', '.join(specs)})")
         if callback is not None and not isinstance(callback, Callback):
             raise ValueError(f"defaults[{key!r}] must be a callback or None, got {callback!r}")
     off = {key for switch, keys in SWITCHES.items() if settings.get(switch) is False for key in keys}
-    chosen = [changed[key] if key in changed else build(specs[key]) for key in specs if key not in off]
+    chosen = [changed[key] if key in changed else specs[key] and build(specs[key]) for key in specs if key not in off]
     return [c for c in chosen if c is not None and not any(_replaces(one, c) for one in own)]
 
 
 def _replaces(own: Callback, default: Callback) -> bool:
     return isinstance(own, REPLACED_BY.get(type(default), type(default)))
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where a known name is close, else a full stop."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else "."

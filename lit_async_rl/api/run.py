@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.api.defaults import meant
 from lit_async_rl.api.interrupts import CtrlC
 from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
@@ -22,6 +21,7 @@ from lit_async_rl.rewards.score import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
+from lit_async_rl.utils.suggestions import meant
 
 log = logging.getLogger(__name__)
 

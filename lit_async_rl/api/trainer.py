@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lit_async_rl.api.defaults import build, default_callbacks, defaults_file, meant
+from lit_async_rl.api.defaults import build, default_callbacks, defaults_file
 from lit_async_rl.api.notices import quiet
 from lit_async_rl.errors import describe
 from lit_async_rl.training.background_io import BackgroundCheckpointIO
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.utils.checks import check_objects, check_range
+from lit_async_rl.utils.suggestions import meant
 
 SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
 
@@ -73,10 +76,22 @@ class Trainer(pl.Trainer):
         except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
             chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
             raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
+        _check_nodes(self)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log and self.loggers and not any(isinstance(one, CSVLogger) for one in self.loggers):
             self.loggers = [*self.loggers, CSVLog(self.log_dir or "runs", name="csv")]
+
+
+def _check_nodes(trainer: pl.Trainer) -> None:
+    """Refuses several machines without a launcher: each would wait for the others for half an hour, as machine 0."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_known = os.environ.keys() & {"NODE_RANK", "GROUP_RANK"}
+    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_known:
+        raise ValueError(
+            f"trainer.num_nodes={trainer.num_nodes}, but nothing says which machine this is: start with torchrun or "
+            "srun on each (docs/scaling.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
+        )
 
 
 def _sentence(error: Exception) -> str:

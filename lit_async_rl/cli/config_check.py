@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,8 @@ from typing import Any
 
 import yaml
 from jsonargparse import Namespace
+
+from lit_async_rl.utils.suggestions import meant
 
 MOST_BYTES, MOST_NODES, MOST_LEVELS = 10_000_000, 1_000_000, 100
 
@@ -25,15 +26,12 @@ def check_config_files(args: Sequence[str]) -> None:
         ValueError: names the file.
     """
     for file in config_files(args):
+        if file.is_dir():
+            raise ValueError(f"config={str(file)!r} is a folder, not a file")
         if not file.is_file():
-            what = "is a folder, not a file" if file.is_dir() else f": there is no such file{_meant(file)}"
-            raise ValueError(f"config={str(file)!r}{'' if what[0] == ':' else ' '}{what}")
+            known = [str(one) for one in file.parent.glob("*.yaml")]
+            raise ValueError(f"config={str(file)!r}: there is no such file{meant(str(file), known)}")
         _check_yaml(file)
-
-
-def _meant(file: Path) -> str:
-    close = difflib.get_close_matches(file.name, [one.name for one in file.parent.glob("*.yaml")], n=1)
-    return f"; did you mean {file.with_name(close[0])}?" if close else ""
 
 
 def config_files(args: Sequence[str]) -> Iterator[Path]:

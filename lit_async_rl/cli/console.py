@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
 from lit_async_rl import __version__
+from lit_async_rl.utils.suggestions import meant
 
 COMMANDS = {
     "train": ("lit_async_rl.cli.commands", "main", "train a policy: --config file.yaml, see --help for all settings"),
@@ -36,9 +36,8 @@ def main(args: Sequence[str] | None = None) -> None:
         module, function, _ = COMMANDS[command]
         getattr(importlib.import_module(module), function)(rest)
     else:
-        close = difflib.get_close_matches(command.lower(), COMMANDS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        sys.exit(f"error: there is no command {command!r}; {hint}only {', '.join(COMMANDS)} and --version")
+        known = f"{', '.join(COMMANDS)} and --version"
+        sys.exit(f"error: there is no command {command!r}{meant(command, COMMANDS)} (commands: {known})")
 
 
 def usage() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import pkgutil
 import re
@@ -13,6 +12,7 @@ import lightning.pytorch.loggers
 import torch
 
 import lit_async_rl
+from lit_async_rl.utils.suggestions import closest
 
 USUAL_NAMES = {  # of other programs
     "lr": "model.learning_rate",
@@ -80,8 +80,8 @@ def meant(name: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` where a known name is close; of dotted names the last part counts, too."""
     by_name = {full.lower(): full for full in known}
     by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name and "." not in name}
-    close = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.7)
-    return f"; did you mean {by_name[close[0]]}?" if close else ""
+    close = closest(name, by_name, cutoff=0.7)
+    return f"; did you mean {by_name[close]}?" if close else ""
 
 
 def _unknown_argument(key: str, message: str) -> str | None:

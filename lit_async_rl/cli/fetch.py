@@ -30,6 +30,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.arguments import OneLineParser
 from lit_async_rl.utils.folder_lock import part_name
 
 # by its hash, without its dependencies: they compile llama.cpp, which is not needed to read the file
@@ -44,7 +45,7 @@ DOWNLOAD_S = 900.0
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lit-async-rl fetch`: parses the arguments, downloads and converts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["smollm2"])
     parser.add_argument("--out", type=Path, required=True, help="folder to write; one that is complete is only checked")
     given = parser.parse_args(args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import sys
 from collections.abc import Sequence
@@ -10,13 +9,14 @@ from collections.abc import Sequence
 from lit_async_rl.report.html import write_report
 from lit_async_rl.report.run_data import RunData
 from lit_async_rl.report.server import HOST, ReportServer
+from lit_async_rl.utils.arguments import OneLineParser
 
 PORT = 8765
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Command line of the report command."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="lit-async-rl report", description="Writes a run, or two side by side, to one HTML file."
     )
     parser.add_argument("run", help="folder of the run, such as runs/quickstart/version_0")
@@ -33,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def watch(args: Sequence[str] | None = None) -> None:
     """Command line of the watch command."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="lit-async-rl watch",
         description="Serves a run's report on this machine and keeps it up to date; the run does not notice.",
     )

@@ -12,10 +12,11 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
+from lit_async_rl.expert_choices import OWN_CHOICE
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
 from lit_async_rl.types import Rollout, RolloutBatch, RolloutGroup
@@ -68,8 +69,9 @@ def collate_step(
     if not keep_groups_whole:
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
-    head_width = _head_width([rollout for group in groups for rollout in group.rollouts])
-    return [_pad(part, pad_token_id, temperature, head_width) for part in parts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    recorded = _head_width(rollouts), _experts_shape(rollouts)
+    return [_pad(part, pad_token_id, temperature, *recorded) for part in parts]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
@@ -104,7 +106,13 @@ def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row
     return runs
 
 
-def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float, head_width: int | None) -> RolloutBatch:
+def _pad(
+    rows: Sequence[_Row],
+    pad_token_id: int,
+    temperature: float,
+    head_width: int | None,
+    experts_shape: tuple[int, int] | None,
+) -> RolloutBatch:
     """One micro-batch; without rows a single row of padding, because every rank must run every forward pass."""
     width = max((row.length for row in rows), default=2)
     columns = torch.arange(width)
@@ -130,6 +138,7 @@ def _pad(rows: Sequence[_Row], pad_token_id: int, temperature: float, head_width
         temperature=temperature,
         max_staleness=torch.tensor(bounds),
         **_heads(completion, [rollout.head for rollout in rollouts if rollout.head is not None], head_width),
+        experts=_experts(attention_mask.shape, rollouts, experts_shape),
     )
 
 
@@ -151,6 +160,24 @@ def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width:
     head_ids[completion], head_logprobs[completion] = whole.ids.long(), whole.logprobs
     entropy[completion] = whole.entropy
     return {"head_ids": head_ids, "head_logprobs": head_logprobs, "behavior_entropy": entropy}
+
+
+def _experts_shape(rollouts: Sequence[Rollout]) -> tuple[int, int] | None:
+    """Routers and experts per token, if any rollout of the step has chosen experts."""
+    return next((rollout.experts.shape for rollout in rollouts if rollout.experts is not None), None)
+
+
+def _experts(
+    size: tuple[int, ...], rollouts: Sequence[Rollout], shape: tuple[int, int] | None
+) -> Int[Tensor, "B T n k"] | None:
+    """Chosen experts in the places of their tokens."""
+    if shape is None:
+        return None
+    experts = torch.full((*size, *shape), OWN_CHOICE, dtype=torch.int16)
+    for row, rollout in zip(experts, rollouts, strict=False):  # a row of padding has no rollout
+        if rollout.experts is not None:
+            row[: len(rollout.experts)] = rollout.experts.experts
+    return experts
 
 
 def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Value) -> Tensor:

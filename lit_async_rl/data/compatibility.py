@@ -5,7 +5,7 @@ from __future__ import annotations
 from lit_async_rl.advantages.group import AdvantageEstimator, LengthWeighted
 from lit_async_rl.advantages.turns import TurnAdvantageEstimator
 from lit_async_rl.data.streaming import check_streamable
-from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.intake import Intake
@@ -13,17 +13,22 @@ from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
 
 
-def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy, head: int | None = None) -> None:
+def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy, sampling: SamplingParams) -> None:
     """Checks that exactly one of reward and engine scores, and that the engine can do what is asked of it.
 
     Raises:
         ValueError: none or both score; the engine may change weights within a completion, though the admission is in
-            order; or it does not record the distributions it samples from.
+            order; or it does not record what `sampling` asks for.
     """
-    if head is not None and not engine.records_heads:
+    if sampling.head is not None and not engine.records_heads:
         raise ValueError(
-            f"data.sampling.head={head} with data.engine={type(engine).__name__}, which does not record the "
+            f"data.sampling.head={sampling.head} with data.engine={type(engine).__name__}, which does not record the "
             "distributions that it samples from. Use EmbeddedEngine, or leave data.sampling.head out."
+        )
+    if sampling.experts and not engine.records_experts:
+        raise ValueError(
+            f"data.sampling.experts=true with data.engine={type(engine).__name__}, which does not record the experts "
+            "that its routers choose. Use EmbeddedEngine, or leave data.sampling.experts out."
         )
     if (reward is None) != engine.scores:
         does = "gives rewards itself" if engine.scores else "gives no rewards"
@@ -33,6 +38,24 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
             f"data.admission={type(admission).__name__} needs data.engine.in_flight_weight_updates=false: a completion "
             "must come from one version, or a run could not be repeated"
         )
+
+
+def check_sleep(engine: RolloutEngine, max_staleness: int, intake: Intake) -> None:
+    """Checks that the engine has nothing to do while the trainer trains, if it is to sleep then.
+
+    Raises:
+        ValueError: sampling runs ahead, or training begins before sampling ends.
+    """
+    if not engine.sleep_level:
+        return
+    name = f"data.engine.sleep_level={engine.sleep_level}"
+    if max_staleness:
+        raise ValueError(
+            f"{name} with data.max_staleness={max_staleness}: the engine samples while the trainer trains, and would "
+            "never sleep. Use max_staleness=0, or sleep_level=0."
+        )
+    if intake.stream_groups:
+        raise ValueError(f"{name} with data.intake.stream_groups: training begins while the engine is still awake")
 
 
 def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -> None:

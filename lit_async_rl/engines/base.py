@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.engines.logprob_error import Probe
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import FinishReason, Prompt, Turn
@@ -35,6 +36,8 @@ class SamplingParams:
         head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
             likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
             and the replay of truncated supports need it.
+        experts: record the experts that the model's routers choose for every token of prompt and completion; the
+            trainer then uses the same (router replay).
         stop: strings that end the completion, at the token that completes the first of them. All tokens train,
             including that one; the reward gets the text before the stop string.
 
@@ -50,6 +53,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     head: int | None = None
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
@@ -71,6 +75,9 @@ class GenerationRequest:
     `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
     serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
     `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
+
+    Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
+    servers send them where that beginning is cached.
     """
 
     id: int
@@ -80,6 +87,7 @@ class GenerationRequest:
     prompt: Prompt | None = None
     priority: int = 0
     num_resumed: int = 0
+    session: int | None = None
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
@@ -91,7 +99,8 @@ class GenerationRequest:
 class Completion:
     """One finished sample of a request; `logprobs` and `versions` have one entry per token.
 
-    `head` has the recorded distributions if `sampling.head` is set.
+    `head` has the recorded distributions if `sampling.head` is set, `experts` the experts that were chosen for prompt
+    and completion if `sampling.experts` is.
     An engine with an environment also sets `loss_mask` (tokens written by the policy), `turns` and `reward`.
     """
 
@@ -105,6 +114,7 @@ class Completion:
     reward: float | None = None
     turns: tuple[Turn, ...] | None = None
     head: SamplerHead | None = None
+    experts: ExpertChoices | None = None
 
 
 class RolloutEngine(ABC):
@@ -116,26 +126,34 @@ class RolloutEngine(ABC):
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
+        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that it was given before.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
+        records_experts: whether completions come with the experts of each token (`sampling.experts`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         num_slots: samples decoded together, also by validation.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
         has_model: False for engines that make tokens up, whose log-probabilities mean nothing.
         dtype: of weights and computation; says how exact log-probabilities are.
         uses_probe: whether `probe` is to be set before each `load_weights`.
+        sleep_level: 0 if `sleep` does nothing.
+        needs_weights: whether the weights are gone, so that `load_weights` must come before the next token.
         probe: what the trainer computes with the weights that come next, for engines that check theirs.
     """
 
     in_flight_weight_updates: bool
     scores: bool = False
     takes_adapters: bool = False
+    takes_changes: bool = False
     records_heads: bool = False
+    records_experts: bool = False
     startup_timeout_s: float = 3600.0
     num_slots: int = 64
     update_timeout_s: float = 0.0
     has_model: bool = True
     dtype: str = "unknown"
     uses_probe: bool = False
+    needs_weights: bool = False
+    sleep_level: int = 0
     probe: Probe | None = None
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -206,6 +224,13 @@ class RolloutEngine(ABC):
         Their `finish_reason` is `abort`. Engines without support return an empty list: their requests start over.
         """
         return []
+
+    def sleep(self) -> None:  # noqa: B027  (most have nothing to free)
+        """Frees memory of the accelerator until the next `load_weights`, if it is set to, and nothing is running.
+
+        Called by the trainer's thread when sampling waits for training. A request submitted meanwhile wakes the engine
+        up, or waits for the next weights.
+        """
 
     def random_state(self) -> Tensor | None:
         """State of the random number generator, for a checkpoint; None if there is none to save."""

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.expert_choices import OWN_CHOICE, ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Turn
 
@@ -42,6 +43,7 @@ def find_fault(
         or _bad_length(completion, request, max_model_len, is_partial)
         or _bad_logprobs(completion)
         or _bad_head(completion, request.sampling.head, vocab_size)
+        or _bad_experts(completion, request)
         or _bad_versions(completion, *versions)
         or ("" if is_partial else _bad_reward(completion, scores))
     )
@@ -154,6 +156,21 @@ def _bad_head(completion: Completion, width: int | None, vocab_size: int | None)
     limit = math.inf if vocab_size is None else vocab_size
     if head.ids.numel() and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < limit:
         return f"has a head with token ids outside of the vocabulary of {limit} tokens"
+    return ""
+
+
+def _bad_experts(completion: Completion, request: GenerationRequest) -> str:
+    choices: Any = completion.experts
+    if choices is None or not request.sampling.experts:
+        fits = (choices is None) is not request.sampling.experts
+        return "" if fits else f"has experts={show(choices)}, but sampling.experts={request.sampling.experts}"
+    if not isinstance(choices, ExpertChoices):
+        return f"has experts={show(choices)}, must be ExpertChoices"
+    num_read = len(request.prompt_ids) + len(completion.token_ids) - 1
+    if len(choices) != num_read:
+        return f"has experts of {len(choices)} tokens, must be of {num_read}: prompt and completion but its last"
+    if choices.experts.is_floating_point() or (len(choices) and int(choices.experts.min()) < OWN_CHOICE):
+        return "has experts that are not the numbers of experts"
     return ""
 
 

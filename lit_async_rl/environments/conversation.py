@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.environments.base import Episode, Observation
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
 from lit_async_rl.types import FinishReason, Turn
 
@@ -22,6 +23,7 @@ class Conversation:
     versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     heads: list[SamplerHead] = field(default_factory=list)  # one for each stretch of tokens
+    experts: ExpertChoices | None = None  # of the prompt, too
     reward: float = 0.0
     turns: list[Turn] = field(default_factory=list)
     state: int = 0  # what the environment showed last
@@ -35,6 +37,8 @@ class Conversation:
         self.loss_mask += [True] * len(turn.token_ids)
         if turn.head is not None:
             self.heads.append(turn.head)
+        if turn.experts is not None:  # its prompt is the whole conversation
+            self.experts = turn.experts if self.experts is None else self.experts.continued(turn.experts)
         self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=self.state))
 
     def add_answer(self, observation: Observation) -> None:
@@ -54,6 +58,7 @@ class Conversation:
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The rollout as a completion."""
+        num_read = len(self.request.prompt_ids) + len(self.token_ids) - 1  # a last observation was not read
         return Completion(
             request_id=self.request.id,
             sample_index=self.sample_index,
@@ -65,6 +70,7 @@ class Conversation:
             reward=self.reward,
             turns=tuple(self.turns),
             head=join_heads(self.heads) if self.heads else None,
+            experts=None if self.experts is None else self.experts.padded(num_read),
         )
 
 

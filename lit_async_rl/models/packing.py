@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.loading import context_length, other_layers
+from lit_async_rl.models.routers import Replaying
 from lit_async_rl.utils.checks import check_range
 
 _PADDING = -1  # branch of positions that hold no token
@@ -92,22 +93,24 @@ class SharedPromptPacking:
         input_ids: Int[Tensor, "B T"],
         needed: Bool[Tensor, "B T"],
         group_index: Int[Tensor, " B"],
+        experts: Int[Tensor, "B T n k"] | None = None,
     ) -> tuple[Float[Tensor, "N H"], PackedRows]:
         """Last hidden states at the `needed` positions, equal to `hidden[needed]` of an unpacked forward pass.
 
-        The second value is the layout.
+        The second value is the layout. Of the `experts` to replay, the shared prefix has those of its first row.
 
         Raises:
             ValueError: the input is longer than the model's attention window.
         """
         rows = pack(input_ids.cpu(), needed.cpu(), group_index.tolist(), self.row_tokens).to(input_ids.device)
         check_length(lm, int(rows.position.max()) + 1)
-        hidden = lm.base_model(
-            input_ids=input_ids.flatten()[rows.source],
-            position_ids=rows.position,
-            attention_mask=attention_mask(lm, rows),
-            use_cache=False,
-        ).last_hidden_state
+        with Replaying(None if experts is None else experts.flatten(0, 1)[rows.source.flatten()]):
+            hidden = lm.base_model(
+                input_ids=input_ids.flatten()[rows.source],
+                position_ids=rows.position,
+                attention_mask=attention_mask(lm, rows),
+                use_cache=False,
+            ).last_hidden_state
         return hidden.flatten(0, 1)[rows.target[needed]], rows
 
 

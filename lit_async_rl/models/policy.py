@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.packing import PackedRows, SharedPromptPacking, check_packable
+from lit_async_rl.models.routers import Replaying, replay_in
 from lit_async_rl.utils.checks import check_range
 
 
@@ -54,6 +55,7 @@ class CausalPolicy(nn.Module):
         self.packing = packing
         if packing is not None:
             check_packable(self.causal_lm)
+        replay_in(self.causal_lm)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -78,21 +80,25 @@ class CausalPolicy(nn.Module):
         entropy_grad: bool = False,
         group_index: Int[Tensor, " B"] | None = None,
         head_ids: Int[Tensor, "B T k"] | None = None,
+        experts: Int[Tensor, "B T n e"] | None = None,
     ) -> TokenStats:
         """Statistics of the tokens where `mask` is True, given all tokens before them, at `temperature`.
 
         No attention mask is needed: rows are right-padded, and the model is causal. Without `entropy_grad` the entropy
-        is detached and costs no memory. `head_ids` are tokens whose log-probabilities are wanted at each position.
+        is detached and costs no memory. `head_ids` are tokens whose log-probabilities are wanted at each position,
+        `experts` those that routers are to use for each token (see `Replaying`).
         """
         predicts = mask[:, 1:]  # the token at t is predicted at t - 1
         if not predicts.any():  # all padding: still use every parameter, because sharded ranks wait for each other
             predicts = torch.zeros_like(predicts)
             predicts[0, 0] = True
         if self.packing is not None and group_index is not None:
-            features, rows = self.packing.features(self.causal_lm, input_ids[:, :-1], predicts, group_index)  # [N, H]
+            shifted = input_ids[:, :-1], predicts, group_index, None if experts is None else experts[:, :-1]
+            features, rows = self.packing.features(self.causal_lm, *shifted)  # [N, H]
         else:
             rows = None
-            hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+            with Replaying(None if experts is None else experts.flatten(0, 1)):
+                hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
             features = hidden[:, :-1][predicts]
         targets = input_ids[:, 1:][predicts]  # [N]
         wanted = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
@@ -224,12 +225,13 @@ def _key(group: RolloutGroup) -> _Key:
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
-    turns, head = fields["turns"], fields.get("head")  # older checkpoints know no heads
+    turns, head, experts = (fields.get(name) for name in ("turns", "head", "experts"))  # some are not in older ones
     return Rollout(
         **{
             **fields,
             "turns": None if turns is None else tuple(Turn(**turn) for turn in turns),
             "head": None if head is None else SamplerHead(**head),
+            "experts": None if experts is None else ExpertChoices(**experts),
         }
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
@@ -41,6 +42,8 @@ SCHEMA = pa.schema(
         ("head_entropy", pa.list_(pa.float32())),
         ("head_ids", pa.list_(pa.int32())),  # of all tokens, one after the other
         ("head_logprobs", pa.list_(pa.float32())),
+        ("expert_shape", pa.list_(pa.int32())),  # routers and experts per token of the chosen experts, null without
+        ("experts", pa.list_(pa.int16())),  # of all tokens of prompt and completion but the last, one after the other
         ("messages", pa.string()),  # JSON, of prompts that are messages; their `prompt` is for reading
     ]
 )
@@ -69,6 +72,8 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "queue_s": group.queue_s,
         "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
         **_head_columns(rollout.head),
+        "expert_shape": None if rollout.experts is None else rollout.experts.shape,
+        "experts": None if rollout.experts is None else rollout.experts.experts.flatten().numpy(),
     }
 
 
@@ -90,6 +95,7 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
                 loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
                 turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
                 head=_head(row),
+                experts=_experts(row),
             )
             for row in rows
         ),
@@ -116,6 +122,13 @@ def _head(row: dict[str, Any]) -> SamplerHead | None:
         torch.tensor(row["head_ids"], dtype=torch.int32).reshape(length, width),
         torch.tensor(row["head_logprobs"], dtype=torch.float32).reshape(length, width),
     )
+
+
+def _experts(row: dict[str, Any]) -> ExpertChoices | None:
+    shape = row.get("expert_shape")  # older tapes have no such column
+    if shape is None:
+        return None
+    return ExpertChoices(torch.tensor(row["experts"], dtype=torch.int16).reshape(-1, *shape))
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:

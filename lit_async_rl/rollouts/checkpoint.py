@@ -127,6 +127,9 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
         producer.listener.submit(requests)
 
 
+_LATER_SETTINGS = {"stop": (), "head": None, "experts": False}  # of sampling, which older checkpoints do not have
+
+
 def _settings(producer: Producer) -> dict[str, Any]:
     reward = producer.scorer.reward
     return {
@@ -150,5 +153,5 @@ def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
                 f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
                 "could not go on. " + START_ANEW
             )
-    known = dict(saved) | {"data.sampling": {"stop": (), "head": None, **saved["data.sampling"]}}  # not in older ones
+    known = dict(saved) | {"data.sampling": {**_LATER_SETTINGS, **saved["data.sampling"]}}
     return all(known[name] == value for name, value in now.items())

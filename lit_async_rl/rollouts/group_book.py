@@ -223,6 +223,7 @@ def _rollout(completion: Completion, text: str) -> Rollout:
         loss_mask=completion.loss_mask,
         turns=completion.turns,
         head=completion.head,
+        experts=completion.experts,
     )
 
 
@@ -238,4 +239,5 @@ def _completion(index: int, sample: int, rollout: Rollout) -> Completion:
         reward=rollout.reward,
         turns=rollout.turns,
         head=rollout.head,
+        experts=rollout.experts,
     )

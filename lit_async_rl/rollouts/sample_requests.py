@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.sampler_head import join_heads
 from lit_async_rl.types import Prompt
 
@@ -55,7 +56,12 @@ class SampleRequests:
                 self._parts[index] = [_Part(index, n) for n in fresh]
             requests.append(
                 GenerationRequest(
-                    id=index, prompt_ids=prompt_ids, num_samples=len(fresh), sampling=self.sampling, prompt=prompt
+                    id=index,
+                    prompt_ids=prompt_ids,
+                    num_samples=len(fresh),
+                    sampling=self.sampling,
+                    prompt=prompt,
+                    session=index,
                 )
             )
         for n in lacking:
@@ -73,6 +79,7 @@ class SampleRequests:
                     sampling=rest,
                     prompt=prompt,
                     num_resumed=len(known),
+                    session=index,
                 )
             )
             self._parts[request_id] = [part]
@@ -90,6 +97,7 @@ class SampleRequests:
         return dataclasses.replace(
             named,
             head=join_heads(heads) if len(heads) == 2 else None,
+            experts=_continued(part.prefix, completion),
             token_ids=part.prefix.token_ids + completion.token_ids,
             logprobs=part.prefix.logprobs + completion.logprobs,
             versions=part.prefix.versions + completion.versions,
@@ -99,3 +107,10 @@ class SampleRequests:
         """Removes these request ids; later completions for them are dropped."""
         for request_id in request_ids:
             self._parts.pop(request_id, None)
+
+
+def _continued(prefix: Completion, rest: Completion) -> ExpertChoices | None:
+    """Experts of a resumed completion: of each token when the next one was sampled."""
+    if prefix.experts is None or rest.experts is None:
+        return None
+    return prefix.experts.continued(rest.experts)

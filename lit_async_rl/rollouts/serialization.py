@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion
+from lit_async_rl.expert_choices import pack_choices, unpack_choices
 from lit_async_rl.sampler_head import pack_heads, unpack_heads
 from lit_async_rl.types import FinishReason, Turn
 
@@ -45,7 +46,7 @@ def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, Tensor]:
     """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
 
     Rollouts of several turns have `turns` [K, 3], row, end and state of each, and `turn_rewards` [K]. Recorded
-    distributions are in `head_*`, if there are any.
+    distributions are in `head_*` and chosen experts in `expert_*`, if there are any.
     """
     rows = [completion for group in groups for completion in group.completions]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
@@ -56,7 +57,8 @@ def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, Tensor]:
     labels = [[c.sample_index, len(c.token_ids), REASONS.index(c.finish_reason), c.loss_mask is not None] for c in rows]
     turns = [(n, turn) for n, c in enumerate(rows) if c.turns is not None for turn in c.turns]
     no_reward = float("nan")
-    return pack_heads([completion.head for completion in rows]) | {
+    recorded = pack_heads([c.head for c in rows]) | pack_choices([c.experts for c in rows])
+    return recorded | {
         "groups": torch.tensor(heads, dtype=torch.long).reshape(-1, 7),
         "generation_s": torch.tensor([group.generation_s for group in groups], dtype=torch.float64),
         "prompt_ids": _flat([g.prompt_ids for g in groups], torch.long),
@@ -77,8 +79,9 @@ def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
     """Inverse of `pack_groups`: the saved groups."""
-    lists = {name: tensor.tolist() for name, tensor in packed.items() if not name.startswith("head_")}
-    heads = unpack_heads(packed, len(lists["rows"]))
+    lists = {name: tensor.tolist() for name, tensor in packed.items() if not name.startswith(("head_", "expert_"))}
+    size = len(lists["rows"])
+    heads, experts = unpack_heads(packed, size), unpack_choices(packed, size)
     groups, token, prompt_token, number = [], 0, 0, 0
     turns: dict[int, list[Turn]] = {}
     for (row, end, state), reward in zip(lists["turns"], lists["turn_rewards"], strict=True):
@@ -101,6 +104,7 @@ def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
                     reward=None if reward != reward else reward,
                     turns=tuple(turns[number]) if number in turns else None,
                     head=heads[number],
+                    experts=experts[number],
                 )
             )
             number += 1

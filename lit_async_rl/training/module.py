@@ -26,6 +26,7 @@ from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
 from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.routers import checkpoint_contexts
 from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
@@ -40,6 +41,7 @@ from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_objects, check_range
 
+CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
 
@@ -57,8 +59,9 @@ class PolicyModule(WholeSteps):
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
         learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`: of AdamW.
         optimizer: another optimizer than AdamW.
-        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine` or `OneCycle`, which take height
-            and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is `ConstantRate()`.
+        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine`, `StableDecay` or `OneCycle`,
+            which take height and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is
+            `ConstantRate()`.
         kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
             reference is the policy without its adapters; otherwise a frozen copy of the weights.
         entropy_coefficient: weight of the entropy bonus.
@@ -121,7 +124,7 @@ class PolicyModule(WholeSteps):
         if self.objective.needs_reference and lora is None:
             reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
         if gradient_checkpointing:
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
             lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
@@ -219,9 +222,16 @@ class PolicyModule(WholeSteps):
         updated, self._updated = self._updated, False
         return updated
 
-    def stream_weights(self, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their Hugging Face names, one at a time; a collective if sharded."""
-        return stream_weights(self.policy, self.trainer.strategy.model, adapters)
+    def stream_weights(
+        self, adapters: bool = False, known: dict[str, int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under their Hugging Face names, one at a time; a collective if sharded.
+
+        Args:
+            adapters: LoRA is not merged, see `lit_async_rl.models.weights.stream_weights`.
+            known: frozen weights that the receiver has and that do not travel, see there.
+        """
+        return stream_weights(self.policy, self.trainer.strategy.model, adapters, known)
 
     def configure_optimizers(self) -> Any:
         """AdamW unless another was given, and the schedule, bound to this run.

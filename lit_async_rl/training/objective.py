@@ -58,7 +58,7 @@ class Objective:
             with torch.no_grad():
                 reference_logprobs = _token_stats(reference, batch).logprobs
         with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
-            stats = _token_stats(policy, batch, entropy_grad=self.entropy_coefficient > 0)
+            stats = _token_stats(policy, batch, self.entropy_coefficient > 0, batch.experts)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
         proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch)
@@ -135,6 +135,8 @@ def _loss_inputs(
     )
 
 
-def _token_stats(policy: Reference, batch: RolloutBatch, entropy_grad: bool = False) -> TokenStats:
+def _token_stats(
+    policy: Reference, batch: RolloutBatch, entropy_grad: bool = False, experts: Tensor | None = None
+) -> TokenStats:
     arguments = (batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index)
-    return on_support(policy(*arguments, head_ids=batch.head_ids), batch)
+    return on_support(policy(*arguments, head_ids=batch.head_ids, experts=experts), batch)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from typing import NoReturn
+
+from lit_async_rl.utils.suggestions import meant
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -19,7 +20,6 @@ class OneLineParser(argparse.ArgumentParser):
         """Ends the process with status 2."""
         flags = [flag for action in self._actions for flag in action.option_strings]
         if match := re.match(r"unrecognized arguments: (\S+)", message):
-            close = difflib.get_close_matches(match[1].split("=")[0], flags, n=1, cutoff=0.6)
-            message = f"there is no argument {match[1]}" + (f"; did you mean {close[0]}?" if close else "")
+            message = f"there is no argument {match[1]}{meant(match[1].split('=')[0], flags)}"
         sys.stderr.write(f"error: {message}; --help lists the arguments\n")
         self.exit(2)

@@ -8,10 +8,11 @@ short window: a merged span has the sum of their seconds, and begins with the fi
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,13 @@ GAP_SHARE = 0.2  # of the window: an engine that is idle for longer ends it
 MAX_PENDING = 20_000
 TRAINER, ENGINE, WEIGHTS, ENVIRONMENT, FIRST_REWARD = 0, 1, 2, 3, 10  # numbers of lanes
 FIRST_SERVER = 1000  # number of a process; smaller ones are ranks
-SUMMED, HIGHEST = ("tokens", "groups", "turns"), ("slots",)
+MERGED: dict[str, Callable[[Any, Any], Any]] = {
+    "tokens": operator.add,
+    "groups": operator.add,
+    "turns": operator.add,
+    "slots": max,
+    "ok": operator.and_,
+}
 
 Event = dict[str, Any]
 
@@ -99,7 +106,7 @@ class Lane:
         self.pid, self.tid, self.cat = pid, tid, cat
         self._spans, self._merges, self._shows_idle = spans, merges, shows_idle
         self._lock = threading.Lock()
-        self._window: dict[str, tuple[float, dict[str, Any]]] = {}  # name -> seconds and arguments, merged
+        self._window: dict[str, tuple[list[float], dict[str, Any]]] = {}  # name -> seconds and arguments, merged
         self._key: Any = None
         self._began = self._ended = 0.0
         self._drawn_until: float | None = None
@@ -110,15 +117,20 @@ class Lane:
         if not self._spans.is_on:
             return
         with self._lock:
-            self._close_open(began)
-            limit = self._spans.window_s if self._merges else math.inf
-            is_apart = began - self._began > limit or (self._shows_idle and began - self._ended > GAP_SHARE * limit)
-            if self._window and (key != self._key or is_apart):
-                self._flush()
+            if self._open is not None:
+                self._close_open(began)
+            if self._window:
+                limit = self._spans.window_s if self._merges else math.inf
+                is_apart = began - self._began > limit or (self._shows_idle and began - self._ended > GAP_SHARE * limit)
+                if is_apart or key != self._key:
+                    self._flush()
             if not self._window:
                 self._began, self._key = began, key
-            before, known = self._window.get(name, (0.0, args))
-            self._window[name] = before + seconds, known if known is args else _merged(known, args)
+            if (known := self._window.get(name)) is None:
+                self._window[name] = [seconds], args
+            else:
+                known[0][0] += seconds
+                _merge(known[1], args)
             self._ended = began + seconds
 
     def begin(self, name: str, **args: Any) -> None:
@@ -159,7 +171,7 @@ class Lane:
         at, drawn = self._began, self._drawn_until
         if self._shows_idle and self._window and drawn is not None and at > drawn:
             self._spans.put("X", "idle", self, drawn, at - drawn, {})
-        for name, (seconds, args) in self._window.items():
+        for name, ((seconds,), args) in self._window.items():
             self._spans.put("X", name, self, at, seconds, args)
             at += seconds
         self._drawn_until = at if self._window else drawn
@@ -197,14 +209,8 @@ class Overlap:
                 self._since = now
 
 
-def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(old)
-    for name in SUMMED:
-        if name in new:
-            merged[name] = old.get(name, 0) + new[name]
-    for name in HIGHEST:
-        if name in new:
-            merged[name] = max(old.get(name, 0), new[name])
-    if "ok" in new:
-        merged["ok"] = old.get("ok", True) and new["ok"]
-    return merged
+def _merge(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Of spans of the same name, which have the same arguments."""
+    for name, value in new.items():
+        if (operation := MERGED.get(name)) is not None:
+            old[name] = operation(old[name], value)

@@ -174,8 +174,8 @@ def test_a_mismatch_is_refused_by_name(changes, settings, message):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: rl.Trainer(max_step=3), TypeError, "Trainer has no setting 'max_step'; did you mean 'max_steps'?"),
-        (lambda: rl.Trainer(defaults={"sample": None}), ValueError, "no 'sample'; did you mean 'samples'?"),
+        (lambda: rl.Trainer(max_step=3), TypeError, "Trainer has no setting 'max_step'; did you mean max_steps?"),
+        (lambda: rl.Trainer(defaults={"sample": None}), ValueError, "no 'sample'; did you mean samples?"),
         (lambda: rl.Trainer(accelerator="gpux"), ValueError, r"trainer \(accelerator='gpux'"),
         (lambda: rl.Trainer(val_check_interval=0), ValueError, "trainer.val_check_interval must be positive, got 0"),
         (lambda: rl.fit(MODEL, ROWS, reward, max_steps=1, max_stalenes=1), TypeError, "mean 'max_staleness'"),

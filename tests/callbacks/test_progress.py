@@ -155,10 +155,15 @@ def test_other_processes_of_a_machine_say_nothing(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def slow_match(prompt, completion):
+    time.sleep(0.02)
+    return 1.0
+
+
 def test_the_first_rollouts_are_waited_for_in_words(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(patience, "FIRST_S", 0.05)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    main([*FLAGS, *logs(tmp_path, 1), "--data.groups_per_step", "16"])
+    main([*FLAGS, *logs(tmp_path, 1), "--data.groups_per_step", "16", "--data.reward", "test_progress.slow_match"])
     assert re.search(r"waiting for the first rollouts: \d+ groups being sampled", capsys.readouterr().err)
 
 

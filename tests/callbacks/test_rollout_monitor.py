@@ -1,5 +1,6 @@
 """Rewards before and after filters, and a progress bar that counts optimizer steps."""
 
+import lightning.pytorch as pl
 import pytest
 from flow import fit, make_data, make_module
 
@@ -25,13 +26,25 @@ def make_reward():
 def test_the_reward_of_all_samples_and_the_share_that_filters_dropped_are_logged(filters):
     engine = SimulatedEngine(Constant(0.001), num_slots=16)
     data = make_data(engine=engine, reward=make_reward(), intake=Intake(filters=filters))
-    logged = fit(make_module(), data, 4, callbacks=[RolloutMonitor()]).logged_metrics
-    if filters:
-        assert logged["reward/mean"] == 0.5
-        assert 0 < logged["reward/mean_sampled"] < 0.5
-        assert logged["reward/mean_sampled"] == pytest.approx(0.5 * (1 - logged["sample/dropped_share"]))
-    else:
-        assert logged["sample/dropped_share"] == 0
+    steps = Steps()
+    fit(make_module(), data, 4, callbacks=[RolloutMonitor(), steps])
+    assert len(steps.logged) == 4
+    for logged in steps.logged:
+        if filters:
+            assert logged["reward/mean"] == 0.5
+            assert logged["reward/mean_sampled"] == pytest.approx(0.5 * (1 - logged["sample/dropped_share"]))
+    dropped = [float(logged["sample/dropped_share"]) for logged in steps.logged]  # of the groups scored since the last
+    assert (max(dropped) > 0) == bool(filters)
+
+
+class Steps(pl.Callback):
+    """Keeps what each step logged."""
+
+    def __init__(self):
+        self.logged = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.logged.append(dict(trainer.callback_metrics))
 
 
 def test_the_bar_counts_optimizer_steps():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replays import requests_of
+from replays import groups_of, requests_of
 from tiny_models import tiny_llama
 
 from lit_async_rl.advantages.group import GroupMean
@@ -21,7 +21,7 @@ from lit_async_rl.replay.tape_rows import from_rows, to_row
 from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
 from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
 from lit_async_rl.training.support import on_support
-from lit_async_rl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from lit_async_rl.types import RolloutBatch
 
 WIDTH = 12
 
@@ -156,28 +156,3 @@ def statistics(policy: CausalPolicy, batch: RolloutBatch):
     with torch.no_grad():
         plain = policy(batch.input_ids, batch.loss_mask, batch.temperature, head_ids=batch.head_ids)
     return plain, on_support(plain, batch)
-
-
-def groups_of(requests, results) -> list[RolloutGroup]:
-    return [
-        RolloutGroup(
-            index=n,
-            prompt=Prompt(text="p"),
-            prompt_ids=request.prompt_ids,
-            rollouts=tuple(rollout_of(c, float(k)) for k, c in enumerate(completions)),
-            admitted_version=0,
-        )
-        for n, (request, completions) in enumerate(zip(requests, results, strict=True))
-    ]
-
-
-def rollout_of(completion: Completion, reward: float) -> Rollout:
-    return Rollout(
-        completion_ids=completion.token_ids,
-        behavior_logprobs=tuple(torch.tensor(completion.logprobs).tolist()),
-        versions=completion.versions,
-        finish_reason=completion.finish_reason,
-        text="",
-        reward=reward,
-        head=completion.head,
-    )

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 
 def requests_of(sizes, max_tokens=12, num_samples=3, seed=0, first_id=0, **sampling) -> list[GenerationRequest]:
@@ -98,3 +99,30 @@ def assert_replayed(lms, requests, completions, num_tokens: int, cache_cleared: 
         else:
             expected = replayed_logprobs(lms, prompts[c.request_id], c)
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def groups_of(requests, results) -> list[RolloutGroup]:
+    """The completions of each request as a group, with rewards 0, 1, ..."""
+    return [
+        RolloutGroup(
+            index=n,
+            prompt=Prompt(text="p"),
+            prompt_ids=request.prompt_ids,
+            rollouts=tuple(_rollout_of(c, float(k)) for k, c in enumerate(completions)),
+            admitted_version=0,
+        )
+        for n, (request, completions) in enumerate(zip(requests, results, strict=True))
+    ]
+
+
+def _rollout_of(completion: Completion, reward: float) -> Rollout:
+    return Rollout(
+        completion_ids=completion.token_ids,
+        behavior_logprobs=tuple(torch.tensor(completion.logprobs).tolist()),
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+        text="",
+        reward=reward,
+        head=completion.head,
+        experts=completion.experts,
+    )

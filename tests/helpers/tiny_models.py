@@ -12,12 +12,15 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -71,6 +74,25 @@ def tiny_qwen3(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = 
 
 def tiny_mistral(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
     return _build(MistralConfig(**_sizes(vocab, hidden, layers, tied), sliding_window=200), seed)
+
+
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=2)
+
+
+def tiny_qwen3_moe(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    sizes = _sizes(vocab, hidden, layers, tied) | dict(head_dim=16, moe_intermediate_size=32, norm_topk_prob=True)
+    return _build(Qwen3MoeConfig(**sizes, **_EXPERTS), seed)
+
+
+def tiny_olmoe(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    return _build(OlmoeConfig(**_sizes(vocab, hidden, layers, tied), **_EXPERTS), seed)  # weights do not sum to 1
+
+
+def tiny_mixtral(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
+    return _build(MixtralConfig(**_sizes(vocab, hidden, layers, tied), num_local_experts=8, sliding_window=None), seed)
+
+
+SPARSE = {"qwen3-moe": tiny_qwen3_moe, "olmoe": tiny_olmoe, "mixtral": tiny_mixtral}
 
 
 def tiny_gemma2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = True, seed: int = 0):

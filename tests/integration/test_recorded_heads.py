@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from flow import barrier_engine, fit, make_data, make_module, parameters
+from tiny_models import save, tiny_qwen3_moe
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.data.compatibility import check_engine
@@ -16,6 +17,7 @@ from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCenteri
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.replay.tape_source import NoEngine
 from lit_async_rl.scheduling.policies import Bounded
+from lit_async_rl.types import Prompt
 
 TRUNCATED = SamplingParams(max_tokens=10, top_p=0.9, head=16)
 
@@ -46,6 +48,23 @@ def test_a_loss_that_needs_what_is_not_recorded_is_refused_by_the_settings_name(
         fit(make_module(loss=ScoreCentering()), make_data(sampling=SamplingParams(max_tokens=10, head=0)), 1)
 
 
+def digits(prompt: Prompt, text: str) -> float:
+    return sum(character.isdigit() for character in text) / 6
+
+
+def test_a_run_with_replayed_experts_is_repeated_from_its_tape(tmp_path: Path) -> None:
+    model = save(tiny_qwen3_moe(), tmp_path / "model")
+    settings: dict[str, Any] = dict(model=model, sampling=SamplingParams(max_tokens=6, experts=True))
+    settings |= dict(prompts=[Prompt(text=text) for text in ("3412", "785", "96", "9988")], reward=digits)
+    whole, start = make_module(model=model), make_module(model=model)
+    engine = barrier_engine()
+    fit(whole, make_data(engine=engine, schedule="fixed_lag", **settings), 3, [RolloutTape(str(tmp_path / "tape"))])
+    replayed = make_module(model=model)
+    fit(replayed, make_data(tape=str(tmp_path / "tape"), **settings), 3)
+    assert torch.equal(parameters(replayed), parameters(whole))
+    assert not torch.equal(parameters(start), parameters(whole))
+
+
 class Deaf(NoEngine):
     records_heads = False
 
@@ -55,8 +74,8 @@ class Deaf(NoEngine):
 
 def test_an_engine_that_cannot_record_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"data\.sampling\.head=4 with data\.engine=Deaf"):
-        check_engine(Deaf(), None, Bounded(), 4)
-    check_engine(Deaf(), None, Bounded(), None)
+        check_engine(Deaf(), None, Bounded(), SamplingParams(head=4))
+    check_engine(Deaf(), None, Bounded(), SamplingParams())
 
 
 @pytest.mark.parametrize("loss", [ScoreCentering(), ESTR()], ids=str)

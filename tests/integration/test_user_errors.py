@@ -24,6 +24,7 @@ BASE = [
     *("--data.groups_per_step", "2", "--data.group_size", "2", "--data.validation.prompts", "null"),
     *("--trainer.val_check_interval", "3", "--model.scheduler", "null"),
 ]
+PLAIN = ["--config", "configs/stabilizers/plain.yaml"]
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -74,7 +75,7 @@ SIMPLE = {
     ),
     "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with data.advantage"),
     "a correction with nothing to correct": (
-        ["--model.correction", "lit_async_rl.corrections.IcePop"],
+        [*PLAIN, "--model.correction", "lit_async_rl.corrections.IcePop"],
         "BehaviorProximal",
     ),
 }

@@ -12,6 +12,8 @@ from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
 from lit_async_rl.simulation.run import SimulatedRun
 
+STEP_SECONDS = 0.1, 0.1, 0.2, 0.4, 0.8  # tries: other programs cost overlap, too, the less the longer a step is
+
 
 def requests(first, count, samples=2):
     sampling = SamplingParams(max_tokens=5)
@@ -86,14 +88,14 @@ def balanced(bound, latency=Constant, **changes):
 
 def test_overlap_is_nothing_without_staleness_and_nearly_all_with_one_version():
     assert balanced(0, warmup_steps=2).measure().overlap_efficiency < 0.1
-    nearly_all = (balanced(1, warmup_steps=2).measure().overlap_efficiency > 0.85 for _ in range(5))
-    assert any(nearly_all)  # 0.998 on a quiet machine; others can only make it less
+    found = (balanced(1, train_s=s, warmup_steps=2).measure().overlap_efficiency > 0.85 for s in STEP_SECONDS)
+    assert any(found)  # 0.998 on a quiet machine
 
 
 def test_the_real_loop_loses_little_of_what_the_bound_allows():
     lost = []
-    for _ in range(5):  # other processes of the machine cost overlap, too, and never add any
-        run = balanced(2, LogNormal, warmup_steps=4)
+    for train_s in STEP_SECONDS:
+        run = balanced(2, LogNormal, train_s=train_s, warmup_steps=4)
         lost.append(run.ideal().overlap_efficiency - run.measure().overlap_efficiency)
         if abs(lost[-1]) <= 0.12:
             return
@@ -107,9 +109,12 @@ def test_a_looser_bound_hides_a_longer_tail():
 
 
 def test_a_streamed_step_takes_no_longer_than_the_slower_side_with_fill_and_drain():
-    latency_s, train_s = 0.1, 0.4  # 32 samples in 8 slots: 0.4 s; two groups are there after 0.1 s
-    run = balanced(0, Constant, train_s=train_s, num_steps=5, warmup_steps=1)
-    assert run.latency == Constant(latency_s)
-    streamed = dataclasses.replace(run, streams=True).measure().wall_s / 4
-    assert streamed <= 1.1 * (max(0.4, train_s) + latency_s + train_s / 8)
-    assert run.measure().wall_s / 4 >= 0.4 + train_s
+    longer = []
+    for train_s in (0.4, 0.4, 0.8, 1.6):  # 32 samples in 8 slots take as long; two groups are there after a quarter
+        run = balanced(0, Constant, train_s=train_s, num_steps=5, warmup_steps=1)
+        streamed = dataclasses.replace(run, streams=True).measure().wall_s / 4
+        longer.append(streamed / (train_s + train_s / 4 + train_s / 8))
+        if longer[-1] <= 1.1:
+            break
+    assert longer[-1] <= 1.1, longer
+    assert run.measure().wall_s / 4 >= 2 * train_s

@@ -61,7 +61,7 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
-    records_heads = True
+    records_heads = records_experts = takes_changes = True
 
     def __init__(
         self,
@@ -249,8 +249,9 @@ class EmbeddedEngine(RolloutEngine):
 
     @torch.no_grad()
     def _apply(self, update: Update) -> None:
-        for name, parameter in self._active_slots.lm.named_parameters():
-            parameter.copy_(update.weights[name])
+        parameters = dict(self._active_slots.lm.named_parameters())
+        for name, weight in update.weights.items():
+            parameters[name].copy_(weight)
         if self.self_check and not self._has_weights:
             check_decoding(self._active_slots, self.num_slots)
         self._version, self._has_weights = update.version, True

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.engines.embedded.experts import ExpertRecorder
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.llama import LlamaForward
 from lit_async_rl.engines.embedded.queue import Pending
@@ -59,6 +60,7 @@ class Slots:
         self._num_slots = num_slots
         self.device = next(lm.parameters()).device
         self._cache = SlotCache(num_slots, self.device, context_length(lm))
+        self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self._zero = torch.zeros((), dtype=lm.dtype, device=self.device)
         self._rows = RowState(num_slots, self.device)
@@ -100,6 +102,9 @@ class Slots:
         Each prompt is prefilled once. If a slot still holds its KV cache, that is copied, and the prompt's last token
         is decoded together with those of all other rows.
         """
+        if not self._experts.is_on and any(item.request.sampling.experts for item in pending):
+            self._experts.begin()
+            self.forget_prompts()  # they were read without being recorded
         num_rows = sum(item.num_samples for item in pending)
         free = [row for row, owner in enumerate(self._owners) if owner is None]
         free = (free + list(range(len(self._owners), self._num_slots)))[:num_rows]
@@ -111,7 +116,7 @@ class Slots:
         if known:
             sources = [slot_of[item.request.prompt_ids] for item in known for _ in range(item.num_samples)]
             targets, free = self._index(free[: len(sources)]), free[len(sources) :]
-            self._cache.copy(self._index(sources), targets)
+            self._copy(self._index(sources), targets)
             self._open_rows(known, targets)
         finished = self._read(fresh, self._index(free), version) if fresh else []
         return finished + self.decode(version) if known else finished
@@ -127,6 +132,7 @@ class Slots:
         number = {prompt: n for n, prompt in enumerate(prompts)}
         source = self._index([number[item.request.prompt_ids] for item in pending for _ in range(item.num_samples)])
         self._cache.end_prefill(source, rows)
+        self._experts.add_prompts((len(prompts), width), source, rows)
         self._open_rows(pending, rows)
         logits = self._policy.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
         self.num_tokens += len(rows)
@@ -144,6 +150,7 @@ class Slots:
         self._cache.begin_decode(positions)
         mask = torch.arange(self._cache.max_len, device=self.device) <= positions[:, None]
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
+        self._experts.add_tokens(positions, self._longest)
         self.num_tokens += self._num_active
         return self._commit(self._policy.logits(hidden[:, 0]), slice(0, n), version)
 
@@ -217,6 +224,8 @@ class Slots:
             sampled: dict[str, Any] = dict(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
             if (width := owner[0].sampling.head) is not None:
                 sampled["head"] = self._rows.heads.of(row, len(tokens), width)
+            if owner[0].sampling.experts:  # the last token was not read yet
+                sampled["experts"] = self._experts.of(row, len(owner[0].prompt_ids) + len(tokens) - 1)
             found.append(Completion(request_id=owner[0].id, sample_index=owner[1], **sampled))
         return found
 
@@ -237,11 +246,15 @@ class Slots:
         holes = [row for row in range(self._num_active) if self._owners[row] is None]
         tails = [row for row in range(self._num_active, len(self._owners)) if self._owners[row] is not None]
         sources, targets = self._index(tails), self._index(holes)
-        self._cache.copy(sources, targets)
+        self._copy(sources, targets)
         self._rows.move(sources, targets)
         for tail, hole in zip(tails, holes, strict=True):
             self._owners[hole], self._prompts[hole] = self._owners[tail], self._prompts[tail]
         del self._owners[self._num_active :]
+
+    def _copy(self, sources: Tensor, targets: Tensor) -> None:
+        self._cache.copy(sources, targets)
+        self._experts.copy(sources, targets)
 
     def drop(self, request_ids: set[int]) -> None:
         """Closes all rows of these requests."""

@@ -1,0 +1,37 @@
+"""The two parts of a rollout's age."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_async_rl.callbacks import StalenessMonitor
+from lit_async_rl.types import RolloutBatch
+
+
+def test_the_age_of_a_rollout_is_split_into_lag_before_and_within_it() -> None:
+    versions = torch.tensor([[0, 3, 5, 5], [0, 6, 6, 0], [0, 0, 0, 0]])
+    mask = torch.tensor([[False, True, True, True], [False, True, True, False], [False] * 4])  # the last is padding
+    zeros = torch.zeros(3, 4)
+    batch = RolloutBatch(
+        input_ids=versions,
+        attention_mask=mask,
+        loss_mask=mask,
+        behavior_logprobs=zeros,
+        versions=versions,
+        advantages=zeros,
+        token_weights=zeros,
+        rewards=torch.zeros(3),
+        group_index=torch.tensor([0, 0, -1]),
+    )
+    monitor, trainer = StalenessMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    module: Any = pl.LightningModule()
+    module.stabilizer_signals = {"staleness": torch.where(mask, 7 - versions, 0), "version": 7}
+    monitor.update(trainer, module, batch)
+    found = {name: float(value) for name, value in monitor.compute(trainer, module).items()}
+    assert found["sample/inter_rollout_lag"] == ((7 - 5) + (7 - 6)) / 2
+    assert found["sample/intra_rollout_lag"] == ((5 - 3) + 0) / 2
+    assert found["sample/mixed_version_share"] == 0.5
+    assert found["sample/staleness_max"] == 4
