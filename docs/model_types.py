@@ -8,6 +8,7 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("model_types.json")
 MARK = "<!-- model types -->"
+PARTS = ("trainer", "packing", "engine")
 
 
 def table() -> str:
@@ -15,7 +16,7 @@ def table() -> str:
     found = json.loads(FILE.read_text())
     rows = defaultdict(list)
     for name, parts in sorted(found["types"].items()):
-        rows[tuple(reason or "right" for reason in parts.values())].append(f"`{name}`")
+        rows[tuple(parts[part] or "right" for part in PARTS)].append(f"`{name}`")
     lines = ["| model types | trainer | shared prompts | embedded engine |", "|---|---|---|---|"]
     for reasons, names in sorted(rows.items(), key=lambda row: -len(row[1])):
         lines.append(f"| {', '.join(names)} | " + " | ".join(reasons) + " |")

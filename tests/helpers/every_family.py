@@ -226,7 +226,7 @@ def _decode(lm: PreTrainedModel) -> None:
 
 def reason(message: str) -> str:
     """The part of a refusal that does not depend on the machine, for the documentation."""
-    kept = re.search(r"(?:\): |: \w+ )(.*?)(?: by [\d.e+inf-]+ nats.*| \(\w+: .*|; .*)?$", message)
+    kept = re.search(r"(?:\): |: \w+ )(.*?)(?: by [\d.e+inf-]+ nats.*| \(\w+[:)].*|; .*)?$", message)
     return kept[1] if kept else message
 
 
