@@ -57,7 +57,7 @@ class PolicyModule(WholeSteps):
         proximal: proximal policy, the denominator of the loss's ratio; None is `BehaviorProximal()`.
         correction: importance weights between proximal and behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
-        learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`: of AdamW.
+        learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`, `betas`: of AdamW.
         optimizer: another optimizer than AdamW.
         scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine`, `StableDecay` or `OneCycle`,
             which take height and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is
@@ -92,6 +92,7 @@ class PolicyModule(WholeSteps):
         baseline: OptimalBaseline | None = None,
         learning_rate: float | None = None,
         weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
         optimizer: OptimizerCallable | None = None,
         scheduler: RateSchedule | LRSchedulerCallable | None = None,
         kl_coefficient: float = 0.0,
@@ -114,7 +115,8 @@ class PolicyModule(WholeSteps):
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline)
-        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.make_optimizer, self.scheduler = optimizer, scheduler or ConstantRate()
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         if sharding.meta_device and (random_init or lora):
@@ -242,7 +244,8 @@ class PolicyModule(WholeSteps):
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
         rate = self.learning_rate or LEARNING_RATE
-        adamw = partial(make_adamw, trainer=self.trainer, lr=rate, weight_decay=self.weight_decay)
+        own: dict[str, Any] = {"lr": rate, "weight_decay": self.weight_decay, "betas": tuple(self.betas)}
+        adamw = partial(make_adamw, trainer=self.trainer, **own)
         make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
         try:
             optimizer = make_optimizer(parameters)
