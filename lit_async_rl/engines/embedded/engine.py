@@ -1,4 +1,4 @@
-"""Default engine: a continuous-batching decode loop in this process, for any Hugging Face causal LM.
+"""Default engine: a continuous-batching decode loop in this process, for Hugging Face causal LMs with a KV cache.
 
 Each iteration samples one token for every active row. Rows are independent: a finished row is replaced by a queued
 sample at once, so no sample has to wait for the longest completion of a batch. Each prompt is prefilled once; its KV
