@@ -111,6 +111,8 @@ class WeightSync(pl.Callback):
         if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
             self._publish(module, data)
+        elif data.engine.sleep_level == 2 and data.shared_source.any_rank(data.engine.needs_weights):
+            self._publish(module, data)  # the same weights again, to an engine that has dropped them
         data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds

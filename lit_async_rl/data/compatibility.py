@@ -40,6 +40,24 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
         )
 
 
+def check_sleep(engine: RolloutEngine, max_staleness: int, intake: Intake) -> None:
+    """Checks that the engine has nothing to do while the trainer trains, if it is to sleep then.
+
+    Raises:
+        ValueError: sampling runs ahead, or training begins before sampling ends.
+    """
+    if not engine.sleep_level:
+        return
+    name = f"data.engine.sleep_level={engine.sleep_level}"
+    if max_staleness:
+        raise ValueError(
+            f"{name} with data.max_staleness={max_staleness}: the engine samples while the trainer trains, and would "
+            "never sleep. Use max_staleness=0, or sleep_level=0."
+        )
+    if intake.stream_groups:
+        raise ValueError(f"{name} with data.intake.stream_groups: training begins while the engine is still awake")
+
+
 def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -> None:
     """Checks filters, replay and streaming against the admission policy.
 

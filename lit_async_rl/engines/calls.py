@@ -68,6 +68,9 @@ class EngineCalls:
     def abort(self, request_ids: Sequence[int]) -> None:
         self.ask("abort", lambda: self.engine.abort(request_ids))
 
+    def sleep(self) -> None:
+        self.ask("sleep", self.engine.sleep)
+
     def partial_completions(self) -> Any:
         """Partial completions, not validated yet."""
         return self.ask("partial_completions", self.engine.partial_completions)
