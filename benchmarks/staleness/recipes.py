@@ -1,6 +1,6 @@
 """Recipes for stale data on the quick start's task, at a lag of exactly four versions, without engine or Trainer.
 
-    python -m benchmarks.staleness.recipes --recipe vcpo_score --learning_rate 1.1e-4 --seed 100
+    python -m benchmarks.staleness.recipes --recipe vcpo_score --seed 100
 
 One process samples with the weights of four steps ago and trains, with the package's own losses, corrections, baseline
 and batches: a minute of processor time for 200 steps. Prints a line and appends it to `--out` as JSON.
@@ -35,12 +35,18 @@ from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import exact_match
 from lit_async_rl.tasks.sorting import SortDigits
 from lit_async_rl.training.objective import Objective
-from lit_async_rl.training.schedules import OneCycle, RateSchedule, StableDecay
+from lit_async_rl.training.schedules import Cosine, OneCycle, RateSchedule, StableDecay
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 NUM_GROUPS, GROUP_SIZE, MAX_TOKENS, MAX_NORM = 32, 8, 12, 0.5
 SETTLED, WINDOW = 15, 5  # falls of the smoothed reward count once its window lies behind this step
-NUM_HELD_OUT = 512
+NUM_HELD_OUT, NUM_SAMPLES = 512, 4  # of each held-out prompt: a standard error of 0.006
+SCHEDULES: dict[str, RateSchedule] = {
+    "cosine": Cosine(warmup=0.1),
+    "one_cycle": OneCycle(),
+    "stable_decay": StableDecay(warmup=0.1),
+    "stable_long_decay": StableDecay(warmup=0.1, decay=0.5),
+}
 
 
 def objective(recipe: str, cap: float) -> Objective:
@@ -140,8 +146,7 @@ def train(args: argparse.Namespace) -> Result:
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = CausalPolicy(load_policy(path, dtype="float32", device="cpu"), 4096, SharedPromptPacking())
     sampler: Any = load_policy(path, dtype="float32", device="cpu").requires_grad_(False)
-    loss_of = objective(args.recipe, args.cap)
-    schedule: RateSchedule = OneCycle() if args.decay < 0 else StableDecay(warmup=0.1, decay=args.decay)
+    loss_of, schedule = objective(args.recipe, args.cap), SCHEDULES[args.schedule]
     aggregation = SequenceMean() if args.recipe.startswith("vcpo") else TokenMean()
     parameters = list(policy.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), weight_decay=0.0)
@@ -168,7 +173,7 @@ def train(args: argparse.Namespace) -> Result:
             group["betas"] = (group["betas"][0] if momentum is None else momentum, args.beta2)
         optimizer.step()
     held_out = SortDigits(num_digits=8, size=NUM_HELD_OUT, split="held_out")
-    last = rollouts(policy.lm, tokenizer, [held_out[n] for n in range(NUM_HELD_OUT)], 1, args.num_steps)
+    last = rollouts(policy.lm, tokenizer, [held_out[n] for n in range(NUM_HELD_OUT)], NUM_SAMPLES, args.num_steps)
     return Result(rewards, ess, mean_reward(last))
 
 
@@ -177,9 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="vcpo_score", help="plain, dual_clip, cispo, vcpo_score, vcpo_last_block")
     parser.add_argument("--cap", type=float, default=8.0, help="see `objective`")
-    parser.add_argument("--decay", type=float, default=0.3, help="share of the run; a negative one: one cycle")
-    parser.add_argument("--learning_rate", type=float, default=1.1e-4)
-    parser.add_argument("--beta2", type=float, default=0.999)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="cosine")
+    parser.add_argument("--learning_rate", type=float, default=1.7e-4)
+    parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--ess_power", type=float, default=0.5, help="0: the rate does not follow the sample size")
     parser.add_argument("--lag", type=int, default=4)
     parser.add_argument("--num_steps", type=int, default=200)

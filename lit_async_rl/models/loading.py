@@ -29,6 +29,8 @@ from lit_async_rl.utils.patience import announced
 
 UNCHANGED = torch.empty(0, device="meta")  # in place of a weight that the receiver has; compare by identity
 log = logging.getLogger(__name__)
+# settings of configurations beyond whose number of tokens some layers do not attend to all of them
+WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "attention_chunk_size", "index_topk")
 
 
 def load_policy(
@@ -135,11 +137,21 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
 
 
 def context_length(lm: PreTrainedModel) -> int:
-    """Context length in tokens: number of positions, or the attention window if that is shorter."""
+    """Context length in tokens: number of positions, or the shortest attention window if that is shorter."""
     config = lm.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or 2**20
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return min(length, window or length)
+    names = WINDOWS if getattr(config, "use_sliding_window", True) else ()
+    windows = [getattr(config, name, None) for name in names]
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; other families have a window of another kind
+        windows.append(config.window_size)
+    return min(length, *(window or length for window in windows), length)
+
+
+def other_layers(lm: PreTrainedModel) -> str:
+    """Kinds of layers that are neither full nor sliding attention, as the configuration calls them; empty if none."""
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
 
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
@@ -280,8 +292,10 @@ def _without_bar() -> Iterator[None]:
 
 
 def _remove_dropout(lm: nn.Module) -> None:
+    """Sets probabilities of dropout, of skipped layers and of router noise to 0, which families keep in many places."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (typed as a submodule otherwise)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)

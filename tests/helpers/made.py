@@ -19,7 +19,7 @@ model:
   proximal: null
   correction: null
   baseline: null
-  optimizer: null
+  betas: [0.9, 0.999]
   learning_rate: 2.5e-4
 data:
   aggregation: TokenMean

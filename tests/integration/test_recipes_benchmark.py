@@ -11,7 +11,7 @@ from benchmarks.staleness import recipes
 def settings(monkeypatch):
     monkeypatch.setattr(recipes, "NUM_GROUPS", 2)
     monkeypatch.setattr(recipes, "NUM_HELD_OUT", 4)
-    rates = dict(decay=0.3, learning_rate=1e-3, beta2=0.95, ess_power=0.5)
+    rates = dict(schedule="cosine", learning_rate=1e-3, beta2=0.95, ess_power=0.5)
     return Namespace(recipe="vcpo_score", cap=8.0, lag=0, num_steps=3, seed=1, **rates)
 
 
@@ -25,7 +25,7 @@ def test_data_is_as_old_as_it_should_be(settings, lag):
 
 @pytest.mark.parametrize("recipe", ["plain", "dual_clip", "cispo", "vcpo_last_block"])
 def test_every_recipe_trains(settings, recipe):
-    settings.recipe, settings.lag, settings.num_steps, settings.decay = recipe, 1, 2, -1.0
+    settings.recipe, settings.lag, settings.num_steps, settings.schedule = recipe, 1, 2, "one_cycle"
     assert recipes.train(settings).ess[1] < 1
     with pytest.raises(ValueError, match="recipe='grpo'"):
         recipes.objective("grpo", 1.0)

@@ -111,6 +111,14 @@ def test_a_resume_with_more_steps_and_another_rate_follows_the_schedule_of_its_o
     assert rates.seen == whole[4:]
 
 
+def test_betas_are_those_of_adamw_and_follow_the_rate_of_the_command_line():
+    rates = Rates()
+    fit(make_module(learning_rate=1e-4, betas=(0.8, 0.95)), make_data(), 2, [rates])
+    assert rates.seen == [(1e-4, 0.8)] * 2
+    with pytest.raises(ValueError, match=re.escape("model.betas[1] must be in [0, 1), got 1.0")):
+        make_module(betas=(0.9, 1.0))
+
+
 def test_torch_schedulers_that_state_another_rate_or_length_are_refused(tmp_path):
     def one_cycle(max_lr, total_steps):
         return make_module(scheduler=lambda o: OneCycleLR(o, max_lr=max_lr, total_steps=total_steps))
