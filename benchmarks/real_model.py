@@ -120,43 +120,54 @@ def gain(before: list[list[float]], after: list[list[list[float]]]) -> tuple[flo
     return statistics.fmean(gains), math.sqrt(variance)
 
 
+def row(run: Path, before: dict[str, Any]) -> list[str]:
+    """A run's line of the table."""
+    found, cost = (json.loads((run / name).read_text()) for name in ("measured.json", "cost.json"))
+    cells = [f"{run.parent.name.replace('_', ' ')}, {run.name.replace('_', ' ')}", str(found["num_problems"])]
+    for name in ("sampled", "greedy"):
+        cells.append(f"{mean(before[name])[0]:.3f} → {{:.3f}} ± {{:.3f}}".format(*mean(found[name])))
+    load = statistics.fmean(cost["load"])
+    return [*cells, f"{cost['cpu_s']:.0f} s", f"{cost['wall_s'] / 60:.1f} min at load {load:.0f}"]
+
+
+def parts(run: Path) -> dict[str, dict[str, float]]:
+    """What the trainer's thread did by the run's timeline: seconds in total and of the longest."""
+    found: dict[str, dict[str, float]] = {}
+    for line in (run / "timeline/rank0.json").read_text().splitlines():
+        if not line.startswith("{") or '"ph":"X"' not in line:
+            continue
+        event = json.loads(line.rstrip(",]"))
+        if event["tid"] == 0:
+            part, seconds = found.setdefault(event["name"], {"total_s": 0.0, "longest_s": 0.0}), event["dur"] / 1e6
+            part["total_s"] = round(part["total_s"] + seconds, 2)
+            part["longest_s"] = round(max(part["longest_s"], seconds), 2)
+    return found
+
+
 def report(folder: Path, commit: str) -> dict[str, Any]:
-    """The measurement file of all runs below a folder."""
-    before = json.loads((folder / "before.json").read_text())
-    shown = {name: "{:.3f} ± {:.3f}".format(*mean(before[name])) for name in ("sampled", "greedy")}
-    rows, first = [["before", shown["sampled"], shown["greedy"], "", ""]], (0.0, 0.0)
+    """The measurement file of all runs below a folder; runs on other problems have a `before.json` of their own."""
+    rows, value, times = [], (0.0, 0.0), {}
     for kind in sorted(path for path in folder.iterdir() if path.is_dir()):
-        runs = sorted(kind.glob("seed_*/measured.json"))
-        found = [json.loads(path.read_text()) for path in runs]
-        costs = [json.loads((path.parent / "cost.json").read_text()) for path in runs]
-        gains = gain(before["sampled"], [one["sampled"] for one in found])
-        first = gains if kind.name == "asynchronous" else first
-        for path, one, cost in zip(runs, found, costs, strict=True):
-            texts = ["{:.3f} ± {:.3f}".format(*mean(one[name])) for name in ("sampled", "greedy")]
-            load = statistics.fmean(cost["load"])
-            wall = f"{cost['wall_s'] / 60:.1f} min at load {load:.0f}"
-            name = f"{kind.name.replace('_', ' ')}, {path.parent.name.replace('_', ' ')}"
-            rows.append([name, *texts, f"{cost['cpu_s']:.0f} s", wall])
-    low, high = (round(first[0] + side * 1.96 * first[1], 3) for side in (-1, 1))
+        own = kind / "before.json"
+        before = json.loads((own if own.exists() else folder / "before.json").read_text())
+        runs = sorted(path.parent for path in kind.glob("seed_*/measured.json"))
+        rows += [row(run, before) for run in runs]
+        times |= {f"{kind.name}/{run.name}": parts(run) for run in runs}
+        if kind.name == "asynchronous":
+            after = [json.loads((run / "measured.json").read_text())["sampled"] for run in runs]
+            value = gain(before["sampled"], after)
+    columns = ["run", "held-out problems", "accuracy at temperature 1, ± standard error", "greedy"]
     return {
         "name": "smollm2",
-        "value": round(first[0], 3),
+        "value": round(value[0], 3),
         "unit": "gain in held-out accuracy at temperature 1",
-        "interval": [low, high],
+        "interval": [round(value[0] + side * 1.96 * value[1], 3) for side in (-1, 1)],
         "command": "python benchmarks/real_model.py --train asynchronous --seed 0",
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
-        "machine": "two shared cores, bfloat16 (AMX), one thread each for trainer and engine",
-        "table": {
-            "columns": [
-                f"{before['num_problems']} held-out problems",
-                "accuracy at temperature 1, ± standard error",
-                "greedy accuracy",
-                "processor time",
-                "wall time",
-            ],
-            "rows": rows,
-        },
+        "machine": "two cores shared with other programs, bfloat16 (AMX), one thread each for trainer and engine",
+        "table": {"columns": [*columns, "processor time", "wall time"], "rows": rows},
+        "trainer": times,
     }
 
 

@@ -58,7 +58,7 @@ def main() -> None:
         for number, (name, runs) in enumerate(lines.items()):
             seeds = pd.DataFrame({str(run): read(run, column) for run in runs})
             axis.plot(seeds.index, seeds, color=f"C{number}", alpha=0.3, linewidth=0.8)
-            label = f"{name} ({len(runs)} runs)"
+            label = f"{name.replace('_', ' ')}, {len(runs)} run{'s' * (len(runs) > 1)}"
             axis.plot(seeds.index, seeds.median(axis=1), color=f"C{number}", linewidth=2, label=label)
         axis.set(title=TITLES[column], xlabel="optimizer step")
         axis.grid(alpha=0.3)

@@ -6,14 +6,17 @@ processor time of all processes together, because the machine may be shared. Upd
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/performance/vllm_tables.py --models 0.6M models/smollm2
 
-writes docs/measurements/vllm_throughput.json and vllm_updates.json; `python docs/measurements.py` makes the tables.
+writes docs/measurements/vllm_throughput_MODEL.json and vllm_updates_MODEL.json; `python docs/measurements.py` makes the
+tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -38,6 +41,7 @@ from lit_async_rl.models.loading import load_policy
 ROOT = Path(__file__).parents[2]
 ENGINES = {"embedded": "embedded engine", "vllm": "`VLLMEngine`", "plain": "plain `LLM.generate`"}
 KV_CACHE_GB = 0.5
+LEAST_S = 1.0  # of a measurement: the kernel counts processor time in hundredths of a second
 Sample = Callable[[Sequence[GenerationRequest]], object]
 
 
@@ -90,10 +94,14 @@ def throughput(args: argparse.Namespace) -> dict[str, list[float]]:
     for lengths, requests in workloads(args).items():
         num_tokens = sum(request.num_samples * request.sampling.max_tokens for request in requests)
         sample(requests)  # warms up
+        began = processor_seconds()
+        sample(requests)
+        num_runs = math.ceil(LEAST_S / max(0.01, processor_seconds() - began))
         for _ in range(args.repeats):
             began = processor_seconds()
-            sample(requests)
-            found.setdefault(lengths, []).append(num_tokens / (processor_seconds() - began))
+            for _ in range(num_runs):
+                sample(requests)
+            found.setdefault(lengths, []).append(num_runs * num_tokens / (processor_seconds() - began))
     return found
 
 
@@ -116,7 +124,7 @@ def show(values: Sequence[float]) -> str:
     return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
-def updates_of(model: str, label: str, args: argparse.Namespace) -> list[list[Any]]:
+def updates_of(model: str, args: argparse.Namespace) -> list[list[Any]]:
     """Rows of the table of updates, of all kinds."""
     own = argparse.Namespace(model=model, dtype="bfloat16", steps=args.steps)
     engine, rows = vllm_updates.started(own), []
@@ -126,7 +134,7 @@ def updates_of(model: str, label: str, args: argparse.Namespace) -> list[list[An
             found = vllm_updates.measure(engine, own, kind, rate, transfer)
             name = kind if kind.startswith("whole") else f"{kind}, learning rate {rate:g}"
             numbers = round(found["staging_s"], 3), round(1e3 * found["pause_s"]), round(1e3 * found["load_weights_s"])
-            rows.append([label, name, found["bytes"], *numbers])
+            rows.append([name, found["bytes"], *numbers])
             print(*rows[-1], flush=True)
     finally:
         engine.close()
@@ -136,37 +144,33 @@ def updates_of(model: str, label: str, args: argparse.Namespace) -> list[list[An
 def write(args: argparse.Namespace, name: str, value: float, unit: str, columns: list[str], rows: list[Any]) -> None:
     """A measurement, see docs/measurements.py."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    found = {"name": name, "value": value, "unit": unit, "interval": None}
+    found = {"name": re.sub(r"\W", "_", name), "value": value, "unit": unit, "interval": None}
     found["command"] = "python benchmarks/performance/vllm_tables.py " + " ".join(sys.argv[1:])
     found |= {"commit": commit.strip(), "date": date.today().isoformat()}
     found["machine"] = f"2 cores that did other work at the same time (load {os.getloadavg()[2]:.0f}), one thread"
     text = json.dumps(found | {"table": {"columns": columns, "rows": rows}}, indent=1)
-    (args.folder / f"{name}.json").write_text(text + "\n")
+    (args.folder / f"{found['name']}.json").write_text(text + "\n")
 
 
-def measure_rates(args: argparse.Namespace) -> None:
-    """The table of throughput."""
-    rows: list[list[Any]] = []
-    for name in args.models:
-        with tempfile.TemporaryDirectory() as folder:
-            found = rates_of(save(name, folder), args)
-        for lengths in found["vllm"]:
-            rows.append([Path(name).name, lengths, *(show(found[engine][lengths]) for engine in ENGINES)])
-            ratio = statistics.median(found["vllm"][lengths]) / statistics.median(found["plain"][lengths])
-            print(*rows[-1], flush=True)
+def measure_rates(name: str, model: str, args: argparse.Namespace) -> None:
+    """The table of throughput of one model."""
+    found, rows = rates_of(model, args), []
+    for lengths in found["vllm"]:
+        rows.append([lengths, *(show(found[engine][lengths]) for engine in ENGINES)])
+        ratio = statistics.median(found["vllm"][lengths]) / statistics.median(found["plain"][lengths])
+        print(*rows[-1], flush=True)
     unit = "times the tokens per processor second of `LLM.generate`, in the last row"
-    write(args, "vllm_throughput", round(ratio, 2), unit, ["model", "lengths", *ENGINES.values()], rows)
+    columns = [f"lengths of completions, {name}", *ENGINES.values()]
+    write(args, f"vllm_throughput_{name}", round(ratio, 2), unit, columns, rows)
 
 
-def measure_updates(args: argparse.Namespace) -> None:
-    """The table of updates."""
-    rows: list[list[Any]] = []
-    for name in args.models:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += updates_of(save(name, folder), Path(name).name, args)
-    whole, delta = (next(row[2] for row in reversed(rows) if row[1].startswith(kind)) for kind in ("whole", "delta"))
-    columns = ["model", "update", "bytes", "staging, processor s", "pause, ms", "`load_weights`, ms"]
-    write(args, "vllm_updates", round(whole / delta, 1), "times fewer bytes at learning rate 1e-5", columns, rows)
+def measure_updates(name: str, model: str, args: argparse.Namespace) -> None:
+    """The table of updates of one model."""
+    rows = updates_of(model, args)
+    whole, delta = (next(row[1] for row in reversed(rows) if row[0].startswith(kind)) for kind in ("whole", "delta"))
+    columns = [f"update of {name}, bfloat16", "bytes", "staging, processor s", "pause, ms", "`load_weights`, ms"]
+    unit = "times fewer bytes at learning rate 1e-5"
+    write(args, f"vllm_updates_{name}", round(whole / delta, 1), unit, columns, rows)
 
 
 def main() -> None:
@@ -190,10 +194,13 @@ def main() -> None:
     if args.engine:
         print(json.dumps(throughput(args)), flush=True)
         os._exit(0)  # the kernel ends vLLM's processes
-    if args.only != "updates":
-        measure_rates(args)
-    if args.only != "throughput":
-        measure_updates(args)
+    for name in args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            model, label = save(name, folder), Path(name).name
+            if args.only != "updates":
+                measure_rates(label, model, args)
+            if args.only != "throughput":
+                measure_updates(label, model, args)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,11 @@ TITLES = {
 }
 COLOURS = {"synchronous": "0.35", "plain": "C1", "default": "C0", "vcpo": "C2"}
 NAMES = {"plain": "plain GRPO", "default": "recipe", "vcpo": "VCPO, exact norms"}
-SHOWN = ("synchronous", "plain", "default")  # in the picture; the table has all
+SHOWN = {  # in the picture; the table has all, those too that had less of the processor than the others
+    "tools_0.4": ("synchronous", "plain_8", "vcpo_8"),
+    "tools_1.6": ("synchronous", "plain_8", "default_8"),
+}
+HEADLINE = ("tools_1.6", "default_8")
 
 
 def kind(system: str) -> str:
@@ -54,7 +58,7 @@ def picture(table: pd.DataFrame, names: list[str]) -> Any:
         base = [one.sort_values("step") for _, one in rows[rows["system"] == reference].groupby("seed")]
         summary = summarize(rows, name, reference).set_index("system")
         for system, runs in rows.groupby("system"):
-            if kind(str(system)) not in SHOWN:
+            if system not in SHOWN[name]:
                 continue
             each = [one.sort_values("step") for _, one in runs.groupby("seed")]
             colour = COLOURS[kind(str(system))]
@@ -84,6 +88,7 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
         cells = [TITLES[name], title(row["system"]), row["seeds"], round(row["step_s"], 2), *ratios]
         cells += ["not reached" if math.isnan(steps) else f"{steps:.2f}", f"{row['final']:.3f}"]
         cells += [with_interval(row["difference"], 3), f"{row['staleness']:.1f}", f"{row['wait_share']:.0%}"]
+        cells += [f"{row['cpu_s']:.2f}", f"{row['cpu_s'] / row['step_s']:.2f}"]
         found.append([*cells, f"{row['load']:.0f}"])
     return found
 
@@ -91,14 +96,16 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
 def write_documents(table: pd.DataFrame, command: str, commit: str, root: Path) -> None:
     """Writes `docs/assets/time_to_accuracy.png` and `docs/measurements/time_to_accuracy.json` under `root`."""
     names = comparable(table)
-    save(picture(table, [n for n in names if n.startswith("tools")]), str(root / "docs/assets/time_to_accuracy.png"))
-    best = summarize(table, "tools_0.4", "synchronous").set_index("system").loc["default_8", "time_speedup_0.95"]
+    save(picture(table, [name for name in names if name in SHOWN]), str(root / "docs/assets/time_to_accuracy.png"))
+    workload, system = HEADLINE
+    best = summarize(table, workload, "synchronous").set_index("system").loc[system, "time_speedup_0.95"]
     columns = ["workload", "system", "seeds", "seconds per step", *(f"S({share})" for share in SHARES)]
-    columns += ["over steps: S(0.95)", "final accuracy", "less synchronous", "mean staleness", "waiting", "load"]
+    columns += ["over steps: S(0.95)", "final accuracy", "less synchronous", "mean staleness", "waiting"]
+    columns += ["processor s per step", "cores it got", "load"]
     measurement = dict(
         name="time_to_accuracy",
         value=round(best[0], 2),
-        unit="times as fast to 95 % of the synchronous rise (tools of 0.4 s, recipe, max_staleness 8)",
+        unit="times as fast to 95 % of the synchronous rise (tools of 1.6 s, recipe, max_staleness 8)",
         interval=[round(best[1], 2), round(best[2], 2)],
         command=command,
         commit=commit,

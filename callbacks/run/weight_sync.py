@@ -77,8 +77,9 @@ class WeightSync(pl.Callback):
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
-        if module.objective.baseline is None and data.tape is None:  # it takes the advantage's place
-            check_signal(data.advantage, data.group_size, data.sampling.temperature, is_sampled)
+        if data.tape is None:
+            compared = data.advantage if module.objective.baseline is None else None  # it takes the advantage's place
+            check_signal(compared, data.group_size, data.sampling.temperature, is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
         wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
         if present not in (1, wanted):

@@ -71,9 +71,13 @@ SIMPLE = {
     ),
     "nothing to compare a rollout with": (
         ["--data.group_size", "1"],
+        "data.group_size=1 with model.baseline=OptimalBaseline",
+    ),
+    "nothing to compare a rollout with, without the baseline": (
+        [*PLAIN, "--data.group_size", "1"],
         "data.group_size=1 with data.advantage",
     ),
-    "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with data.advantage"),
+    "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with model.baseline"),
     "a correction with nothing to correct": (
         [*PLAIN, "--model.correction", "lit_async_rl.corrections.IcePop"],
         "BehaviorProximal",
