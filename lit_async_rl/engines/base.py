@@ -123,6 +123,7 @@ class RolloutEngine(ABC):
         scores: whether completions come with their rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
+        records_entropy: whether the entropy of these distributions is known, too.
         records_experts: whether completions come with the experts of each token (`sampling.experts`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         num_slots: samples decoded together, also by validation.
@@ -137,6 +138,7 @@ class RolloutEngine(ABC):
     scores: bool = False
     takes_adapters: bool = False
     records_heads: bool = False
+    records_entropy: bool = False
     records_experts: bool = False
     startup_timeout_s: float = 3600.0
     num_slots: int = 64

@@ -58,7 +58,7 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
-    records_heads = records_experts = True
+    records_heads = records_entropy = records_experts = True
 
     def __init__(
         self,

@@ -14,6 +14,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.completion_check import MAX_LOGPROB, MIN_LOGPROB, find_fault, show
+from lit_async_rl.engines.vllm.token_heads import NO_PROBABILITY, head_of
+from lit_async_rl.sampler_head import SamplerHead
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True)  # a number is no text, and True is no number
@@ -33,12 +35,21 @@ class Span(TypedDict):
     end: NonNegativeInt
 
 
+class LikelyToken(TypedDict):
+    """One of the likeliest tokens in the place of a sampled one; impossible ones have `NO_PROBABILITY`."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    token_id: NonNegativeInt
+    logprob: Annotated[float, Field(ge=NO_PROBABILITY, le=MAX_LOGPROB, allow_inf_nan=False)]
+
+
 class SampledToken(TypedDict):
-    """A token with its log-probability."""
+    """A token with its log-probability, and the likeliest tokens in its place if `sampling.head` asks for them."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     token_id: NonNegativeInt
     logprob: Logprob
+    top_logprobs: NotRequired[list[LikelyToken]]
 
 
 class SampledTokens(TypedDict):
@@ -213,7 +224,18 @@ def _completion(request: GenerationRequest, index: int, choice: Choice, run: str
         logprobs=tuple(float(token["logprob"]) for token in sampled),
         versions=tuple(versions),
         finish_reason=choice["finish_reason"],
+        head=_head(request, sampled, where),
     )
+
+
+def _head(request: GenerationRequest, sampled: Sequence[SampledToken], where: str) -> SamplerHead | None:
+    width = request.sampling.head
+    if width is None:
+        return None
+    positions = [[(one["token_id"], one["logprob"]) for one in token.get("top_logprobs", ())] for token in sampled]
+    if (least := min(map(len, positions), default=width)) < width:
+        raise MalformedAnswer(f"{where} has {least} likely tokens in one place, asked for sampling.head={width}")
+    return head_of(positions, width)
 
 
 def first_fault(
