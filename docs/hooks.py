@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import measurements
+import model_types
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -79,4 +80,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return posixpath.relpath(inside, posixpath.dirname(name) or ".")
         return REPOSITORY + found if (ROOT / found).exists() else match["path"]
 
-    return LINK.sub(target, measurements.fill(markdown))
+    return LINK.sub(target, model_types.fill(measurements.fill(markdown)))

@@ -208,6 +208,7 @@ from .training.schedules import Cosine as Cosine
 from .training.schedules import Linear as Linear
 from .training.schedules import OneCycle as OneCycle
 from .training.schedules import RateSchedule as RateSchedule
+from .training.schedules import StableDecay as StableDecay
 from .training.trackers import TrackioLogger as TrackioLogger
 from .types import Prompt as Prompt
 from .types import PromptBatch as PromptBatch

@@ -2,7 +2,10 @@
 
     python scripts/plot_runs.py --runs runs/quickstart/version_* --out docs/quickstart.png
 
-Runs whose folders differ only in `version_*` are seeds of one line: thin lines are runs, the thick one is their median.
+    python scripts/plot_runs.py --runs runs/real_model/*/seed_* --panels val/pass@1 policy/entropy --out a.png
+
+Runs whose folders differ only in the last name (`version_*`) are seeds of one line: thin lines are runs, the thick one
+is their median.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ PANELS = {
     "sample/staleness_mean": "staleness (versions)",
     "importance/ess_ratio": "effective sample size / rollouts",
 }
+TITLES = PANELS | {
+    "reward/mean_sampled": "training reward, before groups are dropped",
+    "policy/entropy": "entropy (nats)",
+}
 
 
 def read(folder: Path, column: str) -> pd.Series:
@@ -38,23 +45,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", type=Path, required=True, help="folders that hold metrics.csv")
     parser.add_argument("--out", type=Path, required=True, help="picture to write")
+    parser.add_argument("--panels", nargs="+", default=list(PANELS), choices=list(TITLES), metavar="METRIC")
     args = parser.parse_args()
     lines: dict[str, list[Path]] = {}
     for run in args.runs:
         if not (run / "metrics.csv").is_file():
             raise SystemExit(f"{run} holds no metrics.csv")
         lines.setdefault(run.parent.name, []).append(run)
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(16, 3.6), layout="constrained")
-    for axis, (column, title) in zip(axes, PANELS.items(), strict=True):
+    size = 4 * len(args.panels), 3.6
+    figure, axes = plt.subplots(1, len(args.panels), figsize=size, layout="constrained", squeeze=False)
+    for axis, column in zip(axes[0], args.panels, strict=True):
         for number, (name, runs) in enumerate(lines.items()):
             seeds = pd.DataFrame({str(run): read(run, column) for run in runs})
             axis.plot(seeds.index, seeds, color=f"C{number}", alpha=0.3, linewidth=0.8)
-            label = f"{name} ({len(runs)} runs)"
+            label = f"{name.replace('_', ' ')}, {len(runs)} run{'s' * (len(runs) > 1)}"
             axis.plot(seeds.index, seeds.median(axis=1), color=f"C{number}", linewidth=2, label=label)
-        axis.set(title=title, xlabel="optimizer step")
+        axis.set(title=TITLES[column], xlabel="optimizer step")
         axis.grid(alpha=0.3)
-    axes[0].legend()
-    axes[0].set_ylim(0, 1)
+    axes[0, 0].legend()
+    axes[0, 0].set_ylim(0, 1)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)
     print(f"wrote {args.out}")

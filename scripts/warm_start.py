@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--task", choices=["sort", "add", "tool"], default="sort")
     parser.add_argument("--num_digits", type=int, default=8)
     parser.add_argument("--min_digits", type=int, default=None, help="shortest string to sort; default: --num_digits")
+    parser.add_argument("--tail", type=float, default=None, help="exponent of the lengths, see `SortDigits`")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--noise", type=float, default=0.03, help="share of answer characters that are replaced")
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    make_task = partial(SortDigits, min_digits=args.min_digits) if args.task == "sort" else Addition
+    make_task = partial(SortDigits, min_digits=args.min_digits, tail=args.tail) if args.task == "sort" else Addition
     train = make_task(args.num_digits, size=10**9, seed=args.seed)
     held_out = make_task(args.num_digits, size=512, split="held_out", seed=args.seed)
     tokenizer = character_tokenizer()

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from typing import Any, NoReturn
 
 from matrix_combos import RANK_TIMEOUT_S, ROLLOUT_TIMEOUT_S, Combo, write_config
 from matrix_probe import RAISE
+
+from lit_async_rl.utils.ports import free_port
 
 LIMIT_S = ROLLOUT_TIMEOUT_S + 10.0  # longest without a micro-batch, or until a process ends whose other rank is gone
 HERE = Path(__file__).parent
@@ -64,7 +65,7 @@ class MatrixRun:
         arguments = ["--config", str(BASE), "--config", str(self.config)]
         if (newest := self.newest()) is not None:
             arguments += ["--ckpt_path", str(newest)]
-        port = _free_port()
+        port = free_port()
         group = 0
         for rank in range(self.combo.ranks):
             pid = os.fork()
@@ -216,12 +217,6 @@ def is_moment(name: str, run: MatrixRun, chance: random.Random) -> Callable[[], 
         "between micro-batches": lambda: run.num_micro_batches > place,
         "first micro-batch": lambda: run.num_micro_batches >= 2,
     }[name]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:

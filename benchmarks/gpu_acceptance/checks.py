@@ -245,6 +245,36 @@ def vllm_delta(device: str) -> dict[str, float]:
     return _vllm(device, transfer=SharedMemoryTransfer(delta=True))
 
 
+def sleep(device: str) -> dict[str, float]:
+    """VLLM frees most of its memory at both levels of sleep, and then samples from the new weights."""
+    if importlib.util.find_spec("vllm") is None:
+        raise Skip("vLLM is not installed")
+    from lit_async_rl.engines.vllm.engine import VLLMEngine
+
+    if device == "cpu":
+        raise Skip("vLLM's CPU build has no sleep mode")
+    lm, numbers = model(device, small=True), {}
+    for level in (1, 2):
+        engine = VLLMEngine(max_num_seqs=64, kv_cache_memory_gb=2.0, max_model_len=512, sleep_level=level)
+        with tempfile.TemporaryDirectory() as folder:
+            lm.save_pretrained(folder)
+            engine.setup(folder)
+        try:
+            for version in range(2):
+                engine.load_weights(version, lm.named_parameters())
+                asked = requests(lm, 4, 8, 24, 64)
+                error = mismatch(lm, asked, run_requests(engine, asked))
+                require(error < 1e-3, f"log-probabilities differ by {error:.2g} after level {level}")
+                awake = torch.cuda.mem_get_info()[0]
+                engine.sleep()
+                freed = (torch.cuda.mem_get_info()[0] - awake) / 2**30
+                require(freed > 1.8, f"level {level} frees {freed:.2f} GiB of a cache of 2")
+            numbers |= {f"freed_{level}_gib": freed}
+        finally:
+            engine.close()
+    return numbers
+
+
 def _gpu_transfer(device: str, kind: str) -> dict[str, float]:
     if device == "cpu":
         raise Skip("moves weights from GPU to GPU")
@@ -289,7 +319,7 @@ def overlap(device: str) -> dict[str, float]:
 
 CHECKS: dict[str, Callable[[str], dict[str, float]]] = {
     **{check.__name__: check for check in (machine, embedded, packing, bfloat16, compiled, overlap)},
-    **{check.__name__: check for check in (training, fsdp2, vllm, vllm_delta, ipc, nccl)},
+    **{check.__name__: check for check in (training, fsdp2, vllm, vllm_delta, sleep, ipc, nccl)},
 }
 
 

@@ -28,9 +28,10 @@ from omegaconf import OmegaConf
 from lit_async_rl.cli import app as cli
 
 QUICKSTART = "configs/quickstart.yaml"
+PLAIN = "configs/stabilizers/plain.yaml"
 SYSTEMS = {
-    "synchronous": ["configs/quickstart_sync.yaml"],
-    "asynchronous": [],
+    "synchronous": [PLAIN, "configs/quickstart_sync.yaml"],
+    "asynchronous": [PLAIN],
     "periodic": ["configs/systems/periodic.yaml"],
     "roll": ["configs/systems/roll.yaml"],
     "areal": ["configs/systems/areal.yaml"],

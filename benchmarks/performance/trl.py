@@ -91,6 +91,10 @@ def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str
         "--model.model": model,
         "--model.learning_rate": args.learning_rate,
         "--model.scheduler": "null",
+        "--model.loss": "PPOClip",  # GRPO, as TRL's
+        **dict.fromkeys(("--model.proximal", "--model.correction", "--model.baseline"), "null"),
+        "--defaults.ess_learning_rate": "null",
+        "--data.aggregation": "TokenMean",
         "--data.validation.prompts": "null",
         "--data.prompts.init_args.size": args.num_prompts,
         "--data.reward": "our_run.odd_length",

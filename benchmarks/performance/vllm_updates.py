@@ -25,6 +25,14 @@ from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import stream_weights
 
+CASES: list[tuple[str, float, dict[str, Any]]] = [
+    ("whole, loaded in the pause", 1e-6, {"preload": False}),
+    ("whole", 1e-6, {}),
+    ("delta", 1e-6, {"delta": True}),
+    ("delta", 1e-5, {"delta": True}),
+    ("adapters", 1e-5, {"delta": True}),
+]
+
 
 class Staging(SharedMemoryTransfer):
     """Measures the processor time of staging."""
@@ -123,14 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     engine = None if args.bytes_only else started(args)
     results = []
-    cases: list[tuple[str, float, dict[str, Any]]] = [
-        ("whole, loaded in the pause", 1e-6, {"preload": False}),
-        ("whole", 1e-6, {}),
-        ("delta", 1e-6, {"delta": True}),
-        ("delta", 1e-5, {"delta": True}),
-        ("adapters", 1e-5, {"delta": True}),
-    ]
-    for kind, rate, settings in cases:
+    for kind, rate, settings in CASES:
         transfer = Staging(dtype=args.dtype, **settings)
         if engine is not None:
             found = measure(engine, args, kind, rate, transfer)

@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from benchmarks.common.grid import Grid
 from benchmarks.time_to_accuracy.cell import run_cell
 from benchmarks.time_to_accuracy.curves import read_runs
+from benchmarks.time_to_accuracy.documents import write_documents
 from benchmarks.time_to_accuracy.report import write_report
 from benchmarks.time_to_accuracy.suite import load_suite
 
@@ -30,6 +31,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: runs/tta/<suite>")
     parser.add_argument("--num_processes", type=int, default=1, help="runs at a time: each needs two cores to itself")
     parser.add_argument("--report_only", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--documents", metavar="COMMIT", help="also writes picture and table of docs/when_async_pays.md"
+    )
     args = parser.parse_args()
     out = args.out or Path("runs/tta", args.suite)
     try:
@@ -42,7 +46,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same command goes on from {out}")
     table.to_parquet(out / "curves.parquet", compression="zstd", index=False)
-    print(write_report(table, out, command=f"python scripts/time_to_accuracy.py --suite {args.suite}"))
+    command = f"python scripts/time_to_accuracy.py --suite {args.suite}"
+    if args.documents:
+        write_documents(table, command, args.documents, Path())
+    print(write_report(table, out, command))
     print(f"\nreport: {out / 'report.html'}")
 
 

@@ -46,6 +46,7 @@ class WeightSync(pl.Callback):
         self.total_s = 0.0
         self._published_step: int | None = None  # None before training
         self._steps_before = 0  # a resume: steps since the last publication
+        self._known: dict[str, int] = {}  # frozen weights that the engine has
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
@@ -77,8 +78,9 @@ class WeightSync(pl.Callback):
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
-        if module.objective.baseline is None and data.tape is None:  # it takes the advantage's place
-            check_signal(data.advantage, data.group_size, data.sampling.temperature, is_sampled)
+        if data.tape is None:
+            compared = data.advantage if module.objective.baseline is None else None  # it takes the advantage's place
+            check_signal(compared, data.group_size, data.sampling.temperature, is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
         wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
         if present not in (1, wanted):
@@ -90,6 +92,7 @@ class WeightSync(pl.Callback):
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
         self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
+        self._known = {}
         self._publish(module, data)
         stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
         data.shared_source.start(module.version, trainer.global_step, stream)
@@ -110,17 +113,19 @@ class WeightSync(pl.Callback):
         if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
             self._publish(module, data)
+        elif data.engine.sleep_level == 2 and data.shared_source.any_rank(data.engine.needs_weights):
+            self._publish(module, data)  # the same weights again, to an engine that has dropped them
         data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
         data.shared_source.note_publication(module.version, began, seconds)
         return seconds
 
-    @staticmethod
-    def _publish(module: PolicyModule, data: RolloutDataModule) -> None:
+    def _publish(self, module: PolicyModule, data: RolloutDataModule) -> None:
         if data.engine.uses_probe:
             data.engine.probe = make_probe(module)
-        data.shared_source.publish(module.version, module.stream_weights(adapters=data.engine.takes_adapters))
+        known = self._known if data.engine.takes_changes else None
+        data.shared_source.publish(module.version, module.stream_weights(data.engine.takes_adapters, known))
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["steps_since_publication"] = self._steps_since(trainer)

@@ -67,7 +67,7 @@ def default_callbacks(
         if callback is not None and not isinstance(callback, Callback):
             raise ValueError(f"defaults[{key!r}] must be a callback or None, got {callback!r}")
     off = {key for switch, keys in SWITCHES.items() if settings.get(switch) is False for key in keys}
-    chosen = [changed[key] if key in changed else build(specs[key]) for key in specs if key not in off]
+    chosen = [changed[key] if key in changed else specs[key] and build(specs[key]) for key in specs if key not in off]
     return [c for c in chosen if c is not None and not any(_replaces(one, c) for one in own)]
 
 

@@ -37,6 +37,7 @@ def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Flo
 def _layer_term(record: LayerRecord, row_weights: Tensor) -> Tensor:
     """sum_p <p, G_p> over the parameters of one layer."""
     module, inputs = record.module, record.inputs
+    # float32, as the weights of rows are, also where activations are bfloat16
     grads = record.grads * row_weights.view(-1, *[1] * (record.grads.ndim - 1))
     flat = grads.flatten(0, -2)
     own = own_parameters(module)
@@ -44,11 +45,13 @@ def _layer_term(record: LayerRecord, row_weights: Tensor) -> Tensor:
     if "weight" in own:
         weight = own["weight"]
         if record.row_grads is not None:
-            gradient = (row_weights @ record.row_grads.flatten(1)).view(record.row_grads.shape[1:])
+            gradient = (row_weights @ record.row_grads.flatten(1).to(row_weights.dtype)).view(
+                record.row_grads.shape[1:]
+            )
         elif isinstance(module, nn.Embedding):
-            gradient = torch.zeros_like(weight).index_add_(0, inputs.flatten(), flat.to(weight.dtype))
+            gradient = torch.zeros_like(weight, dtype=flat.dtype).index_add_(0, inputs.flatten(), flat)
         else:
-            gradient = flat.mT @ inputs.flatten(0, -2)
+            gradient = flat.mT @ inputs.flatten(0, -2).to(flat.dtype)
         total = total + (weight * (gradient.mT if isinstance(module, Conv1D) else gradient)).sum()
     if "bias" in own:
         total = total + (own["bias"] * flat.sum(0)).sum()

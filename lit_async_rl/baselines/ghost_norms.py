@@ -138,7 +138,7 @@ class GhostTape:
             if grad is None:
                 continue
             module, inputs = self._layers[name], self._records[name][0]
-            if own is not None and rows is not None:
+            if own is not None:
                 inputs, grad = own.of_inputs(inputs), own.of_grads(grad)
             if isinstance(module, nn.Embedding):
                 grad = _table_grads(module, inputs, grad)

@@ -67,8 +67,9 @@ def optimal_advantages(
     rewards: Float[Tensor, " B"],
     group_index: Int[Tensor, " B"],
     divide_by_std: bool = True,
+    eps: float = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """(R - b*) / std within each group; exactly 0 where a group's rewards are equal, and for padding (index -1)."""
+    """(R - b*) / (std + eps) within each group; exactly 0 for a group of equal rewards, and for padding (index -1)."""
     advantages = torch.zeros_like(rewards)
     for index in group_index.unique().tolist():
         rows = group_index == index
@@ -76,7 +77,7 @@ def optimal_advantages(
         if index < 0 or group.max() == group.min():
             continue
         centered = group - optimal_baseline(log_weights[rows], group)
-        advantages[rows] = centered / group.std(correction=0) if divide_by_std else centered
+        advantages[rows] = centered / (group.std(correction=0) + eps) if divide_by_std else centered
     return advantages
 
 
@@ -112,7 +113,7 @@ def score_squared_norms(
 
 @dataclass(frozen=True)
 class OptimalBaseline:
-    """Replaces the advantages of each group by (R_i - b*) / std, b* from this micro-batch's gradient norms.
+    """Replaces the advantages of each group by (R_i - b*) / (std + eps), b* from this micro-batch's gradient norms.
 
     For losses without ratio (`Reinforce`), whose gradient is linear in the advantage; the correction's weights are part
     of g_i. A group must not be split over micro-batches (`data.keep_groups_whole`, which `WeightSync` sets).
@@ -124,20 +125,23 @@ class OptimalBaseline:
         norms: computation of the gradient norms, see `Norms`.
         flavour: definition of W_i, see `Flavour`.
         divide_by_std: divide by the population standard deviation of the group's rewards, as the paper's runs do.
+        eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
         last_blocks: take the norms over the head and this many last transformer blocks only, a proxy that costs a
             fraction of a backward pass; None is all layers.
 
     Raises:
-        ValueError: `last_blocks` is not positive, or the norms are not `GHOST`.
+        ValueError: `last_blocks` is not positive, or the norms are not `GHOST`; `eps` is negative.
     """
 
     norms: Norms = Norms.GHOST
     flavour: Flavour = Flavour.CONSISTENT
     divide_by_std: bool = True
     last_blocks: int | None = None
+    eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_range("model.baseline", ">= 1", last_blocks=self.last_blocks)
+        check_range("model.baseline", ">= 0", eps=self.eps)
         if self.last_blocks is not None and self.norms is not Norms.GHOST:
             raise ValueError(f"model.baseline.last_blocks={self.last_blocks} needs model.baseline.norms=GHOST")
 
@@ -169,5 +173,5 @@ class OptimalBaseline:
         log_weights = norms.log()
         if self.flavour is not Flavour.CONSISTENT:
             log_weights = log_weights + 2 * sequence_log_ratio(logprobs.detach() - batch.behavior_logprobs, mask)
-        rows = optimal_advantages(log_weights, batch.rewards, batch.group_index, self.divide_by_std)
+        rows = optimal_advantages(log_weights, batch.rewards, batch.group_index, self.divide_by_std, self.eps)
         return masked(rows[:, None].expand_as(logprobs), mask)

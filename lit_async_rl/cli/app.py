@@ -78,7 +78,7 @@ class AsyncRLCLI(LightningCLI):
         for name, options in self._extra.items():
             parser.add_argument(name, **options)
         for key, callback in defaults_file()["defaults"].items():
-            default = {**callback, "class_path": full_path(callback["class_path"])}
+            default = callback and {**callback, "class_path": full_path(callback["class_path"])}
             parser.add_argument(f"--defaults.{key}", type=Callback | None, default=default, help="null: without it")
         parser.link_arguments("model.model", "data.model")
 

@@ -138,10 +138,9 @@ class Product(Correction):
 class BatchNormalized(Correction):
     """Another correction's weights divided by their mean over the tokens it keeps, so that they average to 1.
 
-    Removes the common factor of all ratios (self-normalised importance sampling). The mean is over the micro-batch of
-    all
-    ranks: a collective that every rank calls. With several micro-batches a step each is normalised by itself. verl's
-    `batch_normalize` does it before anything is rejected, and counts a sequence's weight once, not once a token.
+    Removes the common factor of all ratios (self-normalised importance sampling). The mean is over the micro-batch
+    of all ranks: a collective that every rank calls. With several micro-batches a step each is normalised by itself.
+    verl's `batch_normalize` does it before anything is rejected, and counts a sequence's weight once, not once a token.
 
     Args:
         correction: correction whose weights are normalised.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_async_rl.advantages.group import AdvantageEstimator, LengthWeighted
+from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted
 from lit_async_rl.advantages.turns import TurnAdvantageEstimator
 from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
@@ -38,6 +38,24 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
             f"data.admission={type(admission).__name__} needs data.engine.in_flight_weight_updates=false: a completion "
             "must come from one version, or a run could not be repeated"
         )
+
+
+def check_sleep(engine: RolloutEngine, max_staleness: int, intake: Intake) -> None:
+    """Checks that the engine has nothing to do while the trainer trains, if it is to sleep then.
+
+    Raises:
+        ValueError: sampling runs ahead, or training begins before sampling ends.
+    """
+    if not engine.sleep_level:
+        return
+    name = f"data.engine.sleep_level={engine.sleep_level}"
+    if max_staleness:
+        raise ValueError(
+            f"{name} with data.max_staleness={max_staleness}: the engine samples while the trainer trains, and would "
+            "never sleep. Use max_staleness=0, or sleep_level=0."
+        )
+    if intake.stream_groups:
+        raise ValueError(f"{name} with data.intake.stream_groups: training begins while the engine is still awake")
 
 
 def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -> None:
@@ -105,11 +123,11 @@ def check_step(
         check_streamable(advantage, aggregation, num_groups, num_micro_batches)
 
 
-def check_signal(advantage: AdvantageEstimator, group_size: int, temperature: float, is_sampled: bool) -> None:
+def check_signal(advantage: AdvantageEstimator | None, group_size: int, temperature: float, is_sampled: bool) -> None:
     """Checks that rollouts can differ from those that they are compared with.
 
     Args:
-        advantage: compares them.
+        advantage: compares them; None is `model.baseline`.
         group_size: completions of each prompt.
         temperature: of the training samples.
         is_sampled: whether nothing but the policy's samples makes completions differ: no environment, no tape.
@@ -117,13 +135,15 @@ def check_signal(advantage: AdvantageEstimator, group_size: int, temperature: fl
     Raises:
         ValueError: every advantage would be 0.
     """
-    name = f"data.advantage={type(advantage).__name__}"
+    name, instead = f"data.advantage={type(advantage).__name__}", ", or data.advantage=Raw or GlobalMeanStd"
+    if advantage is None:
+        name, instead, advantage = "model.baseline=OptimalBaseline", "", GroupMean()
     if isinstance(advantage, TurnAdvantageEstimator):  # compares turns, not whole rollouts only
         return
     if group_size == 1 and not _any_signal(advantage([[0.0], [1.0]])):
         raise ValueError(
             f"data.group_size=1 with {name}: a rollout is compared with the others of its group, and alone its "
-            "advantage is 0. Use a group_size >= 2, or data.advantage=Raw or GlobalMeanStd."
+            f"advantage is 0. Use a group_size >= 2{instead}."
         )
     if temperature == 0 and is_sampled and not _any_signal(advantage([[0.0] * group_size, [1.0] * group_size])):
         raise ValueError(

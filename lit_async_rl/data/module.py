@@ -19,6 +19,7 @@ from lit_async_rl.data.compatibility import (
     check_engine,
     check_intake,
     check_micro_batches,
+    check_sleep,
     check_step,
     open_tape,
 )
@@ -127,6 +128,7 @@ class RolloutDataModule(ModelName):
         self.validation, self.val_sampling = validation, validation.sampling or unrecorded
         check_bound(self.admission, max_staleness)
         check_engine(engine, reward, self.admission, sampling)
+        check_sleep(engine, max_staleness, self.intake)
         check_intake(self.intake, self.admission, replay is not None)
         check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
         check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)

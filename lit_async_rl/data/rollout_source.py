@@ -172,6 +172,8 @@ class RolloutSource:
             self._taken.append(group)
         groups, self._taken, self._restarts_in_a_row = self._taken, [], 0
         check_bound(groups, producer.version)
+        if isinstance(producer, Producer):
+            producer.rest()
         return groups
 
     def _check_restarts(self, producer: Producer | Replay, error: Exception) -> None:

@@ -75,6 +75,9 @@ class GenerationRequest:
     `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
     serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
     `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
+
+    Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
+    servers send them where that beginning is cached.
     """
 
     id: int
@@ -84,6 +87,7 @@ class GenerationRequest:
     prompt: Prompt | None = None
     priority: int = 0
     num_resumed: int = 0
+    session: int | None = None
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
@@ -122,6 +126,7 @@ class RolloutEngine(ABC):
         in_flight_weight_updates: True when running requests go on under new weights; False when they finish first.
         scores: whether completions come with their rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
+        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that it was given before.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         records_entropy: whether the entropy of these distributions is known, too.
         records_experts: whether completions come with the experts of each token (`sampling.experts`).
@@ -131,12 +136,15 @@ class RolloutEngine(ABC):
         has_model: False for engines that make tokens up, whose log-probabilities mean nothing.
         dtype: of weights and computation; says how exact log-probabilities are.
         uses_probe: whether `probe` is to be set before each `load_weights`.
+        sleep_level: 0 if `sleep` does nothing.
+        needs_weights: whether the weights are gone, so that `load_weights` must come before the next token.
         probe: what the trainer computes with the weights that come next, for engines that check theirs.
     """
 
     in_flight_weight_updates: bool
     scores: bool = False
     takes_adapters: bool = False
+    takes_changes: bool = False
     records_heads: bool = False
     records_entropy: bool = False
     records_experts: bool = False
@@ -146,6 +154,8 @@ class RolloutEngine(ABC):
     has_model: bool = True
     dtype: str = "unknown"
     uses_probe: bool = False
+    needs_weights: bool = False
+    sleep_level: int = 0
     probe: Probe | None = None
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -216,6 +226,13 @@ class RolloutEngine(ABC):
         Their `finish_reason` is `abort`. Engines without support return an empty list: their requests start over.
         """
         return []
+
+    def sleep(self) -> None:  # noqa: B027  (most have nothing to free)
+        """Frees memory of the accelerator until the next `load_weights`, if it is set to, and nothing is running.
+
+        Called by the trainer's thread when sampling waits for training. A request submitted meanwhile wakes the engine
+        up, or waits for the next weights.
+        """
 
     def random_state(self) -> Tensor | None:
         """State of the random number generator, for a checkpoint; None if there is none to save."""

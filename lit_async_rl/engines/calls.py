@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest, RolloutEngine
 from lit_async_rl.errors import StalledError
+from lit_async_rl.models.loading import UNCHANGED
 from lit_async_rl.utils.guarded_calls import LastKnown, Limit, call, feed
 
 T = TypeVar("T")
@@ -58,13 +59,17 @@ class EngineCalls:
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
-        feed(lambda fed: self.engine.load_weights(version, fed), weights, self._limit("load_weights"))
+        limit = self._limit("load_weights")
+        feed(lambda fed: self.engine.load_weights(version, fed), weights, limit, lambda item: item[1] is UNCHANGED)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.ask("submit", lambda: self.engine.submit(requests))
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self.ask("abort", lambda: self.engine.abort(request_ids))
+
+    def sleep(self) -> None:
+        self.ask("sleep", self.engine.sleep)
 
     def partial_completions(self) -> Any:
         """Partial completions, not validated yet."""

@@ -69,7 +69,8 @@ class EpisodeEngine(RolloutEngine):
         self.records_heads, self.records_entropy = engine.records_heads, engine.records_entropy
         self.records_experts = engine.records_experts
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
-        self.takes_adapters = engine.takes_adapters
+        self.takes_adapters, self.takes_changes = engine.takes_adapters, engine.takes_changes
+        self.sleep_level = engine.sleep_level
         self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
         self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
         self._codec: TextCodec | None = None
@@ -137,6 +138,13 @@ class EpisodeEngine(RolloutEngine):
         if self._ledger is None:
             raise SetupError("EpisodeEngine is used before it was set up")
         return self._ledger
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self.engine.needs_weights
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Starts episodes; the first turns of a group share their prompt."""

@@ -27,7 +27,10 @@ from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
 
+UNCHANGED = torch.empty(0, device="meta")  # in place of a weight that the receiver has; compare by identity
 log = logging.getLogger(__name__)
+# settings of configurations beyond whose number of tokens some layers do not attend to all of them
+WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "attention_chunk_size", "index_topk")
 
 
 def load_policy(
@@ -134,11 +137,21 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
 
 
 def context_length(lm: PreTrainedModel) -> int:
-    """Context length in tokens: number of positions, or the attention window if that is shorter."""
+    """Context length in tokens: number of positions, or the shortest attention window if that is shorter."""
     config = lm.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or 2**20
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return min(length, window or length)
+    names = WINDOWS if getattr(config, "use_sliding_window", True) else ()
+    windows = [getattr(config, name, None) for name in names]
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; other families have a window of another kind
+        windows.append(config.window_size)
+    return min(length, *(window or length for window in windows), length)
+
+
+def other_layers(lm: PreTrainedModel) -> str:
+    """Kinds of layers that are neither full nor sliding attention, as the configuration calls them; empty if none."""
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
 
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
@@ -194,14 +207,19 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
     Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
     exhausted, because other ranks take part in it.
 
+    `UNCHANGED` in place of a tensor leaves the weight out of the result.
+
     Raises:
         ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
     """
     own, known = dict(lm.named_parameters()), lm.state_dict().keys()
     received: dict[str, Tensor] = {}
+    unchanged: set[str] = set()
     problem = ""
     for name, tensor in weights:
-        if name not in known:
+        if tensor is UNCHANGED and name in known:
+            unchanged.add(name)
+        elif name not in known:
             problem = problem or f"the engine's model has no weight {name!r}: policy and engine differ"
         elif name in own and tensor.shape != own[name].shape:
             problem = problem or (
@@ -211,7 +229,7 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
         elif name in own:
             like = own[name]
             received[name] = tensor.detach().to(like.device, like.dtype, copy=True)
-    missing = own.keys() - received.keys()
+    missing = own.keys() - received.keys() - unchanged
     if problem or missing:
         raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")
     return received
@@ -274,8 +292,10 @@ def _without_bar() -> Iterator[None]:
 
 
 def _remove_dropout(lm: nn.Module) -> None:
+    """Sets probabilities of dropout, of skipped layers and of router noise to 0, which families keep in many places."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (typed as a submodule otherwise)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)

@@ -40,12 +40,17 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
+        ValueError: an adapted weight is tied to another layer's.
     """
     try:
         import peft
     except ImportError:
         raise ModuleNotFoundError('model.lora needs PEFT: pip install "lit-async-rl[peft]"') from None
-    return peft.get_peft_model(
+    owners: dict[int, list[str]] = {}
+    for name, module in lm.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    adapted: nn.Module = peft.get_peft_model(
         lm,
         peft.LoraConfig(
             r=lora.rank,
@@ -55,6 +60,16 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
             task_type="CAUSAL_LM",
         ),
     )
+    for module in adapted.modules():
+        if hasattr(module, "get_delta_weight"):
+            base: Any = module.get_base_layer()  # type: ignore[operator]
+            if len(names := owners.get(id(base.weight), [])) > 1:
+                raise ValueError(
+                    f"model.lora.target_modules={lora.target_modules!r} adapts one of {' and '.join(names)}, which "
+                    "share a weight: the engine's model has one weight for both, and could not hold the change of one. "
+                    "Leave them out"
+                )
+    return adapted
 
 
 def without_adapters(policy: CausalPolicy, *inputs: Any, **options: Any) -> TokenStats:

@@ -31,9 +31,7 @@ def parameters_on_meta() -> Iterator[None]:
     owner = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if (
-            param is not None and not param.is_meta and threading.get_ident() == owner
-        ):  # what is on it already may be tied
+        if param is not None and not param.is_meta and threading.get_ident() == owner:  # one on meta may be tied
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 

@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.loading import context_length
+from lit_async_rl.models.loading import context_length, other_layers
 from lit_async_rl.models.routers import Replaying
 from lit_async_rl.utils.checks import check_range
 
@@ -229,14 +229,17 @@ def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
 
 
 def check_packable(lm: PreTrainedModel) -> None:
-    """Checks that the model mixes tokens by attention only, and takes position ids.
+    """Checks that the model mixes tokens by attention with the given mask only, and takes position ids.
 
     Raises:
-        ValueError: it has recurrent or convolutional layers, or takes no position ids.
+        ValueError: it has recurrent or convolutional layers, a mask of its own, or takes no position ids.
     """
-    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    if lm._is_stateful or kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"model.packing: {type(lm).__name__} has layers other than full attention; leave it out")
+    if kinds := other_layers(lm):
+        raise ValueError(
+            f"model.packing: {type(lm).__name__} has {kinds} layers, which do not take its mask; leave it out"
+        )
+    if lm.config.model_type == "gpt_neo":
+        raise ValueError("model.packing: GPTNeoForCausalLM has a mask of its own, by places in the row; leave it out")
     if "position_ids" not in inspect.signature(lm.base_model.forward).parameters:
         raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave it out")
 

@@ -134,15 +134,17 @@ class CausalPolicy(nn.Module):
         return log_p.gather(-1, targets[:, None])[:, 0], entropy, log_p.gather(-1, head_ids)
 
     def logits(self, features: Float[Tensor, "N H"]) -> Float[Tensor, "N V"]:
-        """Applies the output head, with the logit scalings of some model families (Cohere, Granite, Gemma)."""
+        """Applies the output head, with the scalings and soft caps of logits that families have."""
         config = self.causal_lm.config.get_text_config()
         logits = self.causal_lm.get_output_embeddings()(features)
-        if (scale := getattr(config, "logit_scale", None)) is not None:
-            logits = logits * scale
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:
-            logits = logits / divisor
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-            logits = torch.tanh(logits / cap) * cap
+        for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+            if (factor := getattr(config, name, None)) is not None:
+                logits = logits * factor
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling  # others: Granite
+        for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma and others
+            if (cap := getattr(config, name, None)) is not None:
+                logits = torch.tanh(logits / cap) * cap
         return logits
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from lit_async_rl.models.loading import UNCHANGED
 from lit_async_rl.models.policy import CausalPolicy
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
@@ -35,7 +36,10 @@ def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def stream_weights(
-    policy: CausalPolicy, root: nn.Module | None = None, adapters: bool = False
+    policy: CausalPolicy,
+    root: nn.Module | None = None,
+    adapters: bool = False,
+    known: dict[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor) of every parameter; tied ones once, LoRA merged.
 
@@ -44,6 +48,8 @@ def stream_weights(
         root: outermost module, where FSDP1 wraps it (`trainer.strategy.model`).
         adapters: LoRA is not merged; the factors of the change of `LAYER.weight` follow it as `LAYER.lora_A` and
             `LAYER.lora_B`, to be added as `lora_B @ lora_A`. Layers for which this cannot be said are merged.
+        known: frozen weights that the receiver has, with torch's counts of their changes in place. While the count is
+            the same they come as `UNCHANGED`, unless an adapter changes them or they are sharded; others are added.
 
     Raises:
         ValueError: the policy has adapters and is wrapped by FSDP1.
@@ -57,10 +63,16 @@ def stream_weights(
     lora: dict[str, Any] = {
         name: module for name, module in causal_lm.named_modules() if hasattr(module, "get_delta_weight")
     }
+    skips = known is not None and not is_sharded(causal_lm)  # all ranks must gather the same
     for name, parameter in causal_lm.named_parameters():
         name = _clean(name)
-        full = _gather(parameter.detach())
         owner, _, leaf = name.partition(".base_layer.")
+        if known is not None and skips and not parameter.requires_grad and not (owner in lora and leaf == "weight"):
+            if known.get(name) == parameter._version:
+                yield name, UNCHANGED
+                continue
+            known[name] = parameter._version
+        full = _gather(parameter.detach())
         if owner in lora:
             if leaf == "weight":
                 layer = lora[owner]

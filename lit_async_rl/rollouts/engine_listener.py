@@ -177,6 +177,15 @@ class EngineListener:
         except Exception as error:
             self.break_engine(error, self.engine)
 
+    def sleep(self) -> None:
+        """Has the engine free its memory, if it works and is set to."""
+        if self.engine_error is not None or not self.engine.sleep_level:
+            return
+        try:
+            self.calls.sleep()
+        except Exception as error:
+            self.break_engine(error, self.engine)
+
     def partial_completions(self) -> list[Completion]:
         """Partial completions of running requests; empty if the engine cannot provide them."""
         if self.engine_error is not None:

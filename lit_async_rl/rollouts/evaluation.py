@@ -71,6 +71,7 @@ class EvaluationPlan:
                 sampling=self.sampling,
                 prompt=question.prompt,
                 priority=PRIORITY,
+                session=self.first_id + n,
             )
             for n, question in enumerate(self.questions)
         ]

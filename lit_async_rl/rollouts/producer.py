@@ -126,6 +126,12 @@ class Producer:
             if self._waiting is not None:
                 self._waiting.add("wait", began, seconds)
 
+    def rest(self) -> None:
+        """Lets an engine that has nothing to do before the next publication sleep."""
+        with self.changed:
+            if not self.book.unfinished and not self.admission.num_admissible:
+                self.listener.sleep()
+
     def observe(self, spans: Spans) -> None:
         """Records in a timeline when the trainer waits, and what engine and rewards do."""
         self._waiting = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)

@@ -56,7 +56,12 @@ class SampleRequests:
                 self._parts[index] = [_Part(index, n) for n in fresh]
             requests.append(
                 GenerationRequest(
-                    id=index, prompt_ids=prompt_ids, num_samples=len(fresh), sampling=self.sampling, prompt=prompt
+                    id=index,
+                    prompt_ids=prompt_ids,
+                    num_samples=len(fresh),
+                    sampling=self.sampling,
+                    prompt=prompt,
+                    session=index,
                 )
             )
         for n in lacking:
@@ -74,6 +79,7 @@ class SampleRequests:
                     sampling=rest,
                     prompt=prompt,
                     num_resumed=len(known),
+                    session=index,
                 )
             )
             self._parts[request_id] = [part]

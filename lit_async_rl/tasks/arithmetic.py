@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations_with_replacement, product, starmap
 from typing import NamedTuple
 
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.tasks.splits import Split, SplitPrompts, is_held_out
+from lit_async_rl.tasks.splits import HELD_OUT, Split, SplitPrompts, is_held_out
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
@@ -42,22 +42,43 @@ class Addition(SplitPrompts):
 class MentalArithmetic(PromptSource):
     """Chat prompts such as `What is 7 x 8? Answer with just the number.`, to be scored by `last_number`.
 
-    Each problem occurs once: sums a + b and differences a - b >= 0 of numbers up to `largest`, products up to 12 x 12,
-    and two steps on the digits 1 to 9, a + b + c or a + b - c >= 0. One in eight is held out, with all problems of the
-    same numbers (a and b in either order).
+    Each problem occurs once, and is held out together with all problems of the same numbers (a and b in either order).
+
+    | kind | problems |
+    |---|---|
+    | `sums` | a + b of numbers from 0 to `largest` |
+    | `differences` | a - b >= 0 of the same |
+    | `products` | a x b of numbers from 2 to `largest_factor` |
+    | `tens` | a + b of 10, 20 to 90 |
+    | `two_steps` | a + b + c and a + b - c >= 0 of digits from 1 to 9 |
 
     Args:
         largest: largest number of sums and differences.
         split: training or held-out set, which are disjoint.
+        largest_factor: largest number of products.
+        kinds: kinds of problems.
+        held_out: share of the problems that is held out.
 
     Raises:
-        ValueError: `largest` is not positive.
+        ValueError: a number is too small, a kind is unknown, or `held_out` is not between 0 and 1.
     """
 
-    def __init__(self, largest: int = 20, split: Split = "train") -> None:
+    def __init__(
+        self,
+        largest: int = 20,
+        split: Split = "train",
+        largest_factor: int = 12,
+        kinds: Sequence[str] = ("sums", "differences", "products", "two_steps"),
+        held_out: float = HELD_OUT,
+    ) -> None:
         check_range("MentalArithmetic", ">= 1", largest=largest)
-        self.largest, self.split = largest, split
-        problems = [p for p in _problems(largest) if is_held_out(p.key) == (split == "held_out")]
+        check_range("MentalArithmetic", ">= 2", largest_factor=largest_factor)
+        check_range("MentalArithmetic", "in (0, 1)", held_out=held_out)
+        if unknown := set(kinds) - set(_KINDS):
+            raise ValueError(f"MentalArithmetic.kinds={list(kinds)}: {sorted(unknown)} are none of {list(_KINDS)}")
+        self.largest, self.largest_factor, self.split = largest, largest_factor, split
+        found = {p.text: p for kind in kinds for p in _KINDS[kind](self)}  # 10 + 10 is of two kinds
+        problems = [p for p in found.values() if is_held_out(p.key, held_out) == (split == "held_out")]
         random.Random(0).shuffle(problems)
         self._problems = problems
 
@@ -76,15 +97,29 @@ class _Problem(NamedTuple):
     key: str  # of problems that are held out together
 
 
-def _problems(largest: int) -> Iterator[_Problem]:
-    for a, b in product(range(largest + 1), repeat=2):
-        low, high = sorted((a, b))
-        yield _Problem(f"{a} + {b}", a + b, f"+ {low} {high}")
-        if a >= b:
-            yield _Problem(f"{a} - {b}", a - b, f"- {low} {high}")
-    for a, b in product(range(2, 13), repeat=2):
-        yield _Problem(f"{a} x {b}", a * b, f"x {min(a, b)} {max(a, b)}")
+def _sum(a: int, b: int) -> _Problem:
+    return _Problem(f"{a} + {b}", a + b, f"+ {min(a, b)} {max(a, b)}")
+
+
+def _difference(b: int, a: int) -> _Problem:
+    return _Problem(f"{a} - {b}", a - b, f"- {b} {a}")
+
+
+def _product(a: int, b: int) -> _Problem:
+    return _Problem(f"{a} x {b}", a * b, f"x {min(a, b)} {max(a, b)}")
+
+
+def _two_steps() -> Iterator[_Problem]:
     for a, b, c in product(range(1, 10), repeat=3):
         for sign, answer in (("+", a + b + c), ("-", a + b - c)):
             if answer >= 0:
                 yield _Problem(f"{a} + {b} {sign} {c}", answer, f"+{sign} {min(a, b)} {max(a, b)} {c}")
+
+
+_KINDS: dict[str, Callable[[MentalArithmetic], Iterable[_Problem]]] = {
+    "sums": lambda task: starmap(_sum, product(range(task.largest + 1), repeat=2)),
+    "differences": lambda task: starmap(_difference, combinations_with_replacement(range(task.largest + 1), 2)),
+    "products": lambda task: starmap(_product, product(range(2, task.largest_factor + 1), repeat=2)),
+    "tens": lambda task: starmap(_sum, product(range(10, 100, 10), repeat=2)),
+    "two_steps": lambda task: _two_steps(),
+}

@@ -19,9 +19,11 @@ class SortDigits(SplitPrompts):
         split: training or held-out set, which are disjoint.
         seed: seed of the problems.
         min_digits: smallest length, with lengths drawn uniformly; None is `num_digits`.
+        tail: exponent of a Pareto distribution of lengths from `min_digits` on, cut at `num_digits`: few problems are
+            many times as long as most.
 
     Raises:
-        ValueError: there are fewer than two digits, `min_digits` is above `num_digits`, or the size is not positive.
+        ValueError: there are fewer than two digits, `min_digits` is above `num_digits`, or size or tail not positive.
     """
 
     def __init__(
@@ -31,19 +33,25 @@ class SortDigits(SplitPrompts):
         split: Split = "train",
         seed: int = 0,
         min_digits: int | None = None,
+        tail: float | None = None,
     ) -> None:
         super().__init__(size, split)
         check_range("SortDigits", ">= 2", num_digits=num_digits)
         check_range("SortDigits", f"in [2, {num_digits}]", min_digits=min_digits)
-        self.num_digits, self.seed = num_digits, seed
+        check_range("SortDigits", "positive", tail=tail)
+        self.num_digits, self.seed, self.tail = num_digits, seed, tail
         self.min_digits = num_digits if min_digits is None else min_digits
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
         """Random strings of digits, and their problems."""
         chance = random.Random(f"{self.seed}/{self.split}/{index}")
         while True:
-            # a draw for the length only where there is a choice: problems of one length stay what they were
-            mixed = self.min_digits < self.num_digits
-            length = chance.randint(self.min_digits, self.num_digits) if mixed else self.num_digits
-            digits = "".join(chance.choices("0123456789", k=length))
+            digits = "".join(chance.choices("0123456789", k=self._length(chance)))
             yield digits, Prompt(text=f"{digits}=", answer="".join(sorted(digits)))
+
+    def _length(self, chance: random.Random) -> int:
+        if self.min_digits == self.num_digits:
+            return self.num_digits  # without a draw: problems of one length stay what they were
+        if self.tail is None:
+            return chance.randint(self.min_digits, self.num_digits)
+        return min(self.num_digits, int(self.min_digits * (1 - chance.random()) ** (-1 / self.tail)))

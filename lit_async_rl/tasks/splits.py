@@ -13,12 +13,13 @@ from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 Split = Literal["train", "held_out"]
+HELD_OUT = 0.125
 MAX_DRAWS = 256  # an eighth is held out: none among so many is a chance of 1e-15
 
 
-def is_held_out(problem: str) -> bool:
-    """Whether a problem is held out: one in eight, by a hash of its text."""
-    return random.Random(problem).random() < 0.125
+def is_held_out(problem: str, share: float = HELD_OUT) -> bool:
+    """Whether a problem is among the held-out `share`, by a hash of its text."""
+    return random.Random(problem).random() < share
 
 
 class SplitPrompts(PromptSource):

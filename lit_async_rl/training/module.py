@@ -19,6 +19,7 @@ from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
+from lit_async_rl.engines.logprob_error import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
@@ -26,8 +27,9 @@ from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.routers import checkpoint_contexts
+from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
-from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import make_adamw, warn_of_lost_updates
@@ -55,10 +57,11 @@ class PolicyModule(WholeSteps):
         proximal: proximal policy, the denominator of the loss's ratio; None is `BehaviorProximal()`.
         correction: importance weights between proximal and behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
-        learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`: of AdamW.
+        learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`, `betas`: of AdamW.
         optimizer: another optimizer than AdamW.
-        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine` or `OneCycle`, which take height
-            and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is `ConstantRate()`.
+        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine`, `StableDecay` or `OneCycle`,
+            which take height and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is
+            `ConstantRate()`.
         kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
             reference is the policy without its adapters; otherwise a frozen copy of the weights.
         entropy_coefficient: weight of the entropy bonus.
@@ -70,6 +73,8 @@ class PolicyModule(WholeSteps):
         attn_implementation: as in transformers; None is its default.
         random_init: take only the architecture from `model`, with random weights.
         packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
+        self_check: before training, compare a few tokens with plain forward passes of the model, and refuse models that
+            are computed wrongly here; unsharded policies only.
 
     Attributes:
         objective: loss, proximal policy, correction, baseline and penalties.
@@ -87,6 +92,7 @@ class PolicyModule(WholeSteps):
         baseline: OptimalBaseline | None = None,
         learning_rate: float | None = None,
         weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
         optimizer: OptimizerCallable | None = None,
         scheduler: RateSchedule | LRSchedulerCallable | None = None,
         kl_coefficient: float = 0.0,
@@ -99,6 +105,7 @@ class PolicyModule(WholeSteps):
         attn_implementation: str | None = None,
         random_init: bool = False,
         packing: SharedPromptPacking | None = None,
+        self_check: bool = True,
     ) -> None:
         super().__init__()
         check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
@@ -108,7 +115,8 @@ class PolicyModule(WholeSteps):
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline)
-        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.make_optimizer, self.scheduler = optimizer, scheduler or ConstantRate()
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         if sharding.meta_device and (random_init or lora):
@@ -123,7 +131,7 @@ class PolicyModule(WholeSteps):
         self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
         self.strict_loading = reference is None and lora is None  # checkpoints lack it, and the base of adapters
-        self.model, self.sharding, self.version = model, sharding, 0
+        self.model, self.sharding, self.version, self.self_check = model, sharding, 0, self_check
         self._saved_weights = SavedWeights(self, model)
         self.stabilizer_signals: dict[str, Any] = {}
         self._updated, self._gradient_scale, self.validator = False, 1.0, Validator()
@@ -157,6 +165,11 @@ class PolicyModule(WholeSteps):
         self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
         if self.reference is not None:
             self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)
+
+    def on_fit_start(self) -> None:
+        if self.self_check and not is_sharded(self.trainer.strategy.model or self):
+            with self.trainer.precision_plugin.train_step_context():
+                check_policy(self.policy, default_bound(compute_dtype(self.policy.causal_lm)))
 
     def on_train_start(self) -> None:
         rate = float(self.trainer.optimizers[0].defaults.get("lr", 0.0))
@@ -197,7 +210,10 @@ class PolicyModule(WholeSteps):
         self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
         self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
-    is_changed = property(lambda self: bool(self._updated), doc="Whether the weights changed since their publication.")
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weights changed since their publication."""
+        return self._updated
 
     def mark_updated(self) -> None:
         """Marks the weights as changed by other means than the optimizer, to be published."""
@@ -208,9 +224,16 @@ class PolicyModule(WholeSteps):
         updated, self._updated = self._updated, False
         return updated
 
-    def stream_weights(self, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their Hugging Face names, one at a time; a collective if sharded."""
-        return stream_weights(self.policy, self.trainer.strategy.model, adapters)
+    def stream_weights(
+        self, adapters: bool = False, known: dict[str, int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under their Hugging Face names, one at a time; a collective if sharded.
+
+        Args:
+            adapters: LoRA is not merged, see `lit_async_rl.models.weights.stream_weights`.
+            known: frozen weights that the receiver has and that do not travel, see there.
+        """
+        return stream_weights(self.policy, self.trainer.strategy.model, adapters, known)
 
     def configure_optimizers(self) -> Any:
         """AdamW unless another was given, and the schedule, bound to this run.
@@ -221,7 +244,8 @@ class PolicyModule(WholeSteps):
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
         rate = self.learning_rate or LEARNING_RATE
-        adamw = partial(make_adamw, trainer=self.trainer, lr=rate, weight_decay=self.weight_decay)
+        own: dict[str, Any] = {"lr": rate, "weight_decay": self.weight_decay, "betas": tuple(self.betas)}
+        adamw = partial(make_adamw, trainer=self.trainer, **own)
         make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
         try:
             optimizer = make_optimizer(parameters)

@@ -18,7 +18,7 @@ LOST = 0.5  # share of weights that do not change, from which on there is a warn
 log = logging.getLogger(__name__)
 
 
-def make_adamw(parameters: Sequence[nn.Parameter], trainer: AnyTrainer, lr: float, weight_decay: float) -> Optimizer:
+def make_adamw(parameters: Sequence[nn.Parameter], trainer: AnyTrainer, **settings: Any) -> Optimizer:
     """AdamW, fused where torch has it (several times faster on the CPU, too).
 
     Not with `precision: 16-mixed`, where a fused optimizer unscales gradients within its step, so that Lightning
@@ -27,7 +27,7 @@ def make_adamw(parameters: Sequence[nn.Parameter], trainer: AnyTrainer, lr: floa
     has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
     is_supported = all(p.device.type in FUSED and p.is_floating_point() for p in parameters)
     fused = True if is_supported and not has_scaler else None
-    optimizer: Any = AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=fused)
+    optimizer: Any = AdamW(parameters, **settings, fused=fused)
     optimizer._step_supports_amp_scaling = False  # without a scaler: Lightning would not clip under bf16-mixed either
     return optimizer
 

@@ -110,6 +110,30 @@ class Cosine(_Decay):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StableDecay(RateSchedule):
+    """Linear warm-up, the peak rate for most of the run, then a straight line to 0 (WSD, arXiv:2404.06395).
+
+    Moves the weights as far as a schedule that touches its peak once, at a rate that is never as high: the bias of
+    stale gradients grows with the rate (arXiv:2607.01083).
+
+    Args:
+        warmup: optimizer steps until the peak rate; below 1, that share of the run.
+        decay: share of the run at its end over which the rate falls.
+    """
+
+    decay: int | float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("model.scheduler", "in [0, 1]", decay=self.decay)
+
+    def rate(self, peak: float, step: int, num_steps: int) -> float:
+        left = num_steps - step  # the first step of the decay still has the peak rate
+        share = min(1.0, left / (self.decay * num_steps)) if self.decay else 1.0
+        return min(self.warm(peak, step, num_steps), peak * max(0.0, share))
+
+
+@dataclass(frozen=True, kw_only=True)
 class OneCycle(RateSchedule):
     """One-cycle policy (arXiv:1708.07120), number for number torch's `OneCycleLR` with its defaults.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -74,21 +75,24 @@ class _Reply:
 
 
 class _Fed(Iterator[T]):
-    """Iterator consumed in the worker; each item is produced in the caller's thread on request.
+    """Iterator consumed in the worker; items are produced in the caller's thread on request.
 
     Gathering a shard is a collective, which must run in the trainer's thread, and a shard is valid only until the next
     one.
     """
 
     def __init__(self, replies: SimpleQueue[Any]) -> None:
-        self.items: SimpleQueue[Any] = SimpleQueue()
+        self.items: SimpleQueue[list[Any]] = SimpleQueue()
+        self._ready: deque[Any] = deque()
         self._replies, self._is_over = replies, False
 
     def __next__(self) -> T:
         if self._is_over:
             raise StopIteration
-        self._replies.put(self)
-        item = self.items.get()
+        if not self._ready:
+            self._replies.put(self)
+            self._ready.extend(self.items.get())
+        item = self._ready.popleft()
         if isinstance(item, BaseException):
             self._is_over = True
             raise item
@@ -106,8 +110,20 @@ def call(function: Callable[[], T], limit: Limit) -> T:
     return _result(reply)
 
 
-def feed(function: Callable[[Iterator[Any]], T], items: Iterable[Any], limit: Limit) -> T:
+def feed(
+    function: Callable[[Iterator[Any]], T],
+    items: Iterable[Any],
+    limit: Limit,
+    lasts: Callable[[Any], bool] = lambda item: False,
+) -> T:
     """The result of `function(items)`, where `items` is iterated in this thread.
+
+    Args:
+        function: called in a worker.
+        items: what it reads.
+        limit: of the time without progress.
+        lasts: whether an item stays valid when the next is produced. It is handed over with the next: two threads that
+            take turns wait for each other, the longer the busier the machine is.
 
     Raises:
         StalledError: no progress in time; its thread is abandoned and gets an error as the next item.
@@ -117,9 +133,12 @@ def feed(function: Callable[[Iterator[Any]], T], items: Iterable[Any], limit: Li
     _begin(lambda: function(fed), replies)
     try:
         while (reply := _wait(replies, limit)) is fed:
-            fed.items.put(_next(source))
+            batch = [_next(source)]
+            while not isinstance(batch[-1], Exception) and lasts(batch[-1]):
+                batch.append(_next(source))
+            fed.items.put(batch)
     finally:
-        fed.items.put(EngineError("weights were requested by a call that had timed out"))
+        fed.items.put([EngineError("weights were requested by a call that had timed out")])
     return _result(reply)
 
 

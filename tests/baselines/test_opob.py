@@ -43,6 +43,13 @@ def test_equal_rewards_and_single_rollouts_and_padding_give_exactly_zero():
     assert not optimal_advantages(torch.randn(4), rewards, index).any()
 
 
+def test_rewards_one_rounding_apart_are_no_signal():
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.1])
+    rewards[3] = torch.nextafter(rewards[0], torch.tensor(1.0))
+    index = torch.zeros(4, dtype=torch.long)
+    assert optimal_advantages(torch.zeros(4), rewards, index).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("broken", [float("nan"), -torch.inf, 80.0, -80.0])
 def test_broken_and_heavy_weights_leave_no_nan(broken):
     rewards, index = torch.tensor([0.0, 1.0, 1.0]), torch.zeros(3, dtype=torch.long)
@@ -86,9 +93,9 @@ def test_the_split_into_micro_batches_does_not_matter():
     assert (whole - split).norm() <= 1e-3 * (whole - start).norm()
 
 
-def test_the_gradient_is_the_explicit_sum_over_trajectories():
-    """sum_i (R_i - b) g_i / std from single gradients, b from their own norms, with accumulators as in the paper."""
-    groups, data = [], make_data(reward=reward, max_staleness=0, groups_per_step=2)
+def step_of(data):
+    """The first micro-batch of a run."""
+    groups = []
 
     class Keep(pl.Callback):
         def on_train_batch_end(self, *_):
@@ -96,6 +103,13 @@ def test_the_gradient_is_the_explicit_sum_over_trajectories():
 
     fit(make_module(), data, 1, [Keep()])
     (batch,) = collate(groups, 1)
+    return batch
+
+
+def test_the_gradient_is_the_explicit_sum_over_trajectories():
+    """sum_i (R_i - b) g_i / std from single gradients, b from their own norms, with accumulators as in the paper."""
+    data = make_data(reward=reward, max_staleness=0, groups_per_step=2)
+    batch = step_of(data)
     assert isinstance(data.aggregation, TokenMean)
     module = settings()
     module.trainer = pl.Trainer(accelerator="cpu", logger=False)
@@ -127,3 +141,16 @@ def test_the_gradient_is_the_explicit_sum_over_trajectories():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match=r"OptimalBaseline.*PPOClip.*linear"):
         make_module(loss=PPOClip(), baseline=OptimalBaseline())
+
+
+def test_weights_in_bfloat16_get_the_update_of_float32():
+    """The ghost's products took activations and weights of rows, which are float32, to be of one dtype."""
+    batch = step_of(make_data(reward=reward, max_staleness=0, groups_per_step=2))
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        loss = dict(loss=Reinforce(), baseline=OptimalBaseline(Norms.GHOST))
+        module = make_module(dtype=dtype, **loss)
+        module.trainer = pl.Trainer(accelerator="cpu", logger=False)
+        module.training_step(batch, 0).backward()
+        found.append(torch.cat([p.grad.flatten().float() for p in module.policy.parameters()]))
+    assert torch.cosine_similarity(*found, dim=0) > 0.98

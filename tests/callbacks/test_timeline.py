@@ -114,6 +114,7 @@ def test_settings_are_checked(setting):
         Timeline(**{setting: 0.0})
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
     """From the command line, where it is a default; no logger, no file."""
     flags = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]

@@ -12,7 +12,10 @@ from lit_async_rl.cli.commands import main
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml", "--data.validation.prompts", "null"]
-KEYS = list(defaults_file()["defaults"])
+ALL_KEYS = list(defaults_file()["defaults"])
+KEYS = [
+    key for key in ALL_KEYS if defaults_file()["defaults"][key]
+]  # the others are off unless a configuration says so
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,7 @@ def test_they_stand_in_the_saved_configuration_which_trains_again(tmp_path):
     main([*BASE, *tiny, "--trainer.val_check_interval", "null", *flags])
     saved = tmp_path / "quickstart/version_0/config.yaml"
     chosen = yaml.safe_load(saved.read_text())["defaults"]
-    assert list(chosen) == KEYS
+    assert list(chosen) == ALL_KEYS
     assert chosen["gradients"] is None
     assert {"every_n_steps": 10, "num_groups": 2}.items() <= chosen["samples"]["init_args"].items()
     assert chosen["checkpoint"]["init_args"]["save_top_k"] == -1
@@ -52,6 +55,13 @@ def test_each_is_switched_off_by_its_key():
     off = kinds(*(word for key in KEYS if key != "weight_sync" for word in (f"--defaults.{key}", "null")))
     assert "WeightSync" in off
     assert not {class_name(key) for key in KEYS if key != "weight_sync"} & (set(off) - {"ModelCheckpoint"})
+
+
+def test_what_is_off_by_default_is_switched_on_by_its_key_and_only_once():
+    off = ["--defaults.ess_learning_rate", "null"]
+    assert "ESSLearningRate" not in kinds(*off)
+    assert kinds(*off, "--defaults.ess_learning_rate", "ESSLearningRate").count("ESSLearningRate") == 1
+    assert kinds("--config", "configs/stabilizers/ess_learning_rate.yaml").count("ESSLearningRate") == 1
 
 
 @pytest.mark.parametrize("flag", ["--trainer.callbacks", "--trainer.callbacks+"])

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launch import finish, start
 
+from lit_async_rl.utils.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 SAVE_ON_EXCEPTION = ROOT / "tests" / "helpers" / "distributed_save_on_exception.py"
 LIMIT_S = 4
@@ -19,12 +21,6 @@ FLAGS = [
     *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--data.groups_per_step", "2"),
     *("--data.limits.start_timeout_s", str(LIMIT_S)),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ from test_server_fleet import requests
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.request_book import RequestBook
-from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
+from lit_async_rl.engines.vllm.servers.client import ServerClient
+from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
+from lit_async_rl.engines.vllm.servers.handshake import Expected
 from lit_async_rl.models.loading import load_config
 
 ODD = [None, True, -1, 0, 1, 2, 97, 98, 10**30, -0.5, 0.5, 1e308, float("nan"), float("-inf"), "", "8", "stop", "abort"]
@@ -122,6 +124,7 @@ class InMemory(ServerClient):
             self.tag = body["new_version"]
         answers = {
             "/v1/models": {"data": [{"max_model_len": 256}]},
+            "/is_sleeping": {"is_sleeping": False},
             "/weight_info": {"weight_version": self.tag},
             "/collective_rpc": {"results": [REPORT]},
         }
@@ -137,7 +140,8 @@ class InMemory(ServerClient):
 
 
 CONFIG = describe_config(load_config(MODEL).get_text_config())
-REPORT = {"model": CONFIG, "transformers": transformers.__version__, "dtype": "float32", "problems": []}
+REPORT = {"model": CONFIG, "transformers": transformers.__version__, "dtype": "float32"}
+REPORT |= {"can_sleep": False, "problems": []}
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -150,7 +154,7 @@ def test_of_2000_groups_sent_to_a_server_that_answers_nonsense_none_is_lost_or_c
         hostile = InMemory("http://a:1", lambda right: fuzzed(right, rng.getrandbits(63)))
         good = InMemory("http://b:1", lambda right: json.dumps(right).encode())
         fleet = ServerFleet([hostile, good], book, RUN, False, probe_interval_s=1e-4, recovery_timeout_s=60.0)
-        await fleet.start(CONFIG, 98, (1,), 5.0)
+        await fleet.start(Expected(CONFIG), 98, (1,), 5.0)
         await fleet.begin_update()
         await fleet.update(0, SimpleNamespace(staged="folder", whole=lambda: "folder", preload=False))
         fleet.end_update()
@@ -159,7 +163,7 @@ def test_of_2000_groups_sent_to_a_server_that_answers_nonsense_none_is_lost_or_c
             while len(fleet.pool.servers_in) < 2:
                 await asyncio.sleep(1e-4)
             book.begin([2 * number, 2 * number + 1])
-            fleet.submit(requests(2, first=2 * number))  # one for each
+            fleet.requests.submit(requests(2, first=2 * number))  # one for each
             while book.num_running:
                 await asyncio.sleep(1e-4)
                 book.check()

@@ -194,6 +194,25 @@ def test_an_engine_that_was_given_up_reads_no_more_weights():
     assert feed(list, iter(range(5)), Limit(10.0, "too long")) == [0, 1, 2, 3, 4]
 
 
+def test_items_that_last_are_handed_over_with_the_next():
+    produced, seen = [], []
+
+    def weights():
+        for n in range(7):
+            produced.append(n)
+            yield n
+
+    def load(fed):
+        for n in fed:
+            seen.append((n, max(produced)))
+        return len(seen)
+
+    assert feed(load, weights(), Limit(10.0, "too long"), lambda n: n in (1, 2, 5, 6)) == 7
+    assert seen == [(0, 0), (1, 3), (2, 3), (3, 3), (4, 4), (5, 6), (6, 6)]
+    with pytest.raises(KeyError, match="mine"):
+        feed(list, _broken(), Limit(10.0, "too long"), lambda item: True)
+
+
 def _broken():
     yield 1
     raise KeyError("mine")

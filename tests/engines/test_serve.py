@@ -11,6 +11,7 @@ import pytest
 
 from lit_async_rl.engines.vllm import serve
 from lit_async_rl.engines.vllm.api_key import RequireKey
+from lit_async_rl.utils.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,12 +24,6 @@ def test_a_port_in_use_is_named():
         with pytest.raises(ValueError, match=f"--port {port} cannot be used: Address already in use"):
             serve.check_address("127.0.0.1", port, has_key=False)
     serve.check_address("127.0.0.1", port, has_key=False)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_others_may_only_reach_it_with_a_key():

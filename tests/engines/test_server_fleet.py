@@ -6,19 +6,26 @@ import random
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from aiohttp import web
 from flow import MODEL
 from http_servers import MisbehavingServer
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
+from lit_async_rl.environments.base import Environment, Observation
+from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.types import Prompt
 from lit_async_rl.utils.event_loop import LoopThread
 
 pytestmark = pytest.mark.timeout(60)
+EOS = 1  # of the policy
 
 QUICK = dict(
     probe_interval_s=0.05, health_timeout_s=0.7, startup_timeout_s=2.0, update_timeout_s=5.0, recovery_timeout_s=5.0
@@ -154,6 +161,47 @@ def test_the_one_server_that_is_left_gets_all_and_shares_again_when_others_come_
     wait_for(lambda: len(engine._fleet.pool.servers_in) == 2)
     run_requests(engine, requests(20, first=30))
     assert len(first.served) == len(second.served) - 4 == 11
+
+
+class Counting(Environment):
+    """Says the number of the turn, three times."""
+
+    async def start(self, prompt):
+        episode = Counting()
+        episode.turns = 0
+        return episode
+
+    async def step(self, completion):
+        self.turns += 1
+        return Observation(text=str(self.turns), reward=1.0, done=self.turns == 3)
+
+
+def test_turns_of_an_episode_go_to_the_server_that_has_its_beginning(fleet, monkeypatch):
+    monkeypatch.setattr("lit_async_rl.engines.vllm.servers.pool.MAX_RATIO", 1e9)  # however much it has to do
+    engine, servers = fleet(3)
+    seen = {server.address: [] for server in servers}
+
+    def answering(server):
+        def answer(body, right):
+            seen[server.address].append(tuple(body["token_ids"]))
+            for choice in right["choices"]:  # ends the turn
+                ids = [*choice["token_ids"][:-1], EOS]
+                content = [{"token_id": token, "logprob": -1.0} for token in ids]
+                choice |= {"finish_reason": "stop", "token_ids": ids, "logprobs": {"content": content}}
+            return web.json_response(right)
+
+        return answer
+
+    for server in servers:
+        server.answer, server.delay_s = answering(server), 0.0
+    asked = [replace(request, prompt=Prompt(text="x"), session=request.id) for request in requests(12, first=2)]
+    episodes = EpisodeEngine(engine, Counting()).around(engine, TextCodec(MODEL))
+    for completions in run_requests(episodes, asked):
+        assert [len(c.turns) for c in completions] == [3, 3]
+    assert sum(len(prompts) for prompts in seen.values()) == 12 * (1 + 2 * 2)
+    for prompts in seen.values():
+        assert any(len(prompt) == 1 for prompt in prompts), "a server began no episode"
+        assert {prompt[0] for prompt in prompts} == {prompt[0] for prompt in prompts if len(prompt) == 1}
 
 
 def test_without_in_flight_updates_new_weights_wait_for_requests(fleet):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from replays import requests_of
 
-from lit_async_rl.engines.vllm.servers.answers import GENERATED, MalformedAnswer, completions_of
+from lit_async_rl.engines.vllm.servers.answers import completions_of
+from lit_async_rl.engines.vllm.servers.schema import GENERATED, MalformedAnswer
 
 IMPOSSIBLE = -9999.0  # JSON has no infinity
 

@@ -12,9 +12,9 @@ from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
 SERVERS = ["a", "b", "c"]
 
 
-def request(number: int, prompt: int = 3, samples: int = 2, max_tokens: int = 5) -> GenerationRequest:
-    sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerationRequest(id=number, prompt_ids=tuple(range(prompt)), num_samples=samples, sampling=sampling)
+def request(number, prompt=3, samples=2, max_tokens=5, session=None) -> GenerationRequest:
+    sampling, ids = SamplingParams(max_tokens=max_tokens), tuple(range(prompt))
+    return GenerationRequest(id=number, prompt_ids=ids, num_samples=samples, sampling=sampling, session=session)
 
 
 class AnythingMayHappen(RuleBasedStateMachine):
@@ -31,7 +31,9 @@ class AnythingMayHappen(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def submit(self, data):
-        new = [request(len(self.submitted) + n, max_tokens=data.draw(st.integers(1, 50))) for n in range(3)]
+        sizes, sessions = st.integers(1, 50), st.none() | st.integers(0, 3)
+        first = len(self.submitted)
+        new = [request(first + n, max_tokens=data.draw(sizes), session=data.draw(sessions)) for n in range(3)]
         self.submitted += [r.id for r in new]
         self.pool.submit(new)
 
@@ -137,3 +139,60 @@ def test_held_requests_wait_while_lost_ones_are_sent_again():
     assert pool.is_idle
     pool.release()
     assert [assignment.request.id for assignment in pool.dispatch()] == [1]
+
+
+def full_pool() -> ServerPool:
+    pool = ServerPool(SERVERS)
+    for server in SERVERS:
+        pool.bring_in(server)
+    return pool
+
+
+def send(pool: ServerPool, *requests: GenerationRequest) -> list[Assignment]:
+    pool.submit(requests)
+    return pool.dispatch()
+
+
+def test_turns_of_an_episode_and_parts_of_a_group_go_where_they_began():
+    pool = full_pool()
+    homes = {a.request.session: a.server for a in send(pool, *(request(n, session=n) for n in range(6)))}
+    assert Counter(homes.values()) == dict.fromkeys(SERVERS, 2)
+    for turn in range(1, 5):
+        following = [request(10 * turn + n, prompt=3 + turn, samples=1, session=n) for n in (4, 0, 5, 2, 1, 3)]
+        assert {a.request.session: a.server for a in send(pool, *following)} == homes
+
+
+def test_a_session_leaves_a_server_that_has_too_much_to_do_and_stays_where_it_went():
+    pool = full_pool()
+    (first,) = send(pool, request(0, session=7))
+    pool.accept(first)
+    send(pool, request(1, max_tokens=500))  # to the same server, which is the first of the idle ones
+    assert pool.outstanding(first.server) > 1000
+    (second,) = send(pool, request(2, session=7))
+    assert second.server != first.server
+    (third,) = send(pool, request(3, session=7))
+    assert third.server == second.server
+
+
+def test_a_session_goes_elsewhere_when_its_server_is_out_or_leaves_or_has_new_weights():
+    pool = full_pool()
+    (first,) = send(pool, request(0, session=7))
+    pool.take_out(first.server)
+    (again,) = pool.dispatch()
+    assert again.server != first.server
+    pool.leave(again.server)
+    pool.bring_in(first.server)
+    (second,) = send(pool, request(1, session=7))
+    assert second.server == first.server, "not to the idlest"
+    pool.stay(again.server)
+    pool.forget_caches()
+    assert send(pool, request(2, session=7))[0].server not in (first.server, again.server), "not to the idlest"
+
+
+def test_sessions_are_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr("lit_async_rl.engines.vllm.servers.pool.NUM_REMEMBERED", 3)
+    pool = full_pool()
+    for n in range(20):
+        for assignment in send(pool, request(n, session=n)):
+            pool.accept(assignment)
+    assert len(pool._homes) == 3

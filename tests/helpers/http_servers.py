@@ -30,6 +30,7 @@ class MisbehavingServer:
             "model": describe_config(load_config(model).get_text_config()),
             "transformers": transformers.__version__,
             "dtype": "float32",
+            "can_sleep": True,
             "problems": [],
         }
         self.max_model_len = 256
@@ -38,7 +39,8 @@ class MisbehavingServer:
         self.outcome, self.delay_s, self.num_bad_loads = outcome, 0.005, num_bad_loads
         self._spoilt = WeakSet()  # connections that brought an error; uvicorn closes them, sooner or later
         self.hangs = False  # as after SIGSTOP: nothing is answered
-        self.tag, self.is_paused, self.num_loads = "default", False, 0
+        self.tag, self.is_asleep, self.num_loads = "default", False, 0
+        self.calls: list[str] = []  # that change it, with their queries
         self.served: Counter[int] = Counter()  # answers per request, by the first token of its prompt
         self._going_on = asyncio.Event()
         self.thread = LoopThread("test server")
@@ -50,8 +52,9 @@ class MisbehavingServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/is_paused", self._ok)
         app.router.add_get("/weight_info", self._weight_info)
-        app.router.add_post("/pause", self._ok)
-        app.router.add_post("/resume", self._ok)
+        app.router.add_get("/is_sleeping", self._is_sleeping)
+        for path in ("/pause", "/resume", "/sleep", "/wake_up"):
+            app.router.add_post(path, self._change)
         app.router.add_post("/collective_rpc", self._rpc)
         app.router.add_post("/update_weight_version", self._set_tag)
         app.router.add_post("/inference/v1/generate", self._generate)
@@ -79,6 +82,17 @@ class MisbehavingServer:
     async def _ok(self, request):
         return web.json_response({})
 
+    async def _is_sleeping(self, request):
+        return web.json_response({"is_sleeping": self.is_asleep})
+
+    async def _change(self, request):
+        self.calls.append(request.path_qs)
+        if request.path == "/sleep":
+            self.is_asleep = True
+        elif request.path_qs in ("/wake_up", "/wake_up?tags=kv_cache"):
+            self.is_asleep = False
+        return web.json_response({})
+
     async def _models(self, request):
         return web.json_response({"data": [{"max_model_len": self.max_model_len}]})
 
@@ -93,6 +107,7 @@ class MisbehavingServer:
         if (await request.json())["method"] == "describe_policy":
             return web.json_response({"results": [self.report]})
         method = (await request.json())["method"]
+        self.calls.append(method)
         if method == "policy_weights_state":
             return web.json_response({"results": [{"loaded": True}]})
         if method == "swap_policy_weights":

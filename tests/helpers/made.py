@@ -12,8 +12,17 @@ from preloaded import ROOT, Preloaded
 from safetensors.torch import load_file, save_file
 
 SMALL = """
-model: {model: lit_async_rl/assets/small_sort_policy, scheduler: null}
+model:
+  model: lit_async_rl/assets/small_sort_policy
+  scheduler: null
+  loss: PPOClip
+  proximal: null
+  correction: null
+  baseline: null
+  betas: [0.9, 0.999]
+  learning_rate: 2.5e-4
 data:
+  aggregation: TokenMean
   groups_per_step: 2
   group_size: 2
   validation: {prompts: {class_path: SortDigits, init_args: {size: 4, split: held_out}}, batch_size: 4}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,18 +11,14 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from lit_async_rl.utils.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 START_S = 400.0  # of which a busy machine takes most
 
 # A server on a busy machine is slow to answer, which is no failure; only tests of failures are impatient.
 PATIENT = dict(probe_interval_s=0.3, health_timeout_s=30.0, startup_timeout_s=60.0, update_timeout_s=120.0)
 IMPATIENT = PATIENT | dict(health_timeout_s=3.0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:

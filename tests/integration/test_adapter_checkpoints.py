@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from lit_async_rl.assets import asset
 from lit_async_rl.cli import chat
 from lit_async_rl.cli.commands import evaluate, export, main
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
@@ -83,8 +84,23 @@ def test_another_base_is_refused_in_a_line(run, tmp_path):
     assert "holds adapters of another model: of model.model='lit_async_rl/assets/sort_policy'" in str(end.value.code)
 
 
-def test_mixed_precision_validates(tmp_path):
-    main([*SETTINGS, *logs(tmp_path), "--trainer.max_steps", "1", "--trainer.precision", "bf16-mixed"])
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
+def test_validation_decodes_merged_weights(tmp_path, monkeypatch, precision, dtype):
+    sampled, make = [], EmbeddedEngine.from_module
+
+    def from_module(lm, *args, **kwargs):
+        sampled.append({name: parameter.clone() for name, parameter in lm.named_parameters()})
+        return make(lm, *args, **kwargs)
+
+    monkeypatch.setattr(EmbeddedEngine, "from_module", from_module)
+    main([*SETTINGS, *logs(tmp_path), "--trainer.max_steps", "1", "--trainer.precision", precision])
+    base = AutoModelForCausalLM.from_pretrained(asset("sort_policy")).state_dict()
+    before, after = sampled[0], sampled[-1]
+    assert {weight.dtype for weight in after.values()} == {dtype}
+    assert all(torch.equal(weight, base[name].to(dtype)) for name, weight in before.items())  # lora_B is zero
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
 
 
 def test_a_kernel_for_training_does_not_hinder_validation(tmp_path, capsys):

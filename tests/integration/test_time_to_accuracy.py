@@ -1,5 +1,6 @@
 """Benchmark of time to accuracy: its statistics on made-up curves, its suites, and a report of them."""
 
+import json
 import math
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from benchmarks.time_to_accuracy.documents import write_documents
 from benchmarks.time_to_accuracy.report import write_report
 from benchmarks.time_to_accuracy.statistics import difference, final, level_at, speedup, summarize, time_to
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
@@ -89,6 +91,22 @@ def test_the_report_says_what_the_curves_say(tmp_path):
     assert "| vcpo_8 | 3 | 0.50 |" in said
     assert "the command" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "pictures/tools_0.4.png").stat().st_size > 1000
+
+
+def test_the_documentation_shows_what_the_curves_say(tmp_path):
+    runs = [curve(4.0, seed=seed) for seed in range(2)]
+    runs += [curve(0.5, 0.92, rise=25, system="default_8", seed=seed) for seed in range(2)]
+    runs = [run.assign(workload="tools_1.6") for run in runs]
+    runs += [curve(0.5, 0.5, system="plain_8", seed=0)]  # of another workload, without a reference
+    for folder in ("assets", "measurements"):
+        (tmp_path / "docs" / folder).mkdir(parents=True)
+    write_documents(pd.concat(runs, ignore_index=True), "the command", "abc", tmp_path)
+    found = json.loads((tmp_path / "docs/measurements/time_to_accuracy.json").read_text())
+    assert 6 < found["value"] < 8
+    assert found["interval"] == [found["value"]] * 2
+    assert [row[1] for row in found["table"]["rows"]] == ["synchronous", "recipe, `max_staleness` 8"]
+    assert {len(row) for row in found["table"]["rows"]} == {len(found["table"]["columns"])}
+    assert (tmp_path / "docs/assets/time_to_accuracy.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / CONFIGS / "suites").glob("*.yaml")])

@@ -24,6 +24,7 @@ BASE = [
     *("--data.groups_per_step", "2", "--data.group_size", "2", "--data.validation.prompts", "null"),
     *("--trainer.val_check_interval", "3", "--model.scheduler", "null"),
 ]
+PLAIN = ["--config", "configs/stabilizers/plain.yaml"]
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -70,11 +71,15 @@ SIMPLE = {
     ),
     "nothing to compare a rollout with": (
         ["--data.group_size", "1"],
+        "data.group_size=1 with model.baseline=OptimalBaseline",
+    ),
+    "nothing to compare a rollout with, without the baseline": (
+        [*PLAIN, "--data.group_size", "1"],
         "data.group_size=1 with data.advantage",
     ),
-    "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with data.advantage"),
+    "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with model.baseline"),
     "a correction with nothing to correct": (
-        ["--model.correction", "lit_async_rl.corrections.IcePop"],
+        [*PLAIN, "--model.correction", "lit_async_rl.corrections.IcePop"],
         "BehaviorProximal",
     ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +43,7 @@ from lit_async_rl.losses import (
     TrajectoryBalance,
 )
 from lit_async_rl.losses.trust_region import binary_kl, water_level
+from lit_async_rl.utils.ports import free_port
 
 spreads = st.sampled_from([0.001, 0.1, 0.5, 2.0])
 
@@ -191,12 +191,6 @@ def test_bapo_bounds_over_two_ranks_are_those_of_one_process() -> None:
     inputs = make_inputs(9, shape=(8, 6)).cleaned()
     single = (BAPO(target_share=0.9).bounds(inputs), BAPOReleased(target_ratio=0.9).bounds(inputs))
     assert results[0] == results[1] == single
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_binary_kl_is_that_of_two_coins_and_finite_for_certain_tokens() -> None:

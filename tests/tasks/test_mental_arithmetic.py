@@ -32,6 +32,17 @@ def test_numbers_are_held_out_in_both_orders():
         assert swapped not in train
 
 
+def test_kinds_can_be_chosen_and_more_be_held_out():
+    settings = dict(largest=12, largest_factor=10, kinds=["sums", "differences", "products", "tens"], held_out=0.5)
+    train, held_out = (MentalArithmetic(split=split, **settings) for split in ("train", "held_out"))
+    texts = [source[n].messages[0]["content"][8:-30] for source in (train, held_out) for n in range(len(source))]
+    assert len(held_out) >= 200
+    assert len(texts) == len(set(texts)) == 169 + 91 + 81 + 81 - 1  # 10 + 10 is of two kinds
+    assert {"30 + 90", "12 - 12", "10 x 2", "0 + 0"} <= set(texts)
+    with pytest.raises(ValueError, match=r"MentalArithmetic.kinds=\['sum'\]: \['sum'\] are none of \['sums', "):
+        MentalArithmetic(kinds=["sum"])
+
+
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [("7", 1), ("3 + 4 = 7.", 1), ("12-5 is 7\n", 1), ("3 + 4 = 7, not 8", 0), ("seven", 0), ("-7", 0), ("7.5", 0)],

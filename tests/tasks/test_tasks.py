@@ -83,6 +83,7 @@ def test_sums_are_right(num_digits, index):
     [
         (lambda: SortDigits(1), "num_digits must be >= 2, got 1"),
         (lambda: SortDigits(size=0), "size must be >= 1, got 0"),
+        (lambda: SortDigits(tail=0.0), "SortDigits.tail must be positive, got 0.0"),
         (lambda: Addition(0), "num_digits must be >= 1, got 0"),
         (lambda: ReasoningGym("no_such_task"), "no_such_task"),
         (lambda: ReasoningGym("chain_sum", config={"no_such_setting": 1}), "no_such_setting"),
@@ -198,3 +199,10 @@ def test_lengths_can_be_mixed_and_problems_of_one_length_stay_what_they_were():
     assert [SortDigits(7, size=9)[n] for n in range(9)] == [SortDigits(7, size=9, min_digits=7)[n] for n in range(9)]
     with pytest.raises(ValueError, match=r"SortDigits\.min_digits must be in \[2, 7\], got 8"):
         SortDigits(7, min_digits=8)
+
+
+def test_lengths_with_a_tail_are_mostly_short_and_sometimes_ten_times_as_long():
+    lengths = sorted(len(SortDigits(30, size=1000, min_digits=3, tail=1.2)[n].answer) for n in range(1000))
+    assert lengths[0] == 3
+    assert 4 <= lengths[500] <= 6
+    assert lengths[-30] == lengths[-1] == 30

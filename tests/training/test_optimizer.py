@@ -27,7 +27,7 @@ def test_not_where_lightning_could_not_clip():
     trainer = rl.Trainer(accelerator="cpu", logger=False)
     trainer.strategy.precision_plugin.scaler = object()
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    assert make_adamw(parameters, trainer, 1e-3, 0.0).defaults["fused"] is None
+    assert make_adamw(parameters, trainer, lr=1e-3).defaults["fused"] is None
 
 
 @pytest.mark.parametrize(("dtype", "rate", "warns"), [("bfloat16", 1e-6, True), ("bfloat16", 1e-2, False)])

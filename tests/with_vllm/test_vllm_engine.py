@@ -8,7 +8,7 @@ import torch
 from flow import fit, make_data, make_module
 from replays import assert_exact, assert_greedy, assert_replayed, collect, key, requests_of
 from tiny_models import save, tiny_for_vllm
-from vllm_engines import SMALL, children, started
+from vllm_engines import SMALL, children, sampled_over_updates, started
 
 from lit_async_rl.callbacks import EngineCheck
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
@@ -65,13 +65,7 @@ def test_after_each_of_20_live_updates_it_samples_from_the_new_weights(engine, l
 def test_in_flight_each_token_is_from_the_version_it_is_tagged_with(engine, lms, clear_cache):
     engine.clear_cache = clear_cache
     requests = requests_of([3, 6, 9, 4], max_tokens=300, num_samples=3)
-    engine.submit(requests)
-    for version in range(1, 6):
-        seen = engine.num_tokens
-        while engine.num_tokens < seen + 200:
-            time.sleep(0.001)
-        engine.load_weights(version, lms[version].named_parameters())
-    completions = collect(engine, 12)
+    completions = sampled_over_updates(engine, lms, requests, range(1, 6))
     assert {v for c in completions for v in c.versions} == set(range(6))
     assert_replayed(lms, requests, completions, num_tokens=300, cache_cleared=clear_cache)
 

@@ -93,7 +93,7 @@ class Changing(pl.Callback):
         return {url.removeprefix("http://") for url in self.engine._fleet.pool.servers_in}
 
     def add(self):
-        self.file.write_text("\n".join(server.address for server in self.servers))
+        self.file.write_text("\n".join(server.wait().address for server in self.servers))
         wait_for(lambda: len(self.members) == 3, "the new server is not used")
 
     def remove(self):
@@ -136,14 +136,21 @@ class Replayed:
         self.token_ids, self.versions = token_ids, versions
 
 
-def test_200_steps_while_a_server_joins_one_leaves_and_one_dies(started_servers, servers, endless_model, tmp_path):
-    third = Server(endless_model, tmp_path / "third.log")
+@pytest.fixture
+def three_servers(endless_model, tmp_path):
+    found = [Server(endless_model, tmp_path / f"{n}.log") for n in range(3)]
+    yield found
+    for server in found:
+        server.kill()
+
+
+def test_200_steps_while_a_server_joins_one_leaves_and_one_dies(three_servers, endless_model, tmp_path):
     file = tmp_path / "servers"
-    file.write_text("\n".join(server.address for server in servers[:2]))
+    file.write_text("\n".join(server.wait().address for server in three_servers[:2]))
     engine = VLLMServerEngine(
         servers_file=str(file), transfer=SharedMemoryTransfer(delta=True, preload=True), **IMPATIENT
     )
-    changing = Changing(engine, [servers[0], servers[1], third.wait()], file, 200)
+    changing = Changing(engine, three_servers, file, 200)
     sampling = SamplingParams(max_tokens=24)
     data = make_data(model=endless_model, engine=engine, sampling=sampling, rollout_timeout_s=120.0, max_staleness=2)
     try:
@@ -151,7 +158,6 @@ def test_200_steps_while_a_server_joins_one_leaves_and_one_dies(started_servers,
     finally:
         for change in changing.changes:
             change.join(60)
-        third.kill()
     assert trainer.global_step == 200
     assert not changing.events
     trained = changing.groups

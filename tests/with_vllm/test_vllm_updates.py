@@ -1,12 +1,10 @@
 """Updates of vLLM that hold only what has changed, or only adapters, or are loaded in the pause: `make test-vllm`."""
 
-import time
-
 import pytest
 import torch
-from replays import assert_exact, assert_replayed, collect, requests_of
+from replays import assert_exact, assert_replayed, requests_of
 from tiny_models import save, tiny_for_vllm
-from vllm_engines import children, started
+from vllm_engines import children, sampled_over_updates, started
 
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
@@ -59,13 +57,7 @@ def test_tokens_sampled_while_weights_are_loaded_are_from_the_old_ones(shared):
     engine, lms = shared
     engine.load_weights(0, lms[0].named_parameters())
     requests = requests_of([3, 6, 9, 4], max_tokens=300, num_samples=3)
-    engine.submit(requests)
-    for version in range(1, 6):
-        seen = engine.num_tokens
-        while engine.num_tokens < seen + 200:
-            time.sleep(0.001)
-        engine.load_weights(version, lms[version].named_parameters())
-    completions = collect(engine, 12)
+    completions = sampled_over_updates(engine, lms, requests, range(1, 6))
     assert {v for c in completions for v in c.versions} == set(range(6))
     assert_replayed(lms, requests, completions, num_tokens=300, cache_cleared=False)
 

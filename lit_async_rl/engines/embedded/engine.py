@@ -1,4 +1,4 @@
-"""Default engine: a continuous-batching decode loop in this process, for any Hugging Face causal LM.
+"""Default engine: a continuous-batching decode loop in this process, for Hugging Face causal LMs with a KV cache.
 
 Each iteration samples one token for every active row. Rows are independent: a finished row is replaced by a queued
 sample at once, so no sample has to wait for the longest completion of a batch. Each prompt is prefilled once; its KV
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
+from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode, receive_weights
@@ -53,12 +54,14 @@ class EmbeddedEngine(RolloutEngine):
         num_threads: torch threads of the thread that polls, and of threads started later; None leaves it alone.
         max_model_len: tokens of prompt and completion together; None is the model's own limit.
         update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step.
+        self_check: compare a few tokens with full forward passes of the model once its first weights are there, and
+            refuse models that are decoded wrongly; less than a second for half a billion parameters.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
-    records_heads = records_entropy = records_experts = True
+    records_heads = records_entropy = records_experts = takes_changes = True
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class EmbeddedEngine(RolloutEngine):
         num_threads: int | None = 1,
         max_model_len: int | None = None,
         update_timeout_s: float = 600.0,
+        self_check: bool = True,
     ) -> None:
         check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
         check_range("data.engine", ">= 2", max_model_len=max_model_len)
@@ -78,7 +82,7 @@ class EmbeddedEngine(RolloutEngine):
         check_dtype("data.engine.dtype", dtype)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
-        self.update_timeout_s, self._max_model_len = update_timeout_s, max_model_len
+        self.update_timeout_s, self._max_model_len, self.self_check = update_timeout_s, max_model_len, self_check
         self._slots: Slots | None = None
         self._queue = RequestQueue(num_slots)
         self._version = self._num_tokens = 0
@@ -91,9 +95,11 @@ class EmbeddedEngine(RolloutEngine):
         self._lane: Lane | None = None  # of a timeline
 
     @classmethod
-    def from_module(cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0) -> EmbeddedEngine:
+    def from_module(
+        cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0, self_check: bool = True
+    ) -> EmbeddedEngine:
         """Samples from the live weights of `lm` without copying them; call `run` in the thread that owns `lm`."""
-        engine = cls(num_slots=num_slots, seed=seed, num_threads=None)
+        engine = cls(num_slots=num_slots, seed=seed, num_threads=None, self_check=self_check)
         engine._adopt(lm, owns_weights=False)
         return engine
 
@@ -119,6 +125,8 @@ class EmbeddedEngine(RolloutEngine):
             raise ValueError(f"data.engine.max_model_len={self._max_model_len} exceeds the model's context of {limit}")
         self._max_model_len = self._max_model_len or limit
         self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights)
+        if self.self_check and not owns_weights:
+            check_decoding(self._slots, self.num_slots)
 
     @property
     def max_model_len(self) -> int:
@@ -241,8 +249,11 @@ class EmbeddedEngine(RolloutEngine):
 
     @torch.no_grad()
     def _apply(self, update: Update) -> None:
-        for name, parameter in self._active_slots.lm.named_parameters():
-            parameter.copy_(update.weights[name])
+        parameters = dict(self._active_slots.lm.named_parameters())
+        for name, weight in update.weights.items():
+            parameters[name].copy_(weight)
+        if self.self_check and not self._has_weights:
+            check_decoding(self._active_slots, self.num_slots)
         self._version, self._has_weights = update.version, True
         self._active_slots.forget_prompts()
 

@@ -5,6 +5,7 @@ n active rows in slots 0..n-1, S slots, M positions, Hk key-value heads, D head 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ class SlotCache:
     In prefill mode (`begin_prefill`) new keys and values are returned as they are and kept, so that those of a prompt
     can be copied to the slots of all its samples; otherwise each call appends one position to every active row.
 
+    Args:
+        num_slots: S.
+        device: of the keys and values.
+        max_positions: largest M that blocks are rounded up to; GPT-Neo's local layers count positions from M.
+
     Attributes:
         max_len: M.
     """
@@ -34,8 +40,8 @@ class SlotCache:
     is_compileable = False  # asked by transformers
     layers = ()  # asked by transformers
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, device: torch.device, max_positions: int = sys.maxsize) -> None:
+        self.num_slots, self.max_positions = num_slots, max_positions
         self.max_len = 0
         self._buffers: list[Tensor] = []  # per layer [2, S, Hk, M, D]: keys and values
         self._prefill: list[tuple[Tensor, Tensor]] | None = None
@@ -108,7 +114,7 @@ class SlotCache:
 
     def fit(self, length: int) -> bool:
         """Resizes M for rows of `length` positions; returns whether this truncated other slots."""
-        wanted = -(-length // BLOCK) * BLOCK
+        wanted = max(length, min(-(-length // BLOCK) * BLOCK, self.max_positions))
         if 3 / 4 * self.max_len < wanted <= self.max_len:
             return False
         before, self.max_len = self.max_len, wanted

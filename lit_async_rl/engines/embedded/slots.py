@@ -23,6 +23,7 @@ from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.sampling import draw, processed_logprobs
 from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.models.loading import context_length
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import FinishReason
 
@@ -58,7 +59,7 @@ class Slots:
         self._eos_token_ids = tuple(eos_token_ids)
         self._num_slots = num_slots
         self.device = next(lm.parameters()).device
-        self._cache = SlotCache(num_slots, self.device)
+        self._cache = SlotCache(num_slots, self.device, context_length(lm))
         self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self._zero = torch.zeros((), dtype=lm.dtype, device=self.device)
@@ -166,7 +167,7 @@ class Slots:
         output = self.lm.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=mask,
+            attention_mask=mask.expand(len(input_ids), -1, -1, -1),
             past_key_values=self._cache,
             use_cache=True,
         )

@@ -13,7 +13,6 @@ outside, and the engine is stopped: it never samples from half-loaded weights.
 from __future__ import annotations
 
 import importlib
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,8 +23,10 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngi
 from lit_async_rl.engines.vllm.background import BackgroundEngine
 from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
+from lit_async_rl.engines.vllm.gate import Gate
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.requests import RequestRunner
+from lit_async_rl.engines.vllm.sleep import Sleep, check_can_sleep, check_sleep_level, default_memory_share
 from lit_async_rl.engines.vllm.startup import start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
@@ -51,7 +52,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         tensor_parallel_size: GPUs that share a model.
         device_ids: GPUs to use; None takes the first. Set it if the trainer uses GPUs of the same machine.
         gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`, and
-            0.4 without, where the trainer may use the same GPU.
+            0.4 without, where the trainer may use the same GPU, or 0.6 if vLLM sleeps while that trains.
         kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
         max_num_seqs: samples decoded together.
         max_model_len: maximum tokens of prompt and completion; None is the model's context length.
@@ -63,6 +64,9 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         update_timeout_s: timeout of each step of `load_weights`.
         engine_args: other fields of vLLM's `AsyncEngineArgs`. Those that would break a promise are refused, such as
             `speculative_config`, `logprobs_mode` and `load_format`.
+        sleep_level: for a trainer on the same GPU with `data.max_staleness` 0, whether vLLM frees its memory while the
+            trainer trains. 0: no. 1: the KV cache is dropped, and the weights wait in host memory. 2: both are dropped,
+            and come back with the next update; what is submitted before waits for it.
         replicas: models that generate side by side, each on `tensor_parallel_size` GPUs. For a model that fits onto one
             GPU they are faster than tensor parallelism. They are processes that the trainer starts; one that dies is
             started again, and its requests are sampled again by others.
@@ -100,6 +104,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         startup_timeout_s: float = 600.0,
         update_timeout_s: float = 600.0,
         engine_args: dict[str, Any] | None = None,
+        sleep_level: int = 0,
         *,
         replicas: int = 1,
     ) -> None:
@@ -116,39 +121,36 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             startup_timeout_s=startup_timeout_s,
             update_timeout_s=update_timeout_s,
         )
-        self.replicas = replicas
+        self.replicas, self.sleep_level = replicas, check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.dtype = dtype or "auto"  # known in `setup`
-        self.num_threads, self.startup_timeout_s, self.update_timeout_s = (
-            num_threads,
-            startup_timeout_s,
-            update_timeout_s,
-        )
+        self.num_threads = num_threads
+        self.startup_timeout_s, self.update_timeout_s = startup_timeout_s, update_timeout_s
         self._arguments: dict[str, Any] = dict(
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
             device_ids=device_ids,
-            gpu_memory_utilization=gpu_memory_utilization or (0.4 if device_ids is None else 0.9),
+            gpu_memory_utilization=gpu_memory_utilization or default_memory_share(device_ids, sleep_level),
             kv_cache_memory_bytes=None if kv_cache_memory_gb is None else int(kv_cache_memory_gb * 2**30),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enforce_eager=enforce_eager,
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
+            enable_sleep_mode=sleep_level > 0,
         )
         check_engine_arguments(engine_args or {}, self._arguments)
         self._arguments |= {**FIXED_ARGUMENTS, **(engine_args or {})}
         self._process: VLLMProcess | None = None
-        self._lock = threading.Lock()  # guards the next three
-        self._held: list[GenerationRequest] = []  # submitted while an update waits for older ones
-        self._is_draining = False
-        self._version = 0
+        self._gate = Gate(self._start)
+        self._sleep = Sleep(sleep_level, self._gate)
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
     def setup(self, model: str) -> None:
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
+        check_can_sleep(self.sleep_level)
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
         arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
@@ -176,8 +178,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Waits for all requests and holds back new ones, unless updates are in flight."""
         if self.in_flight_weight_updates:
             return
-        with self._lock:
-            self._is_draining = True
+        self._gate.shut("update")
         if not self._book.wait_until_idle(self.update_timeout_s):
             raise StalledError(
                 f"{self._book.num_running} requests did not finish within data.engine.update_timeout_s="
@@ -189,15 +190,22 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         began, vllm = time.monotonic(), self._vllm
         # Not `llm.pause_generation`: it adds a sleep of 20 ms, which only matters to the order of outputs.
         vllm.call(vllm.llm.engine_core.pause_scheduler_async("keep", self.clear_cache), "pausing vLLM")
-        self.transfer.deliver(vllm)
-        vllm.call(vllm.llm.update_weight_version(str(version)), "tagging vLLM's weights")
+        with self._sleep.ending(vllm):
+            self.transfer.deliver(vllm)
+            vllm.call(vllm.llm.update_weight_version(str(version)), "tagging vLLM's weights")
         vllm.call(vllm.llm.resume_generation(), "resuming vLLM")
         pause_s = time.monotonic() - began
-        with self._lock:
-            self._version, self._is_draining = version, False
-            self._start(self._held)
-            self._held = []
+        self._gate.open("update", "sleep", version=version)
         return pause_s
+
+    def sleep(self) -> None:
+        """Frees the memory of KV cache and weights until the next update, unless requests are running."""
+        if self.sleep_level:
+            self._sleep.begin(self._vllm, lambda: not self._book.num_running)
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self._sleep.is_on and self.sleep_level == 2
 
     def partial_completions(self) -> list[Completion]:
         """Partial completions with a version per token, and finished ones that `poll` has not returned yet."""
@@ -209,15 +217,13 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def _launch(self, requests: Sequence[GenerationRequest]) -> None:
-        with self._lock:
-            if self._is_draining:
-                self._held += requests
-            else:
-                self._start(requests)
+        self._gate.submit(requests)
+        self._sleep.interrupt(self._vllm)
 
-    def _start(self, requests: Sequence[GenerationRequest]) -> None:
-        self._book.begin(request.id for request in requests)
-        self._vllm.soon(self._runner.launch, requests, str(self._version))
+    def _start(self, requests: Sequence[GenerationRequest], version: int) -> None:
+        if requests:
+            self._book.begin(request.id for request in requests)
+            self._vllm.soon(self._runner.launch, requests, str(version))
 
     def poll(self, timeout_s: float) -> list[Completion]:
         if self._vllm.is_dead:
@@ -225,8 +231,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         return super().poll(timeout_s)
 
     def _cancel(self, request_ids: set[int]) -> None:
-        with self._lock:
-            self._held = [request for request in self._held if request.id not in request_ids]
+        self._gate.forget(request_ids)
         self._vllm.soon(self._runner.cancel, request_ids)
 
     # -- any thread ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ REFUSED = {
     **dict.fromkeys(("model_class_overrides", "disable_sliding_window"), _OTHER_MODEL),
     **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _SAMPLING),
     **dict.fromkeys(("scheduler_cls", "worker_cls", "worker_extension_cls", "skip_tokenizer_init"), _OURS),
+    "enable_sleep_mode": "see data.engine.sleep_level",
     "weight_transfer_config": "see data.engine.transfer",
     "kv_cache_memory_bytes": "see data.engine.kv_cache_memory_gb",
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import socket
 import threading
 import time
 from abc import abstractmethod
@@ -24,6 +23,7 @@ from torch import Tensor
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype, chunks
 from lit_async_rl.errors import InvariantError, StalledError
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.ports import free_port
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
@@ -157,7 +157,7 @@ class NcclTransfer(_VLLMBackend):
     def _open(self, control: EngineControl) -> None:
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
-        port, world_size = self.port or _free_port(self.host), control.num_workers + 1
+        port, world_size = self.port or free_port(self.host), control.num_workers + 1
         meeting = {"master_address": self.host, "master_port": port, "world_size": world_size}
         init_info, gpu = {**meeting, "rank_offset": 1}, torch.cuda.current_device()
 
@@ -228,9 +228,3 @@ def _describe(chunk: list[tuple[str, Tensor]]) -> dict[str, Any]:
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
         "shapes": [list(tensor.shape) for _, tensor in chunk],
     }
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

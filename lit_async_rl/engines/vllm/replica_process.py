@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from lit_async_rl.utils.ports import LOOPBACK, free_port
+
 PROGRAM = "from lit_async_rl.engines.vllm.serve import main; main()"
-HOST = "127.0.0.1"
 STOP_S = 10.0
 LOOK_S = 0.5  # between two looks at a replica that starts
 MAX_RESTARTS = 3  # in a row, each within `STABLE_S` of the one before
@@ -37,11 +38,11 @@ class Replica:
 
     @property
     def address(self) -> str:
-        return f"{HOST}:{self.port}"
+        return f"{LOOPBACK}:{self.port}"
 
     def start(self) -> None:
         """Starts the process and returns at once."""
-        own = ["--model", self.model, "--host", HOST, "--port", str(self.port), "--die_with_parent"]
+        own = ["--model", self.model, "--host", LOOPBACK, "--port", str(self.port), "--die_with_parent"]
         command = [sys.executable, "-c", PROGRAM, *own, *flags(self.arguments)]
         self._process = subprocess.Popen(command, env={**os.environ, **self.environment}, start_new_session=True)
 
@@ -49,7 +50,7 @@ class Replica:
         """Whether it accepts connections."""
         with socket.socket() as probe:
             probe.settimeout(LOOK_S)
-            return probe.connect_ex((HOST, self.port)) == 0
+            return probe.connect_ex((LOOPBACK, self.port)) == 0
 
     @property
     def exit_code(self) -> int | None:
@@ -74,13 +75,6 @@ class Replica:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(STOP_S)
-
-
-def free_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -21,8 +21,8 @@ from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.installation import check_vllm, is_cpu_build
 from lit_async_rl.engines.vllm.replica_process import LOOK_S, MAX_RESTARTS, Replica
-from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
+from lit_async_rl.engines.vllm.sleep import check_can_sleep
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_dtype
 from lit_async_rl.utils.spans import Spans
@@ -36,7 +36,7 @@ class ReplicaFleet(VLLMServerEngine):
 
     Args:
         replicas: not started yet.
-        startup_timeout_s: see `VLLMEngine`.
+        key: of their HTTP interface.
         settings: of `VLLMServerEngine`.
     """
 
@@ -69,9 +69,9 @@ class ReplicaFleet(VLLMServerEngine):
                     raise StalledError(f"vLLM replica {replica.number} did not start within {limit}")
                 time.sleep(LOOK_S)
 
-    def _make_client(self, url: str) -> ServerClient:
-        client = super()._make_client(url)
-        return ServerClient(url, self._key, client.health_timeout_s, client.request_timeout_s, client.update_timeout_s)
+    @property
+    def _api_key(self) -> str:
+        return self._key
 
     def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         return [*super()._background(), self._supervise]
@@ -125,6 +125,7 @@ class VLLMReplicas(VLLMEngine):
     def setup(self, model: str) -> None:
         """Starts the replicas with the architecture of `model`; `load_weights` loads the weights."""
         check_vllm()
+        check_can_sleep(self.sleep_level)
         key = secrets.token_hex(16)
         environment = {**self.transfer.environment(), "VLLM_API_KEY": key, "OMP_NUM_THREADS": str(self.num_threads)}
         self._arguments["dtype"] = self.dtype = self._arguments["dtype"] or stored_dtype(model)
@@ -138,6 +139,7 @@ class VLLMReplicas(VLLMEngine):
             update_timeout_s=self.update_timeout_s,
             startup_timeout_s=self.startup_timeout_s,
             recovery_timeout_s=self.startup_timeout_s,
+            sleep_level=self.sleep_level,
         )
         if self._spans is not None:
             self._fleet.observe(self._spans)
@@ -173,6 +175,13 @@ class VLLMReplicas(VLLMEngine):
         self._started.probe = self.probe
         self._started.load_weights(version, weights)
         self.update_pauses_s = self._started.update_pauses_s
+
+    def sleep(self) -> None:
+        self._started.sleep()
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self._fleet is not None and self._fleet.needs_weights
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._started.submit(requests)

@@ -64,6 +64,7 @@ class WorkerExtension:
             "model": describe_config(self.model_config.hf_text_config),
             "transformers": transformers.__version__,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "can_sleep": bool(self.model_config.enable_sleep_mode),
             "problems": unusable_settings(self.vllm_config),
         }
 
@@ -90,7 +91,13 @@ class WorkerExtension:
             RuntimeError: the model has weights that were not loaded meanwhile.
         """
         self.model_runner.get_model().__dict__.pop("load_weights", None)
-        if self.model_config.quantization is None and (missing := self._expected - self._recorded):
+        self._check_complete(self._expected, self._recorded)
+
+    def _check_complete(self, expected: set[str], loaded: set[str] | None) -> None:
+        """VLLM itself would only log what was not loaded, and keep the old weights."""
+        if loaded is None or self.model_config.quantization is not None:
+            return
+        if missing := expected - loaded:
             raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
 
     # -- loading weights: at once ...
@@ -118,13 +125,8 @@ class WorkerExtension:
             loaded = model.load_weights(weights)
             finalize_layerwise_reload(model, self.model_config)
             repack_tied_head(model, self.model_config.hf_text_config.tie_word_embeddings)
-        self._check_complete(expected, loaded)
-
-    def _check_complete(self, expected: set[str], loaded: set[str] | None) -> None:
-        if loaded is None or self.model_config.quantization is not None or self._incoming.is_update:
-            return
-        if missing := expected - loaded:  # vLLM itself would only log it and keep the old ones
-            raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
+        if not self._incoming.is_update:
+            self._check_complete(expected, loaded)
 
     # -- ... or, with a shorter pause, in two steps
 
@@ -150,7 +152,8 @@ class WorkerExtension:
         expected = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
             loaded = load_twin(twin, model, self._incoming.weights(), self.model_config)
-        self._check_complete(expected, loaded)
+        if not self._incoming.is_update:
+            self._check_complete(expected, loaded)
 
     def policy_weights_state(self) -> dict[str, bool]:
         """Whether `swap_policy_weights` can be called, as `loaded`.

@@ -1,52 +1,35 @@
-"""HTTP client of one vLLM server. Every call has a timeout; the caller decides what a failure means."""
+"""Calls to one vLLM server. Every call has a timeout; the caller decides what a failure means."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-try:
-    import aiohttp
-except ModuleNotFoundError as error:
-    reason = "vLLM servers are spoken to with aiohttp: pip install 'lit-async-rl[servers]'"
-    raise ModuleNotFoundError(reason, name="aiohttp") from error
-
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.requests import end_at_stop, end_fault, sampling_arguments
-from lit_async_rl.engines.vllm.servers.answers import (
+from lit_async_rl.engines.vllm.servers.answers import completions_of, prompt_logprobs
+from lit_async_rl.engines.vllm.servers.connection import MIB, ServerConnection, ServerFailure, ServerRefusal, message
+from lit_async_rl.engines.vllm.servers.schema import (
     GENERATED,
     LOADED,
     LOADING,
     SCORED,
+    SLEEPING,
     WEIGHT_INFO,
     MalformedAnswer,
     Schema,
-    completions_of,
-    excerpt,
-    prompt_logprobs,
 )
 from lit_async_rl.models.stop_strings import StopStrings
 
 LOOK_S = 0.02  # between two looks at whether a server has loaded weights
 T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
-MIB = 2**20
 TOKEN_BYTES = 1024  # at most, of a sampled token in an answer
 LIKELY_TOKENS = 8  # that fit into as many, with their log-probabilities
 
 
-class ServerFailure(Exception):
-    """The server is unreachable, hung or broken, possibly temporarily; another server can take over."""
-
-
-class ServerRefusal(Exception):
-    """The server answers but cannot be used as configured: wrong key, other model, missing flags."""
-
-
-class ServerClient:
+class ServerClient(ServerConnection):
     """Client of one server.
 
     Args:
@@ -60,65 +43,11 @@ class ServerClient:
     def __init__(
         self, url: str, api_key: str | None, health_timeout_s: float, request_timeout_s: float, update_timeout_s: float
     ) -> None:
-        self.url = url
+        super().__init__(url, api_key)
         self.health_timeout_s, self.request_timeout_s = health_timeout_s, request_timeout_s
         self.update_timeout_s = update_timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
         self.stop_strings: StopStrings | None = None
-
-    async def close(self) -> None:
-        """Closes the connections, which makes the server abort our requests."""
-        if self._session is not None:
-            await self._session.close()
-
-    async def ask(
-        self, method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB
-    ) -> tuple[int, bytes]:
-        """Status and body of a response.
-
-        Raises:
-            ServerFailure: there was no response, or one of more than `max_bytes`.
-            ServerRefusal: the key is wrong.
-        """
-        if self._session is None:  # belongs to the loop that it was made in
-            # One connection for each request: uvicorn closes those that were idle, or that brought an error, and may do
-            # so just when the next request is under way; on a busy machine it does.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(self.url, connector=connector, headers=self._headers)
-        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout_s), "allow_redirects": False}
-        found = bytearray()
-        try:
-            async with self._session.request(method, path, json=body, **options) as answer:
-                async for piece in answer.content.iter_any():
-                    found += piece
-                    if len(found) > max_bytes:
-                        raise ServerFailure(f"{_name(path)}: the answer has more than {max_bytes} bytes")
-                status = answer.status
-        except asyncio.TimeoutError as error:
-            raise ServerFailure(f"no answer to {_name(path)} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerFailure(f"cannot be reached ({_reason(error)})") from error
-        if status == 401:
-            raise ServerRefusal("refuses our API key: see data.engine.api_key_variable")
-        return status, bytes(found)
-
-    async def done(self, method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB) -> bytes:
-        """Body of a successful response."""
-        status, found = await self.ask(method, path, timeout_s, body, max_bytes)
-        if status != 200:
-            raise ServerFailure(f"{_name(path)}: {message(status, found)}")
-        return found
-
-    async def read(
-        self, schema: Schema[T], method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB
-    ) -> T:
-        """Validated body of a successful response."""
-        found = await self.done(method, path, timeout_s, body, max_bytes)
-        try:
-            return schema.parse(found)
-        except MalformedAnswer as error:
-            raise ServerFailure(f"{_name(path)}: malformed answer: {error}") from error
+        self._is_asleep = False
 
     # -- is it alive --------------------------------------------------------------------------------------------------
 
@@ -218,14 +147,41 @@ class ServerClient:
         """
         clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
+        if abort:  # it was away: nobody knows what has been done to it
+            self._is_asleep = await self._ask_if_asleep()
+        await self.wake("weights")
         await self.done("POST", f"/pause?{query}", self.health_timeout_s)
         if folder is None:
             await self._call_workers(LOADED, "swap_policy_weights")
         else:
             await self._call_workers(LOADED, "load_policy_weights", folder=folder)
         await self.done("POST", "/update_weight_version", self.health_timeout_s, {"new_version": tag})
+        await self.wake("kv_cache")
         await self.done("POST", "/resume", self.health_timeout_s)
         return clock() - began
+
+    async def sleep(self, level: int) -> None:
+        """Has the server, which must have no requests, free the memory of its KV cache and weights.
+
+        Raises:
+            ServerFailure: it did not.
+        """
+        self._is_asleep = True
+        await self.done("POST", f"/sleep?level={level}&mode=keep", self.update_timeout_s)
+
+    async def wake(self, *tags: str) -> None:
+        """Gives a server that sleeps its memory back, or the part named: `weights`, `kv_cache`. It resumes with all.
+
+        Raises:
+            ServerFailure: it did not wake up.
+        """
+        if self._is_asleep:
+            query = "&".join(f"tags={tag}" for tag in tags)
+            await self.done("POST", "/wake_up" + (f"?{query}" if query else ""), self.update_timeout_s)
+            self._is_asleep = tags == ("weights",)
+
+    async def _ask_if_asleep(self) -> bool:
+        return (await self.read(SLEEPING, "GET", "/is_sleeping", self.health_timeout_s))["is_sleeping"]
 
     async def _while_listening(self, work: Any) -> Any:
         """Result of `work`, awaited as long as the server accepts connections; loading may take minutes."""
@@ -236,27 +192,3 @@ class ServerClient:
             return task.result()
         finally:
             task.cancel()
-
-
-def message(status: int, body: bytes) -> str:
-    """Error message of a response, on one line: vLLM's own, or the beginning of what came instead."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    for name in ("error", "detail", "message"):
-        found = found.get(name, found) if isinstance(found, dict) else found
-    text = " ".join(found.split())[:300] if isinstance(found, str) else excerpt(body)
-    return f"HTTP {status} {text}"
-
-
-def _name(path: str) -> str:
-    return path.partition("?")[0]
-
-
-def _reason(error: Exception) -> str:
-    """Why a connection failed, without the address, which messages name anyway."""
-    cause: Any = getattr(error, "os_error", error)
-    number = getattr(cause, "errno", None)
-    known = os.strerror(number) if isinstance(number, int) and number > 0 else getattr(cause, "strerror", None)
-    return known or str(error) or type(error).__name__

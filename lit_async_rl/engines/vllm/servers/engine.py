@@ -22,7 +22,10 @@ from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTr
 from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
+from lit_async_rl.engines.vllm.servers.handshake import Expected
 from lit_async_rl.engines.vllm.servers.membership import Membership, server_url, wait_for_servers_file
+from lit_async_rl.engines.vllm.servers.sleep import FleetSleep
+from lit_async_rl.engines.vllm.sleep import check_sleep_level, free_cached_memory
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
@@ -34,9 +37,10 @@ from lit_async_rl.utils.spans import Spans
 class VLLMServerEngine(BackgroundEngine[FileTransfer]):
     """vLLM servers (0.32 or newer, `scripts/serve.py`), on this machine and on others.
 
-    Each prompt goes, with all its samples, to the server with the fewest outstanding tokens. A server that dies or
-    hangs is taken out and its requests are sampled again by others: no group is lost or delivered twice. A server that
-    recovers gets the newest weights before any request. Each of these events is logged in one line.
+    Each prompt goes, with all its samples, to the server with the fewest outstanding tokens; later turns of its
+    episodes go where its beginning is cached, unless that server has far more to do. A server that dies or hangs is
+    taken out and its requests are sampled again by others: no group is lost or delivered twice. A server that recovers
+    gets the newest weights before any request. Each of these events is logged in one line.
 
     A group that is sampled again starts from its prompt. If servers die often, long completions are therefore
     underrepresented.
@@ -61,6 +65,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         startup_timeout_s: timeout of the wait for servers that are starting.
         recovery_timeout_s: maximum time without any server before the run ends.
         servers_file: names the servers, in place of `servers`; `setup` waits for the file and for those in it.
+        sleep_level: see `VLLMEngine`; the servers need `--enable-sleep-mode`, and must serve nobody else.
 
     Raises:
         ValueError: a setting is out of range, or a server is not given as `host:port`.
@@ -82,6 +87,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         startup_timeout_s: float = 600.0,
         recovery_timeout_s: float = 300.0,
         servers_file: str | None = None,
+        sleep_level: int = 0,
     ) -> None:
         check_range(
             "data.engine",
@@ -102,7 +108,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             )
         name = "the fleet of vLLM servers"
         super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
-        self.api_key_variable = api_key_variable
+        self.api_key_variable, self.sleep_level = api_key_variable, check_sleep_level(sleep_level, transfer)
         self.probe_interval_s, self.health_timeout_s = probe_interval_s, health_timeout_s
         self.request_timeout_s, self.update_timeout_s = request_timeout_s, update_timeout_s
         self.startup_timeout_s, self.recovery_timeout_s = startup_timeout_s, recovery_timeout_s
@@ -134,19 +140,26 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             recovery_timeout_s=self.recovery_timeout_s,
         )
         self._fleet.background = self._background()
+        self._sleep = FleetSleep(self._fleet, self.sleep_level)
         if self._spans is not None:
             self._fleet.observe(self._spans)
         self._thread = LoopThread("vLLM servers")
         start = self._fleet.start(
-            describe_config(config), self._vocab_size, stored_eos_token_ids(model), self.startup_timeout_s
+            Expected(describe_config(config), sleeps=self.sleep_level > 0),
+            self._vocab_size,
+            stored_eos_token_ids(model),
+            self.startup_timeout_s,
         )
         limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         served = self._thread.call(start, limit_s, "the check of the vLLM servers")
         self._max_model_len, self.dtype = served.max_model_len, served.dtype
 
+    @property
+    def _api_key(self) -> str | None:
+        return os.environ.get(self.api_key_variable)
+
     def _make_client(self, url: str) -> ServerClient:
-        key = os.environ.get(self.api_key_variable)
-        return ServerClient(url, key, self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
+        return ServerClient(url, self._api_key, self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
 
     def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """Tasks that run beside the fleet once it has weights."""
@@ -185,10 +198,22 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         try:
             self._fleet.probe = self.probe
             self.transfer.stage(weights)
-            update = self._fleet.update(version, self.transfer)
+            if self._sleep.is_on:
+                free_cached_memory()
+            update = self._sleep.update(version, self.transfer)
             return loop.call(update, patience_s, "loading weights into the vLLM servers")
         finally:
-            loop.soon(self._fleet.end_update)
+            loop.soon(self._sleep.end)
+
+    def sleep(self) -> None:
+        """Frees the servers' memory of KV cache and weights until the next update, unless requests are running."""
+        if self.sleep_level:
+            limit_s = 2 * self.update_timeout_s
+            self._loop.call(self._sleep.begin(), limit_s, "putting the vLLM servers to sleep")
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self.sleep_level == 2 and self._thread is not None and self._sleep.is_on
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 
@@ -198,10 +223,10 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             for client in self._clients:
                 client.stop_strings = self._stop_strings
         self._book.begin(request.id for request in requests)
-        self._loop.soon(self._fleet.submit, requests)
+        self._loop.soon(self._sleep.submit, requests)
 
     def _cancel(self, request_ids: set[int]) -> None:
-        self._loop.soon(self._fleet.abort, request_ids)
+        self._loop.soon(self._fleet.requests.abort, request_ids)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""Fleet of vLLM servers as one engine: dispatch of requests, weight updates, failing and recovering servers.
+"""Fleet of vLLM servers as one engine: weight updates, failing and recovering servers.
 
 Everything here runs in one event loop.
 
 | who | waits for | ends when |
 |---|---|---|
-| `_run`, one per request sent | its response | the server fails, or is taken out |
+| `Dispatcher._run`, one per request sent | its response | the server fails, or is taken out |
 | `_watch`, one per server | the next health check | `close` |
 | `update` (for the trainer) | all servers that are in | each has loaded the weights or was taken out |
 
@@ -18,29 +18,26 @@ longer it stays out.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.logprob_error import Probe
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.servers import handshake
-from lit_async_rl.engines.vllm.servers.answers import first_fault
-from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure, ServerRefusal
+from lit_async_rl.engines.vllm.servers.client import ServerClient
+from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
+from lit_async_rl.engines.vllm.servers.dispatcher import Dispatcher, Terms
 from lit_async_rl.engines.vllm.servers.outages import Outages
-from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
+from lit_async_rl.engines.vllm.servers.pool import ServerPool
 from lit_async_rl.engines.vllm.servers.publication import Publication
 from lit_async_rl.errors import EngineError, describe
-from lit_async_rl.utils.spans import ENGINE, FIRST_SERVER, Overlap, Spans
-
-MAX_FAILURES = 5  # of one request on one server after the other: then it is the request
+from lit_async_rl.utils.spans import Spans
 
 
 class ServerFleet:
-    """Dispatches requests and publishes weights.
+    """Publishes weights, and keeps out servers that fail.
 
     Args:
         clients: the servers.
@@ -62,40 +59,34 @@ class ServerFleet:
     ) -> None:
         self._clients = {client.url: client for client in clients}
         self.pool = ServerPool(self._clients)
-        self._book, self._run_name, self.clear_cache = book, run, clear_cache
+        self._book, self.clear_cache = book, clear_cache
         self.probe_interval_s, self.recovery_timeout_s = probe_interval_s, recovery_timeout_s
-        self._tasks: dict[Assignment, asyncio.Task[None]] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # started with the first weights
-        self._failures: Counter[int] = Counter()  # of each request
         self._outages = Outages(self._clients)
         self.probe: Probe | None = None
-        self._version, self._salt = -1, ""
-        self._loaded = -1  # version that all servers which are in have
+        self._terms = Terms(run)
         self._publication = Publication()
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
         self._num_changes = 0
-        self._work = {client.url: Overlap("decode") for client in clients}
+        self.requests = Dispatcher(
+            self._clients, self.pool, book, self._terms, self.start_task, self.take_out, self._outages.forgive
+        )
 
     def observe(self, spans: Spans) -> None:
         """Records in a timeline when each server has requests."""
-        for number, (url, work) in enumerate(self._work.items(), start=FIRST_SERVER):
-            spans.name_process(number, f"server {url}")
-            work.lane = spans.lane(number, ENGINE, "engine", "engine", shows_idle=True)
-
-    @property
-    def _tag(self) -> str:
-        return f"{self._run_name}-{self._version}"
+        self.requests.observe(spans)
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
     async def start(
-        self, model: Mapping[str, Any], vocab_size: int, eos_token_ids: Sequence[int], timeout_s: float
+        self, expected: handshake.Expected, vocab_size: int, eos_token_ids: Sequence[int], timeout_s: float
     ) -> handshake.Served:
         """Waits until all servers are ready; returns the smallest of their limits. Raises: see `wait_for_servers`."""
-        self._model, self._vocab_size, self._eos_token_ids = model, vocab_size, eos_token_ids
-        served = await handshake.wait_for_servers(self._clients.values(), model, timeout_s)
-        self._max_model_len = served.max_model_len
+        self._expected = expected
+        self._terms.vocab_size, self._terms.eos_token_ids = vocab_size, eos_token_ids
+        served = await handshake.wait_for_servers(self._clients.values(), expected, timeout_s)
+        self._terms.max_model_len = served.max_model_len
         return served
 
     @property
@@ -103,13 +94,18 @@ class ServerFleet:
         """All servers, in or out."""
         return set(self._clients)
 
+    @property
+    def clients_in(self) -> list[ServerClient]:
+        """Servers that get requests."""
+        return [self._clients[url] for url in self.pool.servers_in]
+
     def add(self, client: ServerClient) -> None:
         """Adds a server, which is out until its watcher brings it in; there must be weights."""
         self._clients[client.url] = client
         self._outages.add(client.url)
-        self._work[client.url] = Overlap("decode")
+        self.requests.add(client.url)
         self.pool.add(client.url)
-        self._watchers[client.url] = self._start_task(self._watch(client))
+        self._watchers[client.url] = self.start_task(self._watch(client))
 
     async def remove(self, url: str) -> None:
         """Forgets a server; requests that it still has go to others."""
@@ -119,7 +115,7 @@ class ServerFleet:
             self.pool.remove(url)
             await self._clients.pop(url).close()
             self._outages.remove(url)
-            del self._work[url]
+            self.requests.remove(url)
 
     async def _watch(self, client: ServerClient) -> None:
         while True:
@@ -136,8 +132,9 @@ class ServerFleet:
         number = self._num_changes
         problem = ""
         try:
-            if (tag := await client.probe()) != self._tag:
-                problem = f"has weights {tag!r}, not {self._tag!r}: it was restarted, or another trainer uses it, too"
+            if (tag := await client.probe()) != self._terms.tag:
+                wanted = self._terms.tag
+                problem = f"has weights {tag!r}, not {wanted!r}: it was restarted, or another trainer uses it, too"
         except (ServerFailure, ServerRefusal) as error:
             problem = str(error)
         if problem and number == self._num_changes and not self._changing.locked():
@@ -145,7 +142,7 @@ class ServerFleet:
 
     async def _try_to_bring_in(self, client: ServerClient) -> None:
         try:
-            await handshake.check_server(client, self._model, self._max_model_len)
+            await handshake.check_server(client, self._expected, self._terms.max_model_len)
             async with self._changing:
                 self._num_changes += 1
                 await self._load_and_prove(client)
@@ -155,31 +152,29 @@ class ServerFleet:
 
     async def _load_and_prove(self, client: ServerClient) -> float:
         """Aborts all requests of the server, loads the weights, and checks that a token is tagged with them."""
-        load = partial(client.load, await self._publication.whole(), self._tag, self.clear_cache, abort=True)
+        load = partial(client.load, await self._publication.whole(), self._terms.tag, self.clear_cache, abort=True)
         try:
             pause_s = await load()
         except ServerFailure:  # as a model does that another load has left half loaded; then it is whole again
             pause_s = await load()
-        await handshake.prove_version(client, self._run_name, self._version)
-        if self.probe is not None and self.probe.version == self._version:
+        await handshake.prove_version(client, self._terms.run, self._terms.version)
+        if self.probe is not None and self.probe.version == self._terms.version:
             await handshake.prove_weights(client, self.probe)
         return pause_s
 
     def _bring_in(self, url: str) -> None:
         self.pool.bring_in(url)
-        self._outages.end(url, self._version)
-        self._dispatch()
+        self._outages.end(url, self._terms.version)
+        self.requests.dispatch()
 
     def take_out(self, url: str, why: str) -> None:
         """Moves the requests of a server to other servers."""
         if url not in self.pool.servers_in:
             return
         lost = self.pool.take_out(url)
-        for assignment in lost:
-            if assignment in self._tasks:
-                self._tasks.pop(assignment).cancel()
+        self.requests.cancel(lost)
         self._outages.begin(url, why, len(lost))
-        self._dispatch()
+        self.requests.dispatch()
 
     def _check_alone(self) -> None:
         if not self.pool.servers_in and self._outages.seconds > self.recovery_timeout_s:
@@ -206,9 +201,9 @@ class ServerFleet:
         Raises:
             EngineError: a server did not load the first weights.
         """
-        is_first, self._version, self._publication.transfer = self._version < 0, version, transfer
+        is_first, self._terms.version, self._publication.transfer = self._terms.version < 0, version, transfer
         clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
-        load_running = partial(self._publication.load_running, tag=self._tag, clear_cache=self.clear_cache)
+        load_running = partial(self._publication.load_running, tag=self._terms.tag, clear_cache=self.clear_cache)
         loads = map(self._load_and_prove if is_first else load_running, clients)
         pauses = []
         for client, found in zip(clients, await asyncio.gather(*loads, return_exceptions=True), strict=True):
@@ -220,61 +215,27 @@ class ServerFleet:
                 raise EngineError(f"vLLM server {client.url} did not load the weights: {found}") from found
             else:
                 self.take_out(client.url, str(found))
-        self._loaded = version
-        self._salt = self._tag  # not before: a request sent meanwhile may read its prompt with the old weights
+        self._terms.loaded = version
+        self._terms.salt = (
+            self._terms.tag
+        )  # not before: a request sent meanwhile may read its prompt with the old weights
         if is_first:
             for url in self._clients:
                 self._bring_in(url)
-            self._watchers = {client.url: self._start_task(self._watch(client)) for client in clients}
-            self._watchers |= {f"background {n}": self._start_task(run()) for n, run in enumerate(self.background)}
+            self._watchers = {client.url: self.start_task(self._watch(client)) for client in clients}
+            self._watchers |= {f"background {n}": self.start_task(run()) for n, run in enumerate(self.background)}
         return max(pauses, default=0.0)
 
-    def end_update(self) -> None:
-        """Allows servers to be brought in again and sends the requests held back."""
+    def end_update(self, keep_held: bool = False) -> None:
+        """Allows servers to be brought in again and sends the requests held back, unless they are to be kept."""
         self._changing.release()
-        self.pool.release()
-        self._dispatch()
+        if not keep_held:
+            self.pool.release()
+            self.requests.dispatch()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- tasks --------------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self.pool.submit(requests)
-        self._dispatch()
-
-    def abort(self, request_ids: Collection[int]) -> None:
-        """Cancels requests; closing their connections makes the servers abort them."""
-        for assignment in self.pool.abort(request_ids):
-            self._tasks.pop(assignment).cancel()
-
-    def _dispatch(self) -> None:
-        for assignment in self.pool.dispatch():
-            self._tasks[assignment] = self._start_task(self._run(assignment))
-
-    async def _run(self, assignment: Assignment) -> None:
-        client, request, oldest = self._clients[assignment.server], assignment.request, self._loaded
-        try:
-            with self._work[client.url].one(version=self._version):
-                completions = await client.generate(request, self._eos_token_ids, self._salt, self._run_name)
-            fault = first_fault(completions, request, (oldest, self._version), self._vocab_size, self._max_model_len)
-            if fault:
-                raise ServerFailure(fault)
-        except (ServerFailure, ServerRefusal) as error:
-            self._tasks.pop(assignment, None)
-            self._failures[request.id] += 1
-            if self._failures[request.id] >= MAX_FAILURES:
-                raise EngineError(
-                    f"request {request.id} failed {MAX_FAILURES} times, at last on {client.url}: {error}"
-                ) from error
-            self.take_out(client.url, str(error))
-            return
-        self._tasks.pop(assignment, None)
-        if self.pool.accept(assignment):
-            self._failures.pop(request.id, None)
-            self._outages.forgive(client.url)
-            self._book.add(request.id, sum(len(completion.token_ids) for completion in completions), completions)
-            self._book.end([request.id])
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task whose exception is recorded as the engine's failure."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._on_end)

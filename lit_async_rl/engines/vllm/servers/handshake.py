@@ -12,12 +12,26 @@ import transformers
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.logprob_error import Probe, default_bound
 from lit_async_rl.engines.vllm.model_identity import difference
-from lit_async_rl.engines.vllm.servers.answers import MODELS, WORKER_REPORTS, MalformedAnswer, WorkerReport
-from lit_async_rl.engines.vllm.servers.client import GENERATE, ServerClient, ServerFailure, ServerRefusal, message
+from lit_async_rl.engines.vllm.servers.client import GENERATE, ServerClient
+from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal, message
+from lit_async_rl.engines.vllm.servers.schema import MODELS, WORKER_REPORTS, MalformedAnswer, WorkerReport
 from lit_async_rl.errors import EngineError
 
 RETRY_S = 1.0  # between two looks at a server that has not started yet
 STARTED_BY = "start it with scripts/serve.py"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run asks of every server.
+
+    Attributes:
+        model: text configuration that its model must have, see `describe_config`.
+        sleeps: whether it will be put to sleep.
+    """
+
+    model: Mapping[str, Any]
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class Served:
     dtype: str
 
 
-async def wait_for_servers(clients: Iterable[ServerClient], expected: Mapping[str, Any], timeout_s: float) -> Served:
+async def wait_for_servers(clients: Iterable[ServerClient], expected: Expected, timeout_s: float) -> Served:
     """Waits until all servers are ready; returns the smallest limit and the coarsest dtype.
 
     Raises:
@@ -44,7 +58,7 @@ async def wait_for_servers(clients: Iterable[ServerClient], expected: Mapping[st
     return Served(min(served.max_model_len for served in found), dtype)
 
 
-async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], timeout_s: float) -> Served:
+async def wait_for_server(client: ServerClient, expected: Expected, timeout_s: float) -> Served:
     """Result of `check_server` as soon as the server is reachable.
 
     Raises:
@@ -63,12 +77,12 @@ async def wait_for_server(client: ServerClient, expected: Mapping[str, Any], tim
         await asyncio.sleep(RETRY_S)
 
 
-async def check_server(client: ServerClient, expected: Mapping[str, Any], min_model_len: int = 0) -> Served:
+async def check_server(client: ServerClient, expected: Expected, min_model_len: int = 0) -> Served:
     """Checks a server and returns its limits.
 
     Args:
         client: the server.
-        expected: text configuration that its model must have, see `describe_config`.
+        expected: of it.
         min_model_len: limit that it must have at least: requests of the run may be that long.
 
     Raises:
@@ -98,7 +112,9 @@ async def check_server(client: ServerClient, expected: Mapping[str, Any], min_mo
         raise ServerRefusal(f"takes no new weights: needs VLLM_SERVER_DEV_MODE=1; {STARTED_BY}")
     reports = await describe_workers(client)
     for report in reports:
-        _check_policy(report, expected)
+        _check_policy(report, expected.model)
+        if expected.sleeps and not report["can_sleep"]:
+            raise ServerRefusal("cannot sleep, as data.engine.sleep_level asks: needs a GPU and --enable-sleep-mode")
     return Served(max_model_len, reports[0]["dtype"])
 
 

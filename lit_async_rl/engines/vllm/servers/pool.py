@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.errors import InvariantError
+
+NUM_REMEMBERED = 16384  # sessions: what came longest ago is hardly in a cache any more
+MAX_RATIO = 2.0  # of outstanding tokens, compared with the server that has fewest, up to which a session stays
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,15 +23,19 @@ class Assignment:
     @property
     def num_tokens(self) -> int:
         """Upper bound on the tokens of prompt and completions."""
-        return len(self.request.prompt_ids) + self.request.num_samples * self.request.sampling.max_tokens
+        return num_tokens(self.request)
 
 
 class ServerPool:
     """Sends each request, with all its samples, to the server with the fewest outstanding tokens.
 
-    All samples of a prompt go to one server, which prefills it once. A request is in exactly one place: held, queued,
-    or sent to one server that is in. Only the response to its newest assignment is accepted, so duplicate or late
-    responses are never used.
+    All samples of a prompt go to one server, which prefills it once. So do requests of one session, turns of an episode
+    or parts of a group: to the server that has their common beginning in its cache, unless it has more than `MAX_RATIO`
+    times as many outstanding tokens as another would have with the request (the trade-off of SGLang's router: Zheng et
+    al. 2024, arXiv:2312.07104).
+
+    A request is in exactly one place: held, queued, or sent to one server that is in. Only the response to its newest
+    assignment is accepted, so duplicate or late responses are never used.
 
     Args:
         servers: names; all start out.
@@ -41,6 +48,7 @@ class ServerPool:
         self._sent: dict[int, Assignment] = {}
         self._waiting: deque[GenerationRequest] = deque()
         self._held: list[GenerationRequest] | None = None
+        self._homes: OrderedDict[int, str] = OrderedDict()  # server that a session went to last
 
     @property
     def servers_in(self) -> frozenset[str]:
@@ -73,12 +81,28 @@ class ServerPool:
         """Assigns all queued requests to servers; none if no server is in."""
         assignments = []
         while self._waiting and (candidates := self._in - self._leaving):
-            server = min(candidates, key=lambda name: (self._outstanding[name], name))
-            assignment = Assignment(server, self._waiting.popleft())
-            self._sent[assignment.request.id] = assignment
-            self._outstanding[server] += assignment.num_tokens
+            request = self._waiting.popleft()
+            assignment = Assignment(self._choose(request, candidates), request)
+            self._sent[request.id] = assignment
+            self._outstanding[assignment.server] += assignment.num_tokens
             assignments.append(assignment)
         return assignments
+
+    def _choose(self, request: GenerationRequest, candidates: Collection[str]) -> str:
+        idlest = min(candidates, key=lambda name: (self._outstanding[name], name))
+        if request.session is None:
+            return idlest
+        home = self._homes.pop(request.session, idlest)
+        limit = MAX_RATIO * (self._outstanding[idlest] + num_tokens(request))
+        chosen = home if home in candidates and self._outstanding[home] <= limit else idlest
+        self._homes[request.session] = chosen
+        if len(self._homes) > NUM_REMEMBERED:
+            self._homes.popitem(last=False)
+        return chosen
+
+    def forget_caches(self) -> None:
+        """Sends sessions to any server again: what was cached belongs to older weights."""
+        self._homes.clear()
 
     def is_current(self, assignment: Assignment) -> bool:
         """Whether a response to this assignment would be accepted."""
@@ -142,3 +166,8 @@ class ServerPool:
     def _forget(self, assignment: Assignment) -> None:
         del self._sent[assignment.request.id]
         self._outstanding[assignment.server] -= assignment.num_tokens
+
+
+def num_tokens(request: GenerationRequest) -> int:
+    """Upper bound on the tokens of prompt and completions."""
+    return len(request.prompt_ids) + request.num_samples * request.sampling.max_tokens

@@ -6,7 +6,8 @@ import asyncio
 import logging
 
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.servers.client import ServerClient, ServerFailure
+from lit_async_rl.engines.vllm.servers.client import ServerClient
+from lit_async_rl.engines.vllm.servers.connection import ServerFailure
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,73 @@
+"""Self-check of the embedded engine: incremental log-probabilities against full forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+import torch
+from transformers import PreTrainedModel
+
+from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.queue import Pending
+from lit_async_rl.engines.embedded.slots import Slots
+from lit_async_rl.engines.logprob_error import default_bound
+from lit_async_rl.models.loading import evaluation_mode, other_layers
+from lit_async_rl.models.self_check import (
+    NUM_PROMPT_TOKENS,
+    NUM_SAMPLED,
+    compare,
+    compute_dtype,
+    full_logprobs,
+    named,
+    random_tokens,
+    refusal,
+)
+
+_RIGHT: WeakSet[PreTrainedModel] = WeakSet()  # validation borrows the same one again and again
+
+
+def check_decoding(slots: Slots, num_slots: int) -> None:
+    """Decodes completions of a short prompt and of a prompt of one token, and compares them with full forward passes.
+
+    Random numbers and counters are afterwards as they were; a model is checked once.
+
+    Args:
+        slots: without requests.
+        num_slots: requests that they hold.
+
+    Raises:
+        UnsupportedModelError: log-probabilities differ, or cannot be computed.
+    """
+    lm = slots.lm
+    if lm in _RIGHT:
+        return
+    what, side = "the embedded engine's log-probabilities", "engine"
+    if layers := other_layers(lm):
+        raise refusal(lm, f"it has {layers} layers, whose state the embedded engine does not keep", side)
+    params = SamplingParams(max_tokens=NUM_SAMPLED)
+    prompts = [tuple(random_tokens(lm, length, seed)) for seed, length in enumerate(NUM_PROMPT_TOKENS)]
+    requests = [
+        GenerationRequest(id=n, prompt_ids=prompt, num_samples=1, sampling=params) for n, prompt in enumerate(prompts)
+    ]
+    with evaluation_mode(lm), named(lm, what, side):
+        completions = _decode(slots, requests, num_slots)
+        expected = [full_logprobs(lm, prompts[c.request_id] + c.token_ids) for c in completions]
+    found = [torch.tensor(completion.logprobs) for completion in completions]
+    ends = [values[-len(logprobs) :] for values, logprobs in zip(expected, found, strict=True)]
+    compare(lm, what, found, ends, default_bound(compute_dtype(lm)), side)
+    _RIGHT.add(lm)
+
+
+def _decode(slots: Slots, requests: Sequence[GenerationRequest], num_slots: int) -> list[Completion]:
+    """One completion of each request, decoded together as far as there are slots; nothing of it stays in them."""
+    state, num_tokens = slots.generator.get_state(), slots.num_tokens
+    found: list[Completion] = []
+    for begin in range(0, len(requests), num_slots):
+        found += slots.admit([Pending(request, 0, 1) for request in requests[begin : begin + num_slots]], version=0)
+        while slots.num_active:
+            found += slots.decode(version=0)
+    slots.begin_batch(seed=0)
+    slots.generator.set_state(state)
+    slots.num_tokens = num_tokens
+    return found

@@ -1,0 +1,140 @@
+"""Self-check of a model at set-up: log-probabilities as computed here against plain forward passes of transformers.
+
+A family whose head, cache or positions work otherwise than assumed would train on, or sample from, another
+distribution without any sign of it. A few short random sequences show that for less than the price of a training step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_async_rl.models.loading import evaluation_mode
+from lit_async_rl.models.policy import CausalPolicy
+
+SWITCH = {"trainer": "model.self_check", "engine": "data.engine.self_check"}
+NUM_PROMPT_TOKENS, NUM_SAMPLED = (3, 1), 3  # lengths of the prompts, and of the longest completion
+
+
+class UnsupportedModelError(ValueError):
+    """The model's architecture is computed wrongly, or not at all; the message names it and what differs."""
+
+
+def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
+    """Token ids from the model's vocabulary, without the special ones that its configuration names."""
+    config = lm.config.get_text_config()
+    special = {
+        value for one in (lm.config, config) for name, value in vars(one).items() if "token" in name and _is_id(value)
+    }
+    rng, found = random.Random(seed), list[int]()
+    usual = range(4, config.vocab_size)  # the first are special in most vocabularies
+    while len(found) < number:
+        token = rng.choice(usual) if len(usual) else 0
+        if token not in special or len(special) >= len(usual):
+            found.append(token)
+    return found
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@torch.no_grad()
+def full_logprobs(lm: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """Log-probabilities [len(ids) - 1] of all tokens but the first, by one forward pass of the sequence alone."""
+    tokens = torch.tensor([list(ids)], device=lm.device)
+    logits = lm(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+
+
+@contextmanager
+def named(lm: PreTrainedModel, what: str, side: str) -> Iterator[None]:
+    """Turns whatever a model raises that does not fit into one line that names it.
+
+    Raises:
+        UnsupportedModelError: in place of any error but a lack of memory.
+    """
+    try:
+        yield
+    except (UnsupportedModelError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        first = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        raise refusal(lm, f"{what} cannot be computed ({first})", side) from error
+
+
+def refusal(lm: PreTrainedModel, reason: str, side: str) -> UnsupportedModelError:
+    """The error that ends a run: model type, reason, and what can be done."""
+    advice = "; data.engine=VLLMEngine may know it" if side == "engine" else ""
+    return UnsupportedModelError(
+        f"model type {lm.config.model_type!r} ({type(lm).__name__}): {reason}{advice}; {SWITCH[side]}=false leaves "
+        "this check out"
+    )
+
+
+def compare(
+    lm: PreTrainedModel, what: str, found: Sequence[Tensor], expected: Sequence[Tensor], bound: float, side: str
+) -> None:
+    """Compares log-probabilities sequence by sequence.
+
+    Raises:
+        UnsupportedModelError: the mean absolute difference of one sequence is above `bound`, or not a number.
+    """
+    errors = [float((a.float() - b.to(a.device)).abs().mean()) for a, b in zip(found, expected, strict=True)]
+    worst = max(errors, key=lambda error: float("inf") if error != error else error)
+    if not worst <= bound:
+        reason = (
+            f"{what} differ from those of a plain forward pass by {worst:.2g} nats on average, where the precision "
+            f"explains {bound:g}"
+        )
+        raise refusal(lm, reason, side)
+
+
+def compute_dtype(lm: PreTrainedModel) -> str:
+    """Name of the dtype in which the model computes here; `tf32` is float32 on an accelerator."""
+    kind = lm.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm.dtype
+    name = str(dtype).removeprefix("torch.")
+    return "tf32" if name == "float32" and kind != "cpu" else name
+
+
+@torch.no_grad()
+def check_policy(policy: CausalPolicy, bound: float) -> None:
+    """Checks what the trainer computes: padded rows, the head in chunks, and packed rows if packing is on.
+
+    Two completions of one prompt and one completion of a prompt of one token, 15 tokens together.
+
+    Args:
+        policy: with whole parameters (not sharded).
+        bound: largest mean difference in nats that the precision explains.
+
+    Raises:
+        UnsupportedModelError: log-probabilities differ, or cannot be computed.
+    """
+    lm = policy.causal_lm
+    prompt, single = random_tokens(lm, NUM_PROMPT_TOKENS[0]), random_tokens(lm, NUM_PROMPT_TOKENS[1], seed=1)
+    shapes = [(prompt, NUM_SAMPLED, 0), (prompt, NUM_SAMPLED - 1, 0), (single, NUM_SAMPLED, 1)]
+    rows = [
+        (begin + random_tokens(lm, length, seed=n + 2), len(begin), group)
+        for n, (begin, length, group) in enumerate(shapes)
+    ]
+    width = max(len(ids) for ids, _, _ in rows)
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _, _ in rows], device=lm.device)
+    columns = torch.arange(width, device=lm.device)
+    mask = torch.stack([(columns >= begin) & (columns < len(ids)) for ids, begin, _ in rows])
+    groups = torch.tensor([group for _, _, group in rows], device=lm.device)
+    with evaluation_mode(policy):
+        with named(lm, "a plain forward pass", "trainer"):
+            expected = [full_logprobs(lm, ids)[begin - 1 :] for ids, begin, _ in rows]
+        layouts = {"padded rows": None} if policy.packing is None else {"padded rows": None, "packed rows": groups}
+        for layout, index in layouts.items():
+            what = f"the trainer's log-probabilities of {layout}"
+            with named(lm, what, "trainer"):
+                stats = policy(ids, mask, group_index=index)
+            found = [values[part] for values, part in zip(stats.logprobs, mask, strict=True)]
+            compare(lm, what, found, expected, bound, "trainer")

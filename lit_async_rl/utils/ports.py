@@ -1,0 +1,14 @@
+"""Network ports of this machine."""
+
+from __future__ import annotations
+
+import socket
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port of `host`, an address of this machine, that nobody listens at; another program may take it meanwhile."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,206 @@
+"""Engines that free their memory while the trainer trains: when they sleep, what wakes them. Without vLLM."""
+
+import pytest
+from flow import MODEL, fit, make_data, make_module
+from http_servers import MisbehavingServer
+from test_server_fleet import QUICK, fleet, publish, requests, wait_for  # noqa: F401  (a fixture)
+
+from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.vllm import sleep as sleeping
+from lit_async_rl.engines.vllm.engine import VLLMEngine
+from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
+from lit_async_rl.engines.vllm.gate import Gate
+from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
+from lit_async_rl.errors import EngineError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def sleepers(fleet):  # noqa: F811
+    """Two servers that can sleep, and their engine."""
+
+    def start(level):
+        engine, servers = fleet(2, sleep_level=level)
+        for server in servers:
+            server.calls.clear()
+        return engine, servers
+
+    return start
+
+
+def changes(server):
+    """Calls that put it to sleep, wake it, or change its weights."""
+    return [call for call in server.calls if not call.startswith(("/pause", "policy_weights", "describe"))]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_servers_sleep_until_the_next_weights_and_wake_in_two_steps(sleepers, level):
+    engine, servers = sleepers(level)
+    assert not engine.needs_weights
+    engine.sleep()
+    engine.sleep()
+    assert engine.needs_weights == (level == 2)
+    assert all(server.calls == [f"/sleep?level={level}&mode=keep"] for server in servers)
+    publish(engine, 1)
+    assert not engine.needs_weights
+    steps = ["/wake_up?tags=weights", "swap_policy_weights", "/wake_up?tags=kv_cache", "/resume"]
+    assert all(changes(server)[-4:] == steps for server in servers)
+    results = run_requests(engine, requests(6))
+    assert {v for completions in results for c in completions for v in c.versions} == {1}
+
+
+def test_a_request_wakes_servers_that_still_have_their_weights(sleepers):
+    engine, servers = sleepers(1)
+    engine.sleep()
+    results = run_requests(engine, requests(6))
+    assert {v for completions in results for c in completions for v in c.versions} == {0}
+    assert all(server.calls[-1] == "/wake_up" for server in servers)
+    assert not any(server.is_asleep for server in servers)
+    publish(engine, 1)
+    assert not any("tags" in call for server in servers for call in server.calls)
+
+
+def test_a_request_waits_for_servers_that_have_dropped_their_weights(sleepers):
+    engine, _ = sleepers(2)
+    engine.sleep()
+    engine.submit(requests(6))
+    assert engine.poll(0.3) == []
+    publish(engine, 1)
+    found = []
+    while len(found) < 12:
+        found += engine.poll(5.0)
+    assert {v for c in found for v in c.versions} == {1}
+
+
+def test_a_fleet_with_requests_stays_awake(sleepers):
+    engine, servers = sleepers(1)
+    for server in servers:
+        server.delay_s = 0.5
+    engine.submit(requests(4))
+    engine.sleep()
+    found = []
+    while len(found) < 8:
+        found += engine.poll(5.0)
+    assert not any("sleep" in call for server in servers for call in server.calls)
+    engine.sleep()
+    assert all(server.is_asleep for server in servers)
+
+
+def test_a_server_that_does_not_fall_asleep_or_was_left_asleep_comes_back_with_weights(sleepers, caplog):
+    engine, (first, second) = sleepers(1)
+    first.hangs = True
+    wait_for(lambda: len(engine._fleet.pool.servers_in) == 1)
+    first.is_asleep = True  # as by a trainer that was killed
+    engine.sleep()
+    assert second.is_asleep
+    first.hangs = False
+    wait_for(lambda: len(engine._fleet.pool.servers_in) == 2)
+    assert not first.is_asleep
+    publish(engine, 1)
+    results = run_requests(engine, requests(6))
+    assert {v for completions in results for c in completions for v in c.versions} == {1}
+
+
+def test_servers_that_cannot_sleep_are_refused():
+    server = MisbehavingServer(MODEL)
+    server.report["can_sleep"] = False
+    engine = VLLMServerEngine([server.address], sleep_level=1, **QUICK)
+    with pytest.raises(EngineError, match=r"cannot sleep, as data\.engine\.sleep_level asks: .*--enable-sleep-mode"):
+        engine.setup(MODEL)
+    for part in (engine, server):
+        part.close()
+
+
+def test_settings_that_cannot_work_are_refused_by_name(monkeypatch):
+    with pytest.raises(ValueError, match=r"data\.engine\.sleep_level must be in \[0, 2\], got 3"):
+        VLLMEngine(sleep_level=3)
+    delta = SharedMemoryTransfer(delta=True)
+    with pytest.raises(ValueError, match=r"sleep_level=2 drops the weights .* use sleep_level=1, or delta=false"):
+        VLLMServerEngine(["a:1"], sleep_level=2, transfer=delta)
+    VLLMEngine(sleep_level=1, transfer=delta)
+    monkeypatch.setattr(sleeping, "is_cpu_build", lambda: True)
+    with pytest.raises(ValueError, match=r"sleep_level=1 needs a GPU: vLLM's CPU build has no sleep mode"):
+        sleeping.check_can_sleep(1)
+    sleeping.check_can_sleep(0)
+    with pytest.raises(ValueError, match=r"engine_args\.enable_sleep_mode=True cannot be set: see data.engine.sleep"):
+        VLLMEngine(engine_args={"enable_sleep_mode": True})
+    with pytest.raises(ValueError, match=r"sleep_level=1 with data\.max_staleness=2: the engine samples while"):
+        make_data(engine=Drowsy(), max_staleness=2)
+    with pytest.raises(ValueError, match=r"sleep_level=1 with data\.intake\.stream_groups"):
+        make_data(engine=Drowsy(), max_staleness=0, stream_groups=True)
+
+
+def test_the_share_of_memory_leaves_room_for_a_trainer_on_the_same_gpu():
+    shares = {
+        VLLMEngine(device_ids=ids, sleep_level=n)._arguments["gpu_memory_utilization"]: (ids, n)
+        for ids, n in (([0], 0), ([1], 1), (None, 0), (None, 1))
+    }
+    assert shares == {0.9: ([1], 1), 0.4: (None, 0), 0.6: (None, 1)}
+    assert VLLMEngine(gpu_memory_utilization=0.3, sleep_level=1)._arguments["gpu_memory_utilization"] == 0.3
+
+
+class Drowsy(EmbeddedEngine):
+    """Notes when it was put to sleep; loses its weights then, at level 2."""
+
+    def __init__(self, sleep_level=1):
+        super().__init__()
+        self.sleep_level, self.events, self.is_asleep = sleep_level, [], False
+
+    @property
+    def needs_weights(self):
+        return self.is_asleep and self.sleep_level == 2
+
+    def sleep(self):
+        self.events.append("sleep")
+        self.is_asleep = True
+
+    def load_weights(self, version, weights):
+        self.events.append(f"load {version}")
+        self.is_asleep = False
+        super().load_weights(version, weights)
+
+    def submit(self, requests):
+        assert not self.needs_weights, "it has no weights"
+        self.events.append("submit")
+        super().submit(requests)
+
+
+def test_the_engine_sleeps_between_the_last_group_of_a_round_and_the_next_weights():
+    engine = Drowsy()
+    fit(make_module(), make_data(engine=engine, max_staleness=0), max_steps=3)
+    step = ["submit", "sleep"]
+    assert engine.events[:9] == ["load 0", *step, "load 1", *step, "load 2", *step]
+
+
+def test_groups_of_several_steps_are_sampled_before_it_sleeps():
+    engine = Drowsy()
+    fit(make_module(), make_data(engine=engine, max_staleness=0, weight_sync_steps=2), max_steps=4)
+    assert engine.events.index("submit") < engine.events.index("sleep")
+    assert [event for event in engine.events if event != "sleep"][:4] == ["load 0", "submit", "load 1", "submit"]
+
+
+def test_weights_that_did_not_change_are_loaded_again_if_the_engine_has_dropped_them():
+    engine = Drowsy(sleep_level=2)
+    module = make_module()
+    module.take_updated = lambda: False
+    fit(module, make_data(engine=engine, max_staleness=0), max_steps=3)
+    assert engine.events[:6] == ["load 0", "submit", "sleep", "load 0", "submit", "sleep"]
+    assert module.version == 0
+
+
+def test_a_gate_that_is_shut_for_two_reasons_opens_when_both_are_gone():
+    started = []
+    gate = Gate(lambda found, version: started.extend((r.id, version) for r in found))
+    gate.submit(requests(1))
+    gate.shut("sleep")
+    gate.shut("update")
+    gate.submit(requests(3, first=1))
+    gate.forget({2})
+    gate.open("sleep")
+    assert started == [(0, 0)]
+    gate.open("update", version=5)
+    assert started == [(0, 0), (1, 5), (3, 5)]
+    gate.submit(requests(1, first=9))
+    assert started[-1] == (9, 5)

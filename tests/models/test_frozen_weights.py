@@ -1,0 +1,36 @@
+"""Publication under LoRA: frozen weights travel once, and again if they were changed."""
+
+import torch
+from replays import own_engine, requests_of
+from tiny_models import tiny_llama
+
+from lit_async_rl.models.loading import UNCHANGED
+from lit_async_rl.models.lora import LoRA, add_lora
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.weights import stream_weights
+
+
+def change_adapters(policy):
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+
+
+def test_the_engine_has_the_merged_weights_though_unchanged_ones_do_not_travel(tmp_path):
+    lm = tiny_llama(seed=0)
+    engine = own_engine(lm, tmp_path)
+    policy = CausalPolicy(add_lora(lm, LoRA(rank=2, target_modules=["q_proj"])))
+    known = {}
+    engine.load_weights(1, stream_weights(policy, known=known))
+    change_adapters(policy)
+    update = dict(stream_weights(policy, known=known))
+    assert {name for name in update if update[name] is not UNCHANGED} == {n for n in update if "q_proj.weight" in n}
+    engine.load_weights(2, update.items())
+    own = dict(engine._active_slots.lm.named_parameters())
+    for name, weight in stream_weights(policy):
+        torch.testing.assert_close(own[name], weight, atol=0, rtol=0)
+    with torch.no_grad():
+        policy.causal_lm.model.norm.weight.mul_(2)  # by a callback, or by loading a checkpoint
+    assert dict(stream_weights(policy, known=known))["model.norm.weight"] is not UNCHANGED
+    engine.run(requests_of([3]))
