@@ -54,6 +54,10 @@ class SamplerHead:
         """Entropy, ids and log-probabilities."""
         return self.entropy, self.ids, self.logprobs
 
+    def first(self, length: int) -> SamplerHead:
+        """Head of the first `length` tokens."""
+        return SamplerHead(*(values[:length] for values in self.tensors))
+
     @property
     def width(self) -> int:
         """k, the number of tokens per position."""

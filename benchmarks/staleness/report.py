@@ -9,6 +9,7 @@ import pandas as pd
 
 from benchmarks.common.page import as_html
 from benchmarks.staleness import figures
+from benchmarks.staleness.comparisons import comparison_table
 from benchmarks.staleness.statistics import COLLAPSE, naive_method, per_cell, summarize, synchronous, warning_time
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
@@ -102,7 +103,8 @@ def _regime(table: pd.DataFrame, runs: pd.DataFrame, summary: pd.DataFrame, regi
     for name, figure in pictures.items():
         figures.save(figure, str(out / PICTURES / f"{regime}_{name}.png"))
     images = [f"![{regime}: {name}]({PICTURES}/{regime}_{name}.png)" for name in pictures]
-    return [*(f"* {line}" for line in words(runs, summary, regime)), *images, _table(rows)]
+    compared = ["Each seed at the rate that is best for the other seeds:", comparison_table(runs, regime)]
+    return [*(f"* {line}" for line in words(runs, summary, regime)), *images, _table(rows), *compared]
 
 
 def _effects(table: pd.DataFrame, out: Path) -> list[str]:

@@ -73,7 +73,8 @@ class WeightSync(pl.Callback):
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
-        check_data_compatibility(module.objective.loss, data.advantage, data.aggregation, data.sampling.head)
+        averaging = data.advantage, data.aggregation
+        check_data_compatibility(module.objective.loss, *averaging, data.sampling.head, data.engine)
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)

@@ -128,6 +128,7 @@ class RolloutEngine(ABC):
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
         takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that it was given before.
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
+        records_entropy: whether the entropy of these distributions is known, too.
         records_experts: whether completions come with the experts of each token (`sampling.experts`).
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         num_slots: samples decoded together, also by validation.
@@ -145,6 +146,7 @@ class RolloutEngine(ABC):
     takes_adapters: bool = False
     takes_changes: bool = False
     records_heads: bool = False
+    records_entropy: bool = False
     records_experts: bool = False
     startup_timeout_s: float = 3600.0
     num_slots: int = 64

@@ -66,7 +66,8 @@ class EpisodeEngine(RolloutEngine):
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         self.engine, self.environment = engine, environment
-        self.records_heads, self.records_experts = engine.records_heads, engine.records_experts
+        self.records_heads, self.records_entropy = engine.records_heads, engine.records_entropy
+        self.records_experts = engine.records_experts
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
         self.takes_adapters, self.takes_changes = engine.takes_adapters, engine.takes_changes
         self.sleep_level = engine.sleep_level

@@ -114,6 +114,7 @@ class PolicyLoss(ABC):
         needs_behavior_proximal: True if that ratio is the method's own off-policy correction, so that the proximal
             policy must be the behavior policy, and any further correction would count twice.
         needs_reference: True if the proximal policy is the frozen reference policy.
+        needs_entropy: whether it reads the entropy of the sampling distributions.
         needs_head: smallest `data.sampling.head` that the loss can be computed with; None if it needs no recorded
             distributions, 0 for their entropy alone.
         needs_whole_groups: True if it compares the completions of one prompt, which must be in one micro-batch.
@@ -123,6 +124,7 @@ class PolicyLoss(ABC):
     needs_behavior_proximal: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
     needs_whole_groups: ClassVar[bool] = False
+    needs_entropy: ClassVar[bool] = False
     needs_head: ClassVar[int | None] = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

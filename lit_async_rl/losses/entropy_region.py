@@ -32,6 +32,7 @@ class ESTR(PolicyLoss):
     """
 
     needs_behavior_proximal: ClassVar[bool] = True
+    needs_entropy: ClassVar[bool] = True
     needs_head: ClassVar[int | None] = 0
 
     tau: float = 0.5

@@ -296,6 +296,7 @@ def _remove_dropout(lm: nn.Module) -> None:
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(module, name, 0.0)
+        for holder in (module, getattr(module, "config", None)):  # Falcon and Persimmon read it from there
+            for name, value in vars(holder).copy().items() if holder is not None else ():
+                if isinstance(value, float) and value and ("drop" in name or "jitter" in name):
+                    setattr(holder, name, 0.0)

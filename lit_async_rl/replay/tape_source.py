@@ -24,7 +24,7 @@ class NoEngine(RolloutEngine):
     """Engine that accepts weights and generates nothing."""
 
     in_flight_weight_updates = True
-    records_heads = records_experts = True  # those of the tape
+    records_heads = records_entropy = records_experts = True  # those of the tape
     max_model_len = 0
     busy_s = 0.0
     num_tokens = 0

@@ -13,6 +13,7 @@ from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LogMean
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, Proximal
+from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean
 
@@ -73,17 +74,26 @@ def check_baseline(loss: PolicyLoss, baseline: OptimalBaseline | None) -> None:
 
 
 def check_data_compatibility(
-    loss: PolicyLoss, advantage: AdvantageEstimator, aggregation: Aggregation, head: int | None = None
+    loss: PolicyLoss,
+    advantage: AdvantageEstimator,
+    aggregation: Aggregation,
+    head: int | None,
+    engine: RolloutEngine,
 ) -> None:
     """Checks that losses get the advantages, token weights and recorded distributions that their formulas assume.
 
     Raises:
-        ValueError: advantage, aggregation or `data.sampling.head` is another one.
+        ValueError: advantage, aggregation, `data.sampling.head` or engine is another one.
     """
     if loss.needs_head is not None and (head is None or head < loss.needs_head):
         raise ValueError(
             f"data.sampling.head must be >= {loss.needs_head} with model.loss={_name(loss)}, which needs the "
             f"distributions that the tokens were sampled from, got {head}"
+        )
+    if loss.needs_entropy and not engine.records_entropy:
+        raise ValueError(
+            f"model.loss={_name(loss)} with data.engine={_name(engine)}: it needs the entropy of the sampling "
+            "distributions, and this engine knows only their likeliest tokens. Use EmbeddedEngine."
         )
     expected = {TrajectoryBalance: GroupMean, OAPL: LogMeanExp}
     for regression, estimator in expected.items():

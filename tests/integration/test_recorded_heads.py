@@ -10,13 +10,16 @@ import torch
 from flow import barrier_engine, fit, make_data, make_module, parameters
 from tiny_models import save, tiny_qwen3_moe
 
+from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.data.compatibility import check_engine
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
+from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.replay.tape_source import NoEngine
 from lit_async_rl.scheduling.policies import Bounded
+from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.types import Prompt
 
 TRUNCATED = SamplingParams(max_tokens=10, top_p=0.9, head=16)
@@ -66,7 +69,7 @@ def test_a_run_with_replayed_experts_is_repeated_from_its_tape(tmp_path: Path) -
 
 
 class Deaf(NoEngine):
-    records_heads = False
+    records_heads = records_entropy = records_experts = False
 
     def __init__(self) -> None:
         super().__init__(scores=True)
@@ -75,7 +78,11 @@ class Deaf(NoEngine):
 def test_an_engine_that_cannot_record_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"data\.sampling\.head=4 with data\.engine=Deaf"):
         check_engine(Deaf(), None, Bounded(), SamplingParams(head=4))
+    with pytest.raises(ValueError, match=r"data\.sampling\.experts=true with data\.engine=Deaf"):
+        check_engine(Deaf(), None, Bounded(), SamplingParams(experts=True))
     check_engine(Deaf(), None, Bounded(), SamplingParams())
+    with pytest.raises(ValueError, match=r"model\.loss=ESTR with data\.engine=Deaf: it needs the entropy"):
+        check_data_compatibility(ESTR(), GroupMean(), TokenMean(), 0, Deaf())
 
 
 @pytest.mark.parametrize("loss", [ScoreCentering(), ESTR()], ids=str)

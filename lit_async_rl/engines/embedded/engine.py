@@ -55,13 +55,13 @@ class EmbeddedEngine(RolloutEngine):
         max_model_len: tokens of prompt and completion together; None is the model's own limit.
         update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step.
         self_check: compare a few tokens with full forward passes of the model once its first weights are there, and
-            refuse models that are decoded wrongly; less than a second for half a billion parameters.
+            refuse models that are decoded wrongly.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
-    records_heads = records_experts = takes_changes = True
+    records_heads = records_entropy = records_experts = takes_changes = True
 
     def __init__(
         self,

@@ -32,6 +32,8 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         clear_cache: whether running completions recompute their KV cache after an update.
     """
 
+    records_heads, records_entropy = True, False
+
     def __init__(self, name: str, transfer: Transfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
         self.name, self.transfer = name, transfer
         self.in_flight_weight_updates, self.clear_cache = in_flight_weight_updates, clear_cache
@@ -102,6 +104,11 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         """
         for request in requests:
             check_request(request, self.max_model_len, self._vocab_size)
+            if (request.sampling.head or 0) > self._vocab_size:
+                raise ValueError(
+                    f"data.sampling.head must be <= {self._vocab_size}, the vocabulary of model.model, with vLLM, got "
+                    f"{request.sampling.head}"
+                )
         self._check()
         self._launch(requests)
 

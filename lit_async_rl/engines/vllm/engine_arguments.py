@@ -9,6 +9,7 @@ from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 
 FIXED_ARGUMENTS = {
     "logprobs_mode": "processed_logprobs",  # those that were sampled from, not those of temperature 1
+    "max_logprobs": -1,  # as many tokens as data.sampling.head asks for
     "skip_tokenizer_init": True,  # prompts and completions are token ids
     "load_format": "dummy",  # the trainer's weights come before the first request
     "stream_interval": 32,  # tokens after which a sample says how far it is
@@ -23,6 +24,7 @@ _OURS = "the engine sets it itself"
 REFUSED = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     "logprobs_mode": "only processed_logprobs are those of the distribution that was sampled from",
+    "max_logprobs": "see data.sampling.head",
     "load_format": "the weights are the trainer's",
     "kv_transfer_config": "keys and values of older weights could be read again",
     **dict.fromkeys(("model", "model_weights", "hf_config_path", "hf_overrides", "revision"), _OTHER_MODEL),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.token_heads import head_of
 from lit_async_rl.errors import EngineError, InvariantError
 from lit_async_rl.models.stop_strings import StopStrings
+from lit_async_rl.sampler_head import SamplerHead, join_heads
 
 
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int])
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
-        "logprobs": 0,  # of the sampled token only
+        "logprobs": sampling.head or 0,  # of this many tokens besides the sampled one
         "detokenize": bool(sampling.stop),
         **stops,
     }
@@ -50,7 +52,9 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
         return completion
     kept = end - len(before)
     fields = ("token_ids", "logprobs", "versions")
-    return replace(completion, finish_reason="stop", **{name: getattr(completion, name)[:kept] for name in fields})
+    parts = {name: getattr(completion, name)[:kept] for name in fields}
+    head = None if completion.head is None else completion.head.first(kept)
+    return replace(completion, finish_reason="stop", head=head, **parts)
 
 
 def end_fault(completion: Completion, request: GenerationRequest, eos_token_ids: Iterable[int]) -> str:
@@ -80,6 +84,7 @@ class SampleBuffer:
         self._eos_token_ids = eos_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._heads: list[SamplerHead] = []
 
     def add(self, output: Any) -> list[Completion]:
         """Appends a `vllm.CompletionOutput`; returns the completion with the last one.
@@ -89,6 +94,8 @@ class SampleBuffer:
         """
         self._token_ids += output.token_ids
         self._logprobs += [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]
+        if (head := _head(self.request, output.logprobs)) is not None:
+            self._heads.append(head)
         if output.finish_reason is None:
             return []
         if output.finish_reason not in ("stop", "length"):
@@ -104,12 +111,21 @@ class SampleBuffer:
             logprobs=tuple(self._logprobs),
             versions=tuple(versions),
             finish_reason=output.finish_reason,
+            head=join_heads(self._heads) if self._heads else None,
         )
         completion = end_at_stop(completion, self.request, self._finder)
         if fault := end_fault(completion, self.request, self._eos_token_ids):
             raise EngineError(f"request {self.request.id} {fault}")
         indices = range(self.request.num_samples) if is_greedy else [self.sample_index]
         return [replace(completion, sample_index=index) for index in indices]
+
+
+def _head(request: GenerationRequest, logprobs: Sequence[Mapping[int, Any]]) -> SamplerHead | None:
+    """Head of consecutive tokens, from vLLM's `Logprob` by token id for each."""
+    width = request.sampling.head
+    if width is None:
+        return None
+    return head_of([[(token, found.logprob) for token, found in one.items()] for one in logprobs], width)
 
 
 def partial_completions(request: GenerationRequest, state: Any) -> list[Completion]:
@@ -133,6 +149,7 @@ def partial_completions(request: GenerationRequest, state: Any) -> list[Completi
             logprobs=tuple(found[token].logprob for token, found in zip(token_ids, logprobs, strict=True)),
             versions=tuple(versions),
             finish_reason="abort",
+            head=_head(request, logprobs),
         )
         for index in indices
     ]

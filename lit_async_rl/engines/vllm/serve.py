@@ -76,6 +76,7 @@ def server_arguments(model: str, host: str, port: int, dtype: str, has_key: bool
         *("--model", model, "--host", host, "--port", str(port), "--dtype", dtype),
         "--enable-scale-out",  # /inference/v1/generate, which tags tokens with versions
         *("--logprobs-mode", "processed_logprobs"),  # those that were sampled from
+        *("--max-logprobs", "-1"),  # as many as data.sampling.head asks for
         *("--scheduler-cls", SCHEDULER),  # reads nothing from the KV cache of older weights
         *("--worker-extension-cls", EXTENSION),  # loads the trainer's weights
         *("--load-format", "dummy"),  # which come before the first request

@@ -7,7 +7,9 @@ from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.completion_check import find_fault, show
-from lit_async_rl.engines.vllm.servers.schema import Choice, Generated, MalformedAnswer, Scored
+from lit_async_rl.engines.vllm.servers.schema import Choice, Generated, MalformedAnswer, SampledToken, Scored
+from lit_async_rl.engines.vllm.token_heads import head_of
+from lit_async_rl.sampler_head import SamplerHead
 
 
 def completions_of(answer: Generated, request: GenerationRequest, run: str) -> list[Completion]:
@@ -52,7 +54,18 @@ def _completion(request: GenerationRequest, index: int, choice: Choice, run: str
         logprobs=tuple(float(token["logprob"]) for token in sampled),
         versions=tuple(versions),
         finish_reason=choice["finish_reason"],
+        head=_head(request, sampled, where),
     )
+
+
+def _head(request: GenerationRequest, sampled: Sequence[SampledToken], where: str) -> SamplerHead | None:
+    width = request.sampling.head
+    if width is None:
+        return None
+    positions = [[(one["token_id"], one["logprob"]) for one in token.get("top_logprobs", ())] for token in sampled]
+    if (least := min(map(len, positions), default=width)) < width:
+        raise MalformedAnswer(f"{where} has {least} likely tokens in one place, asked for sampling.head={width}")
+    return head_of(positions, width)
 
 
 def first_fault(

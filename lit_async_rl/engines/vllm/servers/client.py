@@ -26,6 +26,7 @@ LOOK_S = 0.02  # between two looks at whether a server has loaded weights
 T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 TOKEN_BYTES = 1024  # at most, of a sampled token in an answer
+LIKELY_TOKENS = 8  # that fit into as many, with their log-probabilities
 
 
 class ServerClient(ServerConnection):
@@ -77,7 +78,7 @@ class ServerClient(ServerConnection):
             "cache_salt": salt,
         }
         num_tokens = request.num_samples * request.sampling.max_tokens
-        limit = MIB + num_tokens * TOKEN_BYTES
+        limit = MIB + num_tokens * TOKEN_BYTES * (1 + (request.sampling.head or 0) // LIKELY_TOKENS)
         status, answer = await self.ask("POST", GENERATE, self.request_timeout_s, body, limit)
         if 400 <= status < 500:
             raise ServerRefusal(f"cannot do request {request.id}: {message(status, answer)}")

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 from typing_extensions import NotRequired, TypedDict
 
 from lit_async_rl.engines.completion_check import MAX_LOGPROB, MIN_LOGPROB, show
+from lit_async_rl.engines.vllm.token_heads import NO_PROBABILITY
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True)  # a number is no text, and True is no number
@@ -31,12 +32,21 @@ class Span(TypedDict):
     end: NonNegativeInt
 
 
+class LikelyToken(TypedDict):
+    """One of the likeliest tokens in the place of a sampled one; impossible ones have `NO_PROBABILITY`."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    token_id: NonNegativeInt
+    logprob: Annotated[float, Field(ge=NO_PROBABILITY, le=MAX_LOGPROB, allow_inf_nan=False)]
+
+
 class SampledToken(TypedDict):
-    """A token with its log-probability."""
+    """A token with its log-probability, and the likeliest tokens in its place if `sampling.head` asks for them."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     token_id: NonNegativeInt
     logprob: Logprob
+    top_logprobs: NotRequired[list[LikelyToken]]
 
 
 class SampledTokens(TypedDict):

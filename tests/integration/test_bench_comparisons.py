@@ -1,0 +1,131 @@
+"""Comparisons of the staleness benchmark, and what its cells change about engine and gradient."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from flow import fit, make_data, make_module, parameters
+from scipy.stats import ttest_rel
+
+from benchmarks.performance import router_replay, score_centering
+from benchmarks.staleness.comparisons import at_best_rate, compare, comparison_table, robustness
+from benchmarks.staleness.mismatch import LEVELS, MismatchedEngine, rounded
+from benchmarks.staleness.norm_control import NormControl
+from benchmarks.staleness.suite import load_suite
+from lit_async_rl.callbacks import GradientAlignmentControl
+from lit_async_rl.cli.app import AsyncRLCLI
+
+ROOT = Path(__file__).parents[2]
+NEW = ("gac_norm_only", "no_momentum", "engine_", "sat", "pnpo", "minpro", "estr", "score_centering")
+
+
+def runs_of(finals: dict[tuple[str, float], list[float]], lag: int = 16) -> pd.DataFrame:
+    """Runs of one regime, `finals[method, learning-rate scale][seed]`, and synchronous ones of 0.9."""
+    rows = [("uncorrected", 0, 1.0, seed, 0.9) for seed in range(5)]
+    rows += [(m, lag, s, seed, value) for (m, s), values in finals.items() for seed, value in enumerate(values)]
+    table = pd.DataFrame(rows, columns=["method", "lag", "learning_rate_scale", "seed", "final"])
+    return table.assign(regime="r", cpu_s=10.0, error=None)
+
+
+def test_each_seed_has_the_rate_that_is_best_for_the_others() -> None:
+    runs = runs_of({("uncorrected", 0.3): [0.5, 0.5, 0.5, 0.5], ("uncorrected", 1.0): [0.9, 0.4, 0.4, 0.4]})
+    best = at_best_rate(runs[runs["lag"] == 16]).set_index("seed")
+    assert best["learning_rate_scale"].to_dict() == {0: 0.3, 1: 1.0, 2: 1.0, 3: 1.0}
+    assert best["final"].mean() < 0.5  # the best rate by all seeds, 1, would have shown 0.525
+
+
+def test_differences_are_paired_and_corrected_for_their_number() -> None:
+    plain, better, same = [0.2, 0.5, 0.8, 0.3, 0.6], [0.31, 0.6, 0.92, 0.4, 0.69], [0.21, 0.48, 0.81, 0.3, 0.59]
+    found = compare(runs_of({("uncorrected", 1.0): plain, ("a", 1.0): better, ("b", 1.0): same})).set_index("method")
+    assert found.loc["a", "p"] == pytest.approx(ttest_rel(better, plain).pvalue)
+    assert found.loc["a", "q"] == pytest.approx(2 * found.loc["a", "p"])  # the smaller of two
+    assert found.loc["b", "q"] == pytest.approx(found.loc["b", "p"])
+    assert found.loc["a", "difference"] - found.loc["a", "half"] > 0.08  # though the seeds differ by 0.6
+    table = comparison_table(runs_of({("uncorrected", 1.0): plain, ("a", 1.0): better}), "r")
+    assert "| a | 16 | 5 | 0.584" in table
+    assert "| 0.104 ± 0.0" in table
+
+
+def test_robustness_is_the_mean_over_the_logarithm_of_the_rate() -> None:
+    runs = runs_of({("uncorrected", 0.1): [0.8], ("uncorrected", 1.0): [0.4], ("uncorrected", 10.0): [0.0]})
+    (row,) = robustness(runs[runs["lag"] == 16]).to_dict("records")
+    assert row["robustness"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("settings", "low", "high"), [({"int8": True}, 1e-4, 0.02), ({"sigma": 0.02}, 0.019, 0.021)])
+def test_the_engine_has_other_weights_than_the_trainer(settings, low, high) -> None:
+    module = make_module()
+    engine = MismatchedEngine(**settings)
+    engine.setup(module.model)
+    engine.load_weights(0, module.policy.causal_lm.named_parameters())
+    for name, theirs in engine._active_slots.lm.named_parameters():
+        own = dict(module.policy.causal_lm.named_parameters())[name].detach()
+        change = float((theirs - own).std() / own.std()) if own.dim() > 1 else 0.0
+        assert low < change < high if own.dim() > 1 else torch.equal(theirs, own)
+    engine.close()
+
+
+def test_rounding_to_eight_bits_has_255_values_for_each_row() -> None:
+    matrix = torch.randn(3, 4000, generator=torch.Generator().manual_seed(0))
+    found = rounded(matrix)
+    step = matrix.abs().amax(-1, keepdim=True) / LEVELS
+    assert ((found - matrix).abs() <= step / 2 + 1e-6).all()
+    assert all(150 < len(row.unique()) <= 2 * LEVELS + 1 for row in found)
+    torch.testing.assert_close(found.abs().amax(-1), matrix.abs().amax(-1))
+
+
+def test_the_control_shortens_gradients_as_much_as_the_projection_and_keeps_their_direction() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 50, generator=generator)
+    second += first
+    found = {}
+    for control in (GradientAlignmentControl(0.05, 1.0), NormControl(0.05, 1.0)):
+        layer = torch.nn.Linear(50, 1, bias=False)
+        optimizer = torch.optim.SGD(layer.parameters())
+        for gradient in (first, second):
+            layer.weight.grad = gradient[None].clone()
+            metrics = control.apply(layer, optimizer)
+        assert metrics["gac/regime"] == 1
+        found[type(control)] = layer.weight.grad[0]
+    projected, shortened = found.values()
+    assert shortened.norm() == pytest.approx(float(projected.norm()), rel=1e-5)
+    assert torch.nn.functional.cosine_similarity(shortened, second, dim=0) == pytest.approx(1.0, abs=1e-6)
+    assert torch.nn.functional.cosine_similarity(projected, second, dim=0) < 0.9
+
+
+@pytest.mark.parametrize("suite", ["gac", "mismatch", "equal_tuning"])
+def test_every_method_of_the_suite_can_be_set_up(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    cells = {c.method: c for block in load_suite(suite).blocks for c in block.cells({})}
+    shown = {part: cell for name, cell in cells.items() for part in name.split("+") if part.startswith(NEW)}
+    assert shown
+    for cell in shown.values():
+        cli = AsyncRLCLI([*cell.arguments(), "--trainer.logger", "false"])
+        cli.model.trainer = cli.trainer
+        cli.model.configure_optimizers()
+
+
+def test_a_mismatched_engine_trains() -> None:
+    module = make_module()
+    before = parameters(module).clone()
+    engine = MismatchedEngine(int8=True, in_flight_weight_updates=False)
+    fit(module, make_data(engine=engine, schedule="fixed_lag", max_staleness=1, groups_per_step=2), 2)
+    assert not torch.equal(before, parameters(module))
+
+
+def test_replayed_experts_take_the_mismatch_away(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {name: values for name, *values in router_replay.main(["--seeds", "0", "--num_tokens", "8"])}
+    same, bfloat16 = rows["the same weights"], rows["engine in bfloat16"]
+    assert same[0] < 1e-5
+    assert same[2] < 1e-5
+    assert bfloat16[2] < 0.7 * bfloat16[0]
+
+
+def test_the_cost_of_score_centering_is_measured() -> None:
+    found = score_centering.main(["--num_layers", "1", "--num_tokens", "3", "--repetitions", "1", "--head", "4"])
+    assert all(math.isfinite(value) for value in found.values())
+    assert found["step_reinforce"] > 0
