@@ -122,7 +122,8 @@ class BottleneckVerdict(pl.Callback):
             data = rollout_data(trainer, "BottleneckVerdict")
             if self.collapse is None:
                 self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
-            advice = "" if self.advice is None else f"; {self.advice}"
+            is_settled = "change data.max_staleness" in words  # a bound is advised already
+            advice = "" if self.advice is None else f"; {self.advice.text(names_bound=not is_settled)}"
             _print(trainer, f"whole run: {words}{advice}")
 
     def _observe(self, trainer: AnyTrainer) -> None:

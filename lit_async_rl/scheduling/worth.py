@@ -88,7 +88,10 @@ class Advice:
     rate_scale: float = 1.0
     num_slots: int | None = None
 
-    def __str__(self) -> str:
+    def text(self, names_bound: bool = True) -> str:
+        """One sentence; without `names_bound` it leaves the setting to somebody else."""
+        if not names_bound:
+            return f"asynchrony is worth about {max(1.0, self.worth):.1f}x here"
         if self.worth < WORTH_SAYING:
             return f"asynchrony is worth at most {self.worth:.2f}x here: data.max_staleness 0 loses little"
         slots = "" if self.num_slots is None else f", with num_slots {self.num_slots}"
