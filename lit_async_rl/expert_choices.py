@@ -48,7 +48,7 @@ class ExpertChoices:
         return self.experts.shape[1], self.experts.shape[2]
 
     def continued(self, later: ExpertChoices) -> ExpertChoices:
-        """What was recorded first for each token; `later` was recorded for a text that begins with this one."""
+        """The first recording of each token; `later` was recorded for a text that begins with this one."""
         return ExpertChoices(torch.cat([self.experts, later.experts[len(self) :]]))
 
     def padded(self, length: int) -> ExpertChoices:

@@ -22,7 +22,7 @@ MAX_FAILURES = 5  # of one request on one server after the other: then it is the
 
 @dataclass
 class Terms:
-    """What requests are sent with, and what every answer to them must fit.
+    """Versions and limits that requests are sent with and that every answer to them must fit.
 
     Attributes:
         run: distinguishes our version tags from those of other trainers.

@@ -65,7 +65,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         startup_timeout_s: timeout of the wait for servers that are starting.
         recovery_timeout_s: maximum time without any server before the run ends.
         servers_file: names the servers, in place of `servers`; `setup` waits for the file and for those in it.
-        sleep_level: see `VLLMEngine`; the servers need `--enable-sleep-mode`, and must serve nobody else.
+        sleep_level: see `VLLMEngine`; the servers need `--enable-sleep-mode`, and must serve this run only.
 
     Raises:
         ValueError: a setting is out of range, or a server is not given as `host:port`.

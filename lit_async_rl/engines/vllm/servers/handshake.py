@@ -23,7 +23,7 @@ STARTED_BY = "start it with scripts/serve.py"
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run asks of every server.
+    """Properties that a run asks of every server.
 
     Attributes:
         model: text configuration that its model must have, see `describe_config`.

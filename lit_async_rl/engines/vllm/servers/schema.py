@@ -124,7 +124,7 @@ class WorkerReports(TypedDict):
 
 
 class Sleeping(TypedDict):
-    """Answer of `/is_sleeping`."""
+    """Answer of `/is_sleeping`: whether memory was released."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     is_sleeping: bool
