@@ -24,10 +24,10 @@ smollm2: $(VENV)/installed  ## SmolLM2-135M-Instruct as a Hugging Face folder in
 	$(BIN)/lit-async-rl fetch smollm2 --out models/smollm2
 
 test: $(VENV)/installed  ## the tests, on the CPU
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m slow
 
 test-again: $(VENV)/installed  ## what failed in the last of these, once more and one at a time
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -rA --tb short

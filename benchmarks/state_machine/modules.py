@@ -152,7 +152,7 @@ class VirtualPolicy(PolicyModule):
     def on_after_backward(self) -> None:
         WholeSteps.on_after_backward(self)
 
-    def stream_weights(self, adapters: bool = False) -> Iterator[tuple[str, Any]]:
+    def stream_weights(self, adapters: bool = False, known: Any = None) -> Iterator[tuple[str, Any]]:
         yield "weights", self.weights
 
     def log(self, *args: Any, **kwargs: Any) -> None:

@@ -178,7 +178,7 @@ def test_a_mismatch_is_refused_by_name(changes, settings, message):
         (lambda: rl.Trainer(defaults={"sample": None}), ValueError, "no 'sample'; did you mean samples?"),
         (lambda: rl.Trainer(accelerator="gpux"), ValueError, r"trainer \(accelerator='gpux'"),
         (lambda: rl.Trainer(val_check_interval=0), ValueError, "trainer.val_check_interval must be positive, got 0"),
-        (lambda: rl.fit(MODEL, ROWS, reward, max_steps=1, max_stalenes=1), TypeError, "mean 'max_staleness'"),
+        (lambda: rl.fit(MODEL, ROWS, reward, max_steps=1, max_stalenes=1), TypeError, "mean max_staleness"),
         (lambda: rl.fit(MODEL, ROWS, max_steps=1, **CPU), ValueError, "reward"),
         (lambda: data(prompts=None), ValueError, "data.prompts is not set"),
         (lambda: data(prompts=["a", 1]), ValueError, r"data.prompts\[1\] must be a text"),

@@ -38,10 +38,11 @@ def test_completions_of_mixed_lengths_end_for_the_reason_they_name():
 def test_a_prompt_is_read_once_for_all_its_samples():
     lm = tiny_gpt2()
     rows = []
+    engine = EmbeddedEngine.from_module(lm, num_slots=16)  # which checks itself
     lm.transformer.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    EmbeddedEngine.from_module(lm, num_slots=16).run(requests_of([10, 6], num_samples=8, max_tokens=5))
+    engine.run(requests_of([10, 6], num_samples=8, max_tokens=5))
     assert rows[0] == (2, 10)
     assert all(width == 1 for _, width in rows[1:])
 

@@ -37,8 +37,10 @@ def logs(tmp_path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ADDED, ids=lambda p: str(p.relative_to(ROOT / "configs")))
-def test_added_behind_the_quick_start_it_builds(path, tmp_path):
-    cli = AsyncRLCLI([*BASE, "--config", str(path), *logs(tmp_path)])
+@pytest.mark.slow
+def test_added_behind_its_base_it_builds(path, tmp_path):
+    base = ["--config", "configs/bench/base.yaml"] if path.parent.name in ("methods", "regimes") else BASE
+    cli = AsyncRLCLI([*base, "--config", str(path), *logs(tmp_path)])
     assert cli.datamodule.model == cli.config["model"]["model"]
 
 
@@ -49,6 +51,7 @@ def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS_HUB))
+@pytest.mark.slow
 def test_a_configuration_that_needs_the_hub_parses(name):
     code = (
         "import sys; from lit_async_rl.cli.app import AsyncRLCLI; AsyncRLCLI.instantiate_classes = lambda self: None; "

@@ -23,7 +23,7 @@ from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.tasks.calculator import Calculator
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

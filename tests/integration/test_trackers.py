@@ -18,6 +18,8 @@ from lit_async_rl.callbacks.metric_names import METRICS, find
 from lit_async_rl.cli.commands import main
 from lit_async_rl.training.csv_logger import CSVLog
 
+pytestmark = pytest.mark.slow
+
 METRIC = "importance/ess_ratio"
 
 

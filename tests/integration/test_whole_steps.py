@@ -13,6 +13,8 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import StalenessError, StepError
 from lit_async_rl.tasks import SortDigits
 
+pytestmark = pytest.mark.slow
+
 
 def fixed_lag(micro_batches, **changes):
     settings = dict(schedule="fixed_lag", max_staleness=1, groups_per_step=2, group_size=3)

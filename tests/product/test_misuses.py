@@ -29,13 +29,17 @@ LIMIT_S, PROCESSOR_S = 60.0, 12.0  # a loaded machine has its time, but not an e
 LEFT_BY_PYTHON = {"__pycache__"}
 
 
+SAMPLED = 6  # of so many misuses one is in `make test`, all others in `make test-slow`
+
+
 def misuses() -> Iterator[Any]:
     for path in TABLES:
         table = yaml.safe_load(path.read_text())
         for number, row in enumerate(table["misuses"]):
             shown = row.get("flags", row.get("reward", ""))
             known = {key: value for key, value in table.items() if key != "misuses"}
-            yield pytest.param(known | row, id=f"{path.stem}-{number}: {shown}"[:90])
+            marks = [pytest.mark.slow] if number % SAMPLED else []
+            yield pytest.param(known | row, id=f"{path.stem}-{number}: {shown}"[:90], marks=marks)
 
 
 @pytest.fixture(scope="session")
@@ -127,6 +131,7 @@ IN_A_PROCESS = [
 
 
 @pytest.mark.parametrize("misuse", IN_A_PROCESS, ids=lambda one: one["flags"])
+@pytest.mark.slow
 def test_a_process_of_its_own_says_the_same(misuse, process, folder):
     words = words_of(misuse, folder)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

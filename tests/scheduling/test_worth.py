@@ -80,6 +80,7 @@ def test_more_slots_where_the_engine_limits_while_rollouts_wait_for_one():
     assert advise(work, ess_ratio=None, present=1, num_slots=64, waiting_rollouts=32.0).num_slots is None
 
 
+@pytest.mark.slow
 def test_a_run_says_what_asynchrony_is_worth_at_its_end(capsys):
     judge = BottleneckVerdict()
     data = make_data(engine=SimulatedEngine(LogNormal(1.0), num_slots=64), groups_per_step=2, max_staleness=0)
