@@ -80,9 +80,10 @@ docs: $(VENV)/installed  ## build the documentation into site/; any warning is a
 wheel: $(VENV)/installed  ## build the wheel and try it outside the repository
 	bash .ci/wheel
 
-smoke: $(VENV)/installed  ## the benchmarks of staleness and of time to accuracy at their smallest
+smoke: $(VENV)/installed  ## the benchmarks that train grids at their smallest
 	$(BIN)/python scripts/staleness_bench.py --suite smoke --out "$$(mktemp -d)"
 	$(BIN)/python scripts/time_to_accuracy.py --suite smoke --out "$$(mktemp -d)"
+	$(BIN)/python benchmarks/configurations.py --steps 25 --seeds 0 --only stabilizers/vcpo_score --out "$$(mktemp -d)"
 
 clean:
 	rm -rf $(VENV) $(VLLM) dist build site
