@@ -67,8 +67,11 @@ def slow_reward(prompt, completion):
 class SlowTrainer(pl.Callback):
     """Makes the trainer the limit on any machine."""
 
+    def __init__(self, seconds=0.1):
+        self.seconds = seconds
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        time.sleep(0.1)
+        time.sleep(self.seconds)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +84,11 @@ class SlowTrainer(pl.Callback):
     ],
 )
 def test_real_runs_get_the_verdict_that_was_built_into_them(latency_s, changes, side, setting, capsys):
-    for _ in range(3):  # other programs may slow down a side of one run
+    for seconds in (0.1, 0.3, 0.9):  # other programs may slow down the other sides of a run
         engine = SimulatedEngine(Constant(latency_s), num_slots=16)
         data = make_data(engine=engine, micro_batches_per_step=2, **changes)
         judge = BottleneckVerdict(every_n_steps=2)
-        slow = [SlowTrainer()] if side == "trainer" else []
+        slow = [SlowTrainer(seconds)] if side == "trainer" else []
         trainer = fit(make_module(), data, max_steps=4, callbacks=[judge, *slow])
         printed = capsys.readouterr().out
         if judge.verdict.side == side:
@@ -98,8 +101,11 @@ def test_real_runs_get_the_verdict_that_was_built_into_them(latency_s, changes, 
 
 
 def test_finished_rollouts_that_pile_up_mean_that_the_bound_can_be_lower(capsys):
-    data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), max_staleness=6)
-    judge = BottleneckVerdict(every_n_steps=4)
-    fit(make_module(), data, max_steps=4, callbacks=[judge, SlowTrainer()])
+    for seconds in (0.1, 0.3, 0.9):
+        data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), max_staleness=6)
+        judge = BottleneckVerdict(every_n_steps=4)
+        fit(make_module(), data, max_steps=4, callbacks=[judge, SlowTrainer(seconds)])
+        if judge.verdict.fresher is not None:
+            break
     assert judge.verdict.fresher is not None
     assert judge.verdict.fresher.suggested < 6
