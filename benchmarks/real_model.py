@@ -33,6 +33,8 @@ from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards import last_number
 from lit_async_rl.tasks import MentalArithmetic
+from lit_async_rl.utils.spans import TRAINER
+from lit_async_rl.utils.trace_file import read_trace
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/smollm2.yaml"
@@ -131,13 +133,10 @@ def row(run: Path, before: dict[str, Any]) -> list[str]:
 
 
 def parts(run: Path) -> dict[str, dict[str, float]]:
-    """What the trainer's thread did by the run's timeline: seconds in total and of the longest."""
+    """Spans of the trainer's thread in the run's timeline: seconds in total and of the longest."""
     found: dict[str, dict[str, float]] = {}
-    for line in (run / "timeline/rank0.json").read_text().splitlines():
-        if not line.startswith("{") or '"ph":"X"' not in line:
-            continue
-        event = json.loads(line.rstrip(",]"))
-        if event["tid"] == 0:
+    for event in read_trace(run / "timeline/rank0.json"):
+        if event["ph"] == "X" and event["tid"] == TRAINER:
             part, seconds = found.setdefault(event["name"], {"total_s": 0.0, "longest_s": 0.0}), event["dur"] / 1e6
             part["total_s"] = round(part["total_s"] + seconds, 2)
             part["longest_s"] = round(max(part["longest_s"], seconds), 2)

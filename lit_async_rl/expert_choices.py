@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
 
-OWN_CHOICE = -1  # in place of an expert: not recorded, the router of whoever reads it chooses
+OWN_CHOICE = -1  # in place of an expert: nothing was recorded, and a replaying router chooses itself
 
 
 @dataclass(frozen=True, eq=False)

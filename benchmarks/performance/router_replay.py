@@ -15,6 +15,7 @@ import json
 import random
 import statistics
 import tempfile
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -25,7 +26,8 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from lit_async_rl.rollouts.group_book import rollout_of
+from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup
 
 VOCABULARY, PROMPT_TOKENS, SAMPLES = 512, 16, 8
 UPDATE = 0.005  # change of the weights by an update, relative to their size
@@ -85,7 +87,7 @@ def sample(before: PreTrainedModel, after: PreTrainedModel, dtype: str, num_toke
             index=n,
             prompt=Prompt(text="p"),
             prompt_ids=ids,
-            rollouts=tuple(rollout(c) for c in found if c.request_id == n),
+            rollouts=tuple(rollout_of(replace(c, reward=0.0), "") for c in found if c.request_id == n),
             admitted_version=0,
         )
         for n, ids in enumerate(prompts)
@@ -93,19 +95,6 @@ def sample(before: PreTrainedModel, after: PreTrainedModel, dtype: str, num_toke
     settings = dict(advantage=GroupMean(), aggregation=TokenMean(), num_micro_batches=1, pad_token_id=0)
     (batch,) = collate_step(groups, **settings, temperature=1.0)  # type: ignore[arg-type]
     return batch
-
-
-def rollout(completion: Completion) -> Rollout:
-    """A completion without reward."""
-    return Rollout(
-        completion_ids=completion.token_ids,
-        behavior_logprobs=completion.logprobs,
-        versions=completion.versions,
-        finish_reason=completion.finish_reason,
-        text="",
-        reward=0.0,
-        experts=completion.experts,
-    )
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses import PolicyLoss, Reinforce, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.rollouts.group_book import rollout_of
 from lit_async_rl.training.objective import Objective
-from lit_async_rl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup
 
 VOCABULARY = 49152
 ROWS = 8
@@ -52,18 +54,7 @@ def generate(lm: LlamaForCausalLM, head: int | None, num_tokens: int) -> list[Co
 
 def batch_of(completions: list[Completion]) -> RolloutBatch:
     """One micro-batch; every second completion is rewarded."""
-    rollouts = tuple(
-        Rollout(
-            completion_ids=c.token_ids,
-            behavior_logprobs=c.logprobs,
-            versions=c.versions,
-            finish_reason=c.finish_reason,
-            text="",
-            reward=float(c.sample_index % 2),
-            head=c.head,
-        )
-        for c in completions
-    )
+    rollouts = tuple(rollout_of(replace(c, reward=float(c.sample_index % 2)), "") for c in completions)
     prompt_ids = tuple(range(1, 17))
     group = RolloutGroup(index=0, prompt=Prompt(text="p"), prompt_ids=prompt_ids, rollouts=rollouts, admitted_version=0)
     settings: dict[str, Any] = dict(advantage=GroupMean(), aggregation=TokenMean(), num_micro_batches=1)

@@ -26,6 +26,8 @@ class MismatchedEngine(EmbeddedEngine):
         ValueError: a setting is out of range.
     """
 
+    takes_changes = False  # noise is drawn anew for all weights
+
     def __init__(self, int8: bool = False, sigma: float = 0.0, **settings: Any) -> None:
         check_range("data.engine", ">= 0", sigma=sigma)
         super().__init__(**settings)

@@ -131,7 +131,7 @@ def largest_fall(rewards: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What a recipe came to: rewards by step, and the held-out accuracy at the end."""
+    """Rewards and effective sample sizes by step, and the held-out accuracy at the end."""
 
     rewards: list[float]
     ess: list[float]

@@ -122,8 +122,9 @@ class BottleneckVerdict(pl.Callback):
             data = rollout_data(trainer, "BottleneckVerdict")
             if self.collapse is None:
                 self.advice = self._staleness.advice(data, pl_module, verdict.intervals, self._run)
-            is_settled = "change data.max_staleness" in words  # a bound is advised already
-            advice = "" if self.advice is None else f"; {self.advice.text(names_bound=not is_settled)}"
+            advised = {one.name for one in (verdict.setting, verdict.fresher) if one is not None}
+            names_bound = "data.max_staleness" not in advised
+            advice = "" if self.advice is None else f"; {self.advice.text(names_bound)}"
             _print(trainer, f"whole run: {words}{advice}")
 
     def _observe(self, trainer: AnyTrainer) -> None:

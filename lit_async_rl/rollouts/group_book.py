@@ -113,7 +113,7 @@ class GroupBook:
             index=group.index,
             prompt=group.prompt,
             prompt_ids=group.prompt_ids,
-            rollouts=tuple(_rollout(group.completions[n], group.texts[n]) for n in samples),
+            rollouts=tuple(rollout_of(group.completions[n], group.texts[n]) for n in samples),
             admitted_version=group.version,
             generation_s=group.generation_s,
         )
@@ -210,7 +210,12 @@ class GroupBook:
         return requests
 
 
-def _rollout(completion: Completion, text: str) -> Rollout:
+def rollout_of(completion: Completion, text: str) -> Rollout:
+    """A completion with its reward as a rollout; `text` is what the reward has read.
+
+    Raises:
+        InvariantError: it has no reward.
+    """
     if completion.reward is None:
         raise InvariantError(f"a completion of group {completion.request_id} was filed without its reward")
     return Rollout(

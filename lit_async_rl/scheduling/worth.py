@@ -89,7 +89,7 @@ class Advice:
     num_slots: int | None = None
 
     def text(self, names_bound: bool = True) -> str:
-        """One sentence; without `names_bound` it leaves the setting to somebody else."""
+        """One sentence; without `names_bound` it recommends no setting."""
         if not names_bound:
             return f"asynchrony is worth about {max(1.0, self.worth):.1f}x here"
         if self.worth < WORTH_SAYING:

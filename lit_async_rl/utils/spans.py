@@ -210,7 +210,7 @@ class Overlap:
 
 
 def _merge(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Of spans of the same name, which have the same arguments."""
+    """Adds the arguments of a span to those of the one that it is merged into."""
     for name, value in new.items():
         if (operation := MERGED.get(name)) is not None:
-            old[name] = operation(old[name], value)
+            old[name] = operation(old[name], value) if name in old else value

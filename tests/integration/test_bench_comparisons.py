@@ -18,6 +18,7 @@ from benchmarks.staleness.norm_control import NormControl
 from benchmarks.staleness.suite import load_suite
 from lit_async_rl.callbacks import GradientAlignmentControl
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.models.weights import stream_weights
 
 ROOT = Path(__file__).parents[2]
 NEW = ("gac_norm_only", "no_momentum", "engine_", "sat", "pnpo", "minpro", "estr", "score_centering")
@@ -67,6 +68,20 @@ def test_the_engine_has_other_weights_than_the_trainer(settings, low, high) -> N
         change = float((theirs - own).std() / own.std()) if own.dim() > 1 else 0.0
         assert low < change < high if own.dim() > 1 else torch.equal(theirs, own)
     engine.close()
+
+
+def test_weights_that_are_frozen_get_new_noise_with_every_update() -> None:
+    module = make_module()
+    module.policy.requires_grad_(False)
+    engine = MismatchedEngine(sigma=0.02)
+    engine.setup(module.model)
+    known: dict[str, int] | None = {} if engine.takes_changes else None  # as `WeightSync` publishes
+    seen = []
+    for version in range(2):
+        engine.load_weights(version, stream_weights(module.policy, known=known))
+        seen.append([p.detach().clone() for p in engine._active_slots.lm.parameters() if p.dim() > 1])
+    engine.close()
+    assert not any(torch.equal(first, second) for first, second in zip(*seen, strict=True))
 
 
 def test_rounding_to_eight_bits_has_255_values_for_each_row() -> None:

@@ -216,9 +216,8 @@ class ServerFleet:
             else:
                 self.take_out(client.url, str(found))
         self._terms.loaded = version
-        self._terms.salt = (
-            self._terms.tag
-        )  # not before: a request sent meanwhile may read its prompt with the old weights
+        # not before: a request sent meanwhile may read its prompt with the old weights
+        self._terms.salt = self._terms.tag
         if is_first:
             for url in self._clients:
                 self._bring_in(url)
