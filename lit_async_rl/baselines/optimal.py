@@ -145,6 +145,11 @@ class OptimalBaseline:
         if self.last_blocks is not None and self.norms is not Norms.GHOST:
             raise ValueError(f"model.baseline.last_blocks={self.last_blocks} needs model.baseline.norms=GHOST")
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the norms need the policy's weights after the forward pass."""
+        return self.norms is not Norms.SCORE
+
     def record(self, policy: CausalPolicy) -> AbstractContextManager[GhostTape | None]:
         """Context manager that the forward pass must run in."""
         return GhostTape(policy, self.last_blocks) if self.norms is Norms.GHOST else nullcontext()

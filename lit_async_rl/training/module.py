@@ -154,9 +154,9 @@ class PolicyModule(WholeSteps):
         """Applies the sharding strategy to policy and reference; loads weights whose loading was deferred.
 
         Raises:
-            ValueError: `sharding.meta_device` with a baseline under FSDP1.
+            ValueError: `sharding.meta_device` under FSDP1 with a baseline whose norms read weights.
         """
-        if self.objective.baseline is not None and self.device_mesh is None:
+        if self._reads_weights and self.device_mesh is None:
             # its norms need the head after the forward pass, where FSDP1 has given the policy's weights back; if the
             # strategy wraps the whole module instead, they are there until the end of `training_step`
             if is_on_meta(self.policy):
@@ -165,6 +165,11 @@ class PolicyModule(WholeSteps):
         self.policy = self.sharding.divide(self.policy, self.device_mesh, self.model)
         if self.reference is not None:
             self.reference = self.sharding.divide(self.reference, self.device_mesh, self.model)
+
+    @property
+    def _reads_weights(self) -> bool:
+        """Whether the baseline needs the policy's weights after the forward pass."""
+        return self.objective.baseline is not None and self.objective.baseline.reads_weights
 
     def on_fit_start(self) -> None:
         if self.self_check and not is_sharded(self.trainer.strategy.model or self):
@@ -179,7 +184,7 @@ class PolicyModule(WholeSteps):
 
     def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
         """Clears gradients; Lightning clears them after `training_step`, too late for FSDP1."""
-        if self.objective.baseline is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
+        if self._reads_weights and batch_idx % self.trainer.accumulate_grad_batches == 0:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
 

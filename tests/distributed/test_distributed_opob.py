@@ -15,7 +15,7 @@ def test_weights_after_two_steps_equal_a_single_process(tmp_path):
     launch(SCRIPT, [str(tmp_path / "one.json")], 1, timeout_s=100)
     launch(SCRIPT, [str(tmp_path / "two.json")], 2, timeout_s=180)
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
-    assert len(two) == 10  # three strategies, the other two norms under DDP, with and without accumulation
+    assert len(two) == 14  # three strategies, norms of single trajectories under DDP, with and without accumulation
     for name, weights in two.items():
         _, norms, num_parts = name.split("-")
         assert weights == pytest.approx(one[f"single-{norms}-{num_parts}"], rel=1e-5, abs=1e-6), name

@@ -117,7 +117,7 @@ def main(output: str) -> None:
                 results[f"single-{norms.value}-{num_parts}"] = run(PolicyModule, norms, num_parts)
                 continue
             for name, (kind, strategy) in strategies.items():
-                if norms is Norms.GHOST or name == "ddp":
+                if norms is not Norms.PER_TRAJECTORY or name == "ddp":
                     results[f"{name}-{norms.value}-{num_parts}"] = run(kind, norms, num_parts, strategy=strategy())
     if WORLD > 1:
         kind, strategy = strategies["fsdp2"]

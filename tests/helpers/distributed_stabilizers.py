@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lit_async_rl.callbacks import CollapseAlarm, ESSLearningRate, GradientAlignmentControl, GradientClipping
 from lit_async_rl.models.sharding import FSDPStrategy
+from lit_async_rl.models.weights import is_wrapped
 from lit_async_rl.stabilizers.alignment import CappedResidual
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import SignalCollector
@@ -60,7 +61,7 @@ def run_rollback(module: Regression, data_ranks: int, **kwargs: Any) -> list[flo
 
 
 def full_weights(module: nn.Module, root: nn.Module) -> Tensor:
-    if isinstance(root, FullyShardedDataParallel):
+    if is_wrapped(root):
         with FullyShardedDataParallel.summon_full_params(root, writeback=False):
             return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
