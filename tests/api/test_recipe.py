@@ -1,4 +1,4 @@
-"""`rl.fit` corrects stale data unless told otherwise, by the parts of the shipped overlay; plain GRPO is one word away."""
+"""`rl.fit` corrects stale data by the parts of the shipped overlay unless told otherwise; plain GRPO is one word away."""
 
 from pathlib import Path
 
@@ -64,5 +64,5 @@ def test_an_own_callback_or_default_stays():
 
 
 def test_an_unknown_recipe_is_refused_by_name():
-    with pytest.raises(ValueError, match="recipe must be 'vcpo' or None .*got 'grpo'"):
+    with pytest.raises(ValueError, match=r"recipe must be 'vcpo' or None .*got 'grpo'"):
         rl.fit(rl.asset("small_sort_policy"), ROWS, reward, max_steps=1, recipe="grpo", **SMALL, **CPU)
