@@ -52,10 +52,10 @@ def fit(
         prompts: list of texts or dictionaries, `datasets.Dataset`, or source; see `InMemoryPrompts`.
         reward: `reward(prompt, completion) -> float`, plain or `async`.
         max_steps: optimizer steps.
-        recipe: what corrects stale data (`max_staleness` > 0) where neither loss, proximal policy, correction, baseline,
-            advantage nor aggregation is given, and the model is no `PolicyModule`: `"vcpo"`, i.e. weights of whole
+        recipe: what corrects stale data (`max_staleness` > 0) where the model is no `PolicyModule` and neither loss,
+            proximal policy, correction, baseline, advantage nor aggregation is given. `"vcpo"`: weights of whole
             completions, the baseline of least variance, and a rate that follows the effective sample size
-            (arXiv:2602.17616); None is plain GRPO.
+            (arXiv:2602.17616); None: plain GRPO.
         ckpt_path: checkpoint to resume from.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
 

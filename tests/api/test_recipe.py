@@ -1,4 +1,4 @@
-"""`rl.fit` corrects stale data by the parts of the shipped overlay unless told otherwise; plain GRPO is one word away."""
+"""`rl.fit` corrects stale data by the parts of the shipped overlay unless told otherwise."""
 
 from pathlib import Path
 
