@@ -61,20 +61,20 @@ def talk(raw: bytes, closes: bool = True) -> str:
 
 BROKEN = {
     "nothing": (b"", "cannot be reached"),
-    "no HTTP": (b"SSH-2.0-OpenSSH_9.6\r\n", "cannot be reached"),
-    "random bytes": (random.Random(0).randbytes(500), "cannot be reached"),
-    "no status": (b"HTTP/1.1\r\n\r\n", "cannot be reached"),
-    "an early end": (answer(length=len(BODY) + 1), "cannot be reached"),
-    "a negative length": (answer(length=-1), "cannot be reached"),
-    "a length that is no number": (answer(BODY, "Content-Length: many"), "cannot be reached"),
-    "two lengths": (answer(BODY, "Content-Length: 3", f"Content-Length: {len(BODY)}"), "cannot be reached|malformed"),
-    "no end of its chunks": (chunked(BODY, b""), "cannot be reached"),
-    "a chunk size that is none": (answer(b"xyz\r\n" + BODY, "Transfer-Encoding: chunked"), "cannot be reached"),
-    "gzip that is none": (answer(BODY, "Content-Encoding: gzip", length=len(BODY)), "cannot be reached"),
+    "no HTTP": (b"SSH-2.0-OpenSSH_9.6\r\n", "broken HTTP"),
+    "random bytes": (random.Random(0).randbytes(500), "broken HTTP"),
+    "no status": (b"HTTP/1.1\r\n\r\n", "broken HTTP"),
+    "an early end": (answer(length=len(BODY) + 1), "broken HTTP"),
+    "a negative length": (answer(length=-1), "broken HTTP"),
+    "a length that is no number": (answer(BODY, "Content-Length: many"), "broken HTTP"),
+    "two lengths": (answer(BODY, "Content-Length: 3", f"Content-Length: {len(BODY)}"), "broken HTTP|malformed"),
+    "no end of its chunks": (chunked(BODY, b""), "broken HTTP"),
+    "a chunk size that is none": (answer(b"xyz\r\n" + BODY, "Transfer-Encoding: chunked"), "broken HTTP"),
+    "gzip that is none": (answer(BODY, "Content-Encoding: gzip", length=len(BODY)), "broken HTTP"),
     "gzip that ends early": (chunked(gzip.compress(BODY)[:-20]), "malformed"),
-    "deflate that is none": (answer(BODY, "Content-Encoding: deflate", length=len(BODY)), "cannot be reached"),
-    "an endless header": (b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 10**6, "cannot be reached"),
-    "endless headers": (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10**5, "cannot be reached|no answer"),
+    "deflate that is none": (answer(BODY, "Content-Encoding: deflate", length=len(BODY)), "broken HTTP"),
+    "an endless header": (b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 10**6, "broken HTTP"),
+    "endless headers": (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10**5, "broken HTTP|no answer"),
     "a text of unknown length": (answer(b"<html>Bad Gateway</html>", "Connection: close"), "malformed"),
 }
 
@@ -94,13 +94,13 @@ def test_an_answer_that_never_ends_is_given_up_in_time(raw):
 
 
 def test_a_small_answer_that_unpacks_to_far_too_much_is_not_unpacked():
-    bomb = zlib.compress(b" " * 10**9, 9)
+    bomb = zlib.compress(b" " * 10**8)
     assert len(bomb) < 10**6
     failure = talk(answer(bomb, "Content-Encoding: deflate", length=len(bomb)))
-    assert re.search("more than [0-9]+ bytes|cannot be reached", failure), failure
+    assert re.search("more than [0-9]+ bytes|broken HTTP", failure), failure
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=SEEDS)
 def test_fuzzed_http_is_a_good_answer_or_that_servers_failure(seed):
     rng = random.Random(seed)
