@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,9 @@ import vllm_updates
 from engine import MODELS, build, run_generate, workloads
 from vllm_engine import processor_seconds
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -154,13 +156,11 @@ def updates_of(model: str, args: argparse.Namespace) -> list[list[Any]]:
 
 def write(args: argparse.Namespace, name: str, value: float, unit: str, columns: list[str], rows: list[Any]) -> None:
     """A measurement, see docs/measurements.py."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    found = {"name": re.sub(r"\W", "_", name), "value": value, "unit": unit, "interval": None}
-    found["command"] = "python benchmarks/performance/vllm_tables.py " + " ".join(sys.argv[1:])
-    found |= {"commit": commit.strip(), "date": date.today().isoformat()}
-    found["machine"] = f"2 cores that did other work at the same time (load {os.getloadavg()[2]:.0f}), one thread"
-    text = json.dumps(found | {"table": {"columns": columns, "rows": rows}}, indent=1)
-    (args.folder / f"{found['name']}.json").write_text(text + "\n")
+    name = re.sub(r"\W", "_", name)
+    command = "python benchmarks/performance/vllm_tables.py " + " ".join(sys.argv[1:])
+    machine = f"2 cores that did other work at the same time (load {os.getloadavg()[2]:.0f}), one thread"
+    found = measurement(name, value, unit, columns, rows, command=command, machine=machine)
+    write_measurement(args.folder / f"{name}.json", found)
 
 
 def measure_rates(name: str, model: str, args: argparse.Namespace) -> None:
