@@ -9,7 +9,6 @@ import zlib
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_fuzzed_answers import ASKED, RIGHT, RUN, SEEDS
 
 from lit_async_rl.engines.vllm.servers.client import ServerClient
