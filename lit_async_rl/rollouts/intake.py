@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lit_async_rl.prompts.curriculum import Curriculum, PassRates
 from lit_async_rl.prompts.stream import PromptStream
@@ -121,11 +120,6 @@ class Intake:
     def fates(self) -> Mapping[str, FateTotals]:
         """Totals so far, by fate."""
         return dict(self._fates)
-
-    def totals(self) -> dict[str, Any]:
-        """Its part of `ProducerStats`."""
-        counts = dict(num_sampled=self.num_sampled, num_dropped=self.num_dropped, sampled_reward=self.sampled_reward)
-        return {"fates": self.fates, **counts}
 
     def _pass_rate(self, group: RolloutGroup) -> float:
         return sum(rollout.reward >= self.success_reward for rollout in group.rollouts) / len(group.rollouts)

@@ -156,24 +156,10 @@ class Producer:
     def stats(self) -> ProducerStats:
         """Totals since the start."""
         with self.changed:
-            return ProducerStats(
-                wait_s=self.timer.wait_s,
-                run_s=self.timer.run_s,
-                engine_busy_s=self.listener.busy_s,
-                scoring_s=self.scorer.busy_s,
-                num_tokens=self.listener.num_tokens,
-                num_finished=self.intake.num_sampled,
-                num_queued=len(self.book.finished),
-                num_unfinished=len(self.book.unfinished),
-                num_lost=self._num_lost,
-                scoring_cpu_share=self.scorer.cpu_share,
-                **self.intake.totals(),
-            )
+            return ProducerStats.of(self.timer, self.listener, self.scorer, self.book, self.intake, self._num_lost)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
-        with self.changed:
-            self.changed.notify_all()
         is_ended = self.listener.stop(timeout_s)
         self.scorer.close()
         return is_ended
