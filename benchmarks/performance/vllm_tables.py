@@ -1,8 +1,8 @@
 """The tables of docs/vllm.md: tokens per processor second, and what updates of the weights cost, for several models.
 
-Throughput: the same prompts and lengths, one thread, by the embedded engine, `VLLMEngine` (which returns
-log-probabilities and versions) and vLLM's own `LLM.generate` (which returns neither), each in a process of its own;
-processor time of all processes together, because the machine may be shared. Updates: see `vllm_updates.py`.
+Throughput: the same prompts and lengths, one thread, by transformers' `generate`, the embedded engine, `VLLMEngine`
+(which returns log-probabilities and versions) and vLLM's own `LLM.generate` (which returns neither), each in a process
+of its own; processor time of all processes together, because the machine may be shared. Updates: see `vllm_updates.py`.
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/performance/vllm_tables.py --models 0.6M models/smollm2
 
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import vllm_updates
-from engine import MODELS, build, workloads
+from engine import MODELS, build, run_generate, workloads
 from vllm_engine import processor_seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -41,7 +41,12 @@ from lit_async_rl.engines.vllm.installation import CPU_VARIABLES, VARIABLES
 from lit_async_rl.models.loading import load_policy
 
 ROOT = Path(__file__).parents[2]
-ENGINES = {"embedded": "embedded engine", "vllm": "`VLLMEngine`", "plain": "plain `LLM.generate`"}
+ENGINES = {
+    "generate": "transformers `generate`",
+    "embedded": "embedded engine",
+    "vllm": "`VLLMEngine`",
+    "plain": "vLLM's `LLM.generate`",
+}
 KV_CACHE_GB = 0.5
 LEAST_S = 1.0  # of a measurement: the kernel counts processor time in hundredths of a second
 Sample = Callable[[Sequence[GenerationRequest]], object]
@@ -53,6 +58,12 @@ def save(name: str, folder: str) -> str:
     lm.config.eos_token_id = lm.generation_config.eos_token_id = []
     lm.save_pretrained(folder)
     return folder
+
+
+def generate(model: str, num_seqs: int, dtype: str) -> Sample:
+    """Transformers' own, in batches; each takes as long as its longest completion."""
+    lm: Any = load_policy(model).to(getattr(torch, dtype)).eval()
+    return lambda requests: run_generate(lm, list(requests), num_seqs)
 
 
 def embedded(model: str, num_seqs: int, dtype: str) -> Sample:
@@ -90,7 +101,7 @@ def plain(model: str, num_seqs: int, dtype: str) -> Sample:
 
 def throughput(args: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per processor second of one engine in each repeat, by workload; in a process of its own."""
-    start = {"embedded": embedded, "vllm": vllm, "plain": plain}[args.engine]
+    start = {"generate": generate, "embedded": embedded, "vllm": vllm, "plain": plain}[args.engine]
     sample = start(args.models[0], args.num_prompts * args.num_samples, args.dtype)
     found: dict[str, list[float]] = {}
     for lengths, requests in workloads(args).items():
