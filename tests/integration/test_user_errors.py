@@ -139,14 +139,8 @@ def test_a_bad_reward_names_function_and_prompt(case, capsys, tmp_path):
 def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
     (tmp_path / "hangs_held_out.py").write_text("def judge(prompt, completion):\n    import time; time.sleep(120)\n")
     prompts = '{"class_path": "lit_async_rl.tasks.SortDigits", "init_args": {"num_digits": 8, "size": 4}}'
-    flags = [
-        "--data.reward",
-        "hangs_held_out.judge",
-        "--data.scoring.timeout_s",
-        "1",
-        "--data.validation.prompts",
-        prompts,
-    ]
+    flags = ["--data.reward", "hangs_held_out.judge", "--data.scoring.timeout_s", "1"]
+    flags += ["--data.validation.prompts", prompts]
     began = time.monotonic()
     said = message(capsys, tmp_path, *flags)
     assert re.search(
@@ -190,14 +184,8 @@ def test_a_dying_engine_ends_the_run_with_its_error(capsys, tmp_path):
 
 
 def test_a_hanging_engine_ends_the_run_with_the_setting_that_bounds_the_wait(capsys, tmp_path):
-    flags = [
-        "--data.engine",
-        f"{__name__}.HangingEngine",
-        "--data.limits.rollout_timeout_s",
-        "2",
-        "--trainer.max_steps",
-        "99",
-    ]
+    flags = ["--data.engine", f"{__name__}.HangingEngine", "--data.limits.rollout_timeout_s", "2"]
+    flags += ["--trainer.max_steps", "99"]
     said = message(capsys, tmp_path, *flags, "--data.limits.engine_restarts", "0")
     assert "rollout_timeout_s=2" in said
     assert "HangingEngine" in said
@@ -247,14 +235,8 @@ def test_a_signal_ends_the_run_within_seconds(sent, tmp_path):
         "import time\n\ndef judge(prompt, completion):\n"
         "    print('scoring', flush=True)\n    time.sleep(0.2)\n    return 1.0\n"
     )
-    flags = [
-        "--data.reward",
-        "slow_reward.judge",
-        "--trainer.max_steps",
-        "10000",
-        "--trainer.val_check_interval",
-        "10000",
-    ]
+    flags = ["--data.reward", "slow_reward.judge", "--trainer.max_steps", "10000"]
+    flags += ["--trainer.val_check_interval", "10000"]
     command = [sys.executable, "scripts/train.py", *BASE, *flags]
     command += ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
