@@ -25,6 +25,7 @@ BASE = [
     *("--trainer.val_check_interval", "3", "--model.scheduler", "null"),
 ]
 PLAIN = ["--config", "configs/stabilizers/plain.yaml"]
+UNTIL_IT_BREAKS = ["--trainer.max_steps", "99", "--data.limits.engine_restarts", "0"]
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -73,10 +74,7 @@ SIMPLE = {
         ["--data.group_size", "1"],
         "data.group_size=1 with model.baseline=OptimalBaseline",
     ),
-    "nothing to compare a rollout with, without the baseline": (
-        [*PLAIN, "--data.group_size", "1"],
-        "data.group_size=1 with data.advantage",
-    ),
+    "the same without the baseline": ([*PLAIN, "--data.group_size", "1"], "data.group_size=1 with data.advantage"),
     "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with model.baseline"),
     "a correction with nothing to correct": (
         [*PLAIN, "--model.correction", "lit_async_rl.corrections.IcePop"],
@@ -143,9 +141,8 @@ def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
     flags += ["--data.validation.prompts", prompts]
     began = time.monotonic()
     said = message(capsys, tmp_path, *flags)
-    assert re.search(
-        r"reward hangs_held_out\.judge did not return within data\.scoring\.timeout_s=1 on prompt '.*='", said
-    )
+    named = r"reward hangs_held_out\.judge did not return within data\.scoring\.timeout_s=1 on prompt '.*='"
+    assert re.search(named, said)
     assert time.monotonic() - began < 60.0, "beside the time that it takes to start"
 
 
@@ -178,15 +175,13 @@ class HangingEngine(EmbeddedEngine):
 
 
 def test_a_dying_engine_ends_the_run_with_its_error(capsys, tmp_path):
-    flags = ["--data.engine", f"{__name__}.DyingEngine", "--trainer.max_steps", "99"]
-    said = message(capsys, tmp_path, *flags, "--data.limits.engine_restarts", "0")
+    said = message(capsys, tmp_path, "--data.engine", f"{__name__}.DyingEngine", *UNTIL_IT_BREAKS)
     assert "the engine ran out of memory" in said
 
 
 def test_a_hanging_engine_ends_the_run_with_the_setting_that_bounds_the_wait(capsys, tmp_path):
     flags = ["--data.engine", f"{__name__}.HangingEngine", "--data.limits.rollout_timeout_s", "2"]
-    flags += ["--trainer.max_steps", "99"]
-    said = message(capsys, tmp_path, *flags, "--data.limits.engine_restarts", "0")
+    said = message(capsys, tmp_path, *flags, *UNTIL_IT_BREAKS)
     assert "rollout_timeout_s=2" in said
     assert "HangingEngine" in said
 
