@@ -39,7 +39,8 @@ class SaveOnFailure(Checkpoint):
         stats = data.stats() if isinstance(data, RolloutDataModule) else None
         if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # there is nothing to keep
             return
-        self.path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")
-        trainer.save_checkpoint(self.path)
-        finish_saving(trainer)
-        log.warning("saved %s after step %d, with all finished rollouts", self.path, trainer.global_step)
+        path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")
+        trainer.save_checkpoint(path)
+        if finish_saving(trainer):
+            self.path = path
+            log.warning("saved %s after step %d, with all finished rollouts", path, trainer.global_step)
