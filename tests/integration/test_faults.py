@@ -121,6 +121,18 @@ def test_a_checkpoint_that_a_full_disk_did_not_take_is_not_said_to_be_saved(tmp_
     assert not list(tmp_path.glob("*.ckpt"))
 
 
+def test_a_run_ends_with_its_own_error_and_a_closed_engine_though_its_checkpoint_fails(tmp_path, caplog):
+    class Mistake(pl.Callback):
+        def on_save_checkpoint(self, *_):
+            raise KeyError("mine")
+
+    data = make_data(engine=failing("poll", "crash", 1), engine_restarts=0, groups_per_step=2)
+    with pytest.raises(ProducerError, match="broken"):
+        fit(make_module(), data, 30, [SaveOnFailure(), Mistake()], default_root_dir=tmp_path)
+    assert said(caplog, "failed.ckpt was not saved: KeyError: 'mine'")
+    assert data.engine._closed
+
+
 def test_what_is_slow_is_said_before_it_is_cut_off(caplog):
     def slowly(prompt, completion):
         if not said(caplog, "is slow"):
