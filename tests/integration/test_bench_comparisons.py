@@ -126,9 +126,10 @@ def test_keys_and_values_of_eight_bits_are_those_of_a_cache_rounded_by_hand(make
                 logits = lm(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
             expected.append(logits.log_softmax(-1)[token])
             ids = torch.tensor([[token]])
-        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-4)
+        # a number in the middle between two of eight bits may be rounded either way
+        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=2e-3)
         changes.append((found - full_logprobs(lm, prompt, c.token_ids)).abs().max())
-    assert max(changes) > 1e-3
+    assert max(changes) > 1e-2
 
 
 def test_rounding_to_eight_bits_has_255_values_for_each_row() -> None:
