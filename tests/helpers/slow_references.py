@@ -123,18 +123,31 @@ def importance_weight(loss, ratio):
     return ratio if name == "full" else 1.0
 
 
-@token_wise
-def score_centering(loss, batch, row, t):
-    head, advantage = batch.head[row][t], batch.advantages[row][t]
+def centering(loss, head):
+    """mu_v w_v - alpha pi_v of each recorded token, which is what its log pi counts in the expected score."""
     p, q = [math.exp(log_p) for log_p, _ in head], [math.exp(log_q) for _, log_q in head]
     rho = max(1 - math.fsum(q), 1e-6) / max(1 - math.fsum(p), 1e-6)
     alpha = rho * importance_weight(loss, 1 / rho)
-    expected = 0.0
-    for (log_p, log_q), p_v, q_v in zip(head, p, q, strict=True):
-        if log_q > -math.inf:
-            expected += (q_v * importance_weight(loss, p_v / q_v) - alpha * p_v) * log_p
+    both = zip(p, q, strict=True)
+    return [b * importance_weight(loss, a / b) - alpha * a if b else 0.0 for a, b in both]
+
+
+@token_wise
+def score_centering(loss, batch, row, t):
+    head, advantage = batch.head[row][t], batch.advantages[row][t]
+    counts = centering(loss, head)
+    expected = sum(count * log_p for count, (log_p, _) in zip(counts, head, strict=True))
     value, slope = weighted(importance_weight(loss, math.exp(batch.log_ratio(row, t))), batch, row, t)
     return value + advantage * expected, slope
+
+
+def score_centering_head(batch: Batch, loss: Any) -> list[Matrix]:
+    """Gradient of sum(cotangent * loss) with respect to log pi of the recorded tokens."""
+    found = [[[0.0] * len(head) for head in row] for row in batch.head]
+    for row, t in batch.all_tokens():
+        scale = batch.cotangents[row][t] * batch.advantages[row][t]
+        found[row][t] = [scale * count for count in centering(loss, batch.head[row][t])]
+    return found
 
 
 @token_wise

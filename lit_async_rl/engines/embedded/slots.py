@@ -37,6 +37,7 @@ class Slots:
         eos_token_ids: end every completion.
         seed: of the random numbers.
         owns_weights: whether the model's parameters may be moved in memory, as no other object holds them.
+        cache_class: what keeps the keys and values.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Slots:
         eos_token_ids: Sequence[int],
         seed: int,
         owns_weights: bool = False,
+        cache_class: type[SlotCache] = SlotCache,
     ) -> None:
         self.lm = lm
         self.num_tokens = 0  # sampled so far
@@ -53,7 +55,7 @@ class Slots:
         self._eos_token_ids = tuple(eos_token_ids)
         self._num_slots = num_slots
         self.device = next(lm.parameters()).device
-        self._cache = SlotCache(num_slots, self.device, context_length(lm))
+        self._cache = cache_class(num_slots, self.device, context_length(lm))
         self._forward = CachedForward(lm, self._cache, owns_weights)
         self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
