@@ -1,7 +1,7 @@
 """How far log-probabilities move when one tensor of a real model is scaled by 1.01, against what rounding explains.
 
-Completions are sampled from the model in bfloat16 after random prompts. The error is that of `engine/logprob_error`, the
-mean absolute difference of log-probabilities of the same tokens, here between a trainer in float32 and an engine in
+Completions are sampled from the model in bfloat16 after random prompts. The error is `engine/logprob_error`, the mean
+absolute difference of log-probabilities of the same tokens, here between a trainer in float32 and an engine in
 float32 or bfloat16 that has one wrong tensor.
 
     python benchmarks/performance/wrong_weights.py --model models/smollm2
