@@ -1,11 +1,11 @@
-"""Cost of the timeline: processor time of a training step with and without it, in alternating runs of the quick start.
+"""Cost of the timeline in processor time, as a share of a step of the quick start.
 
-Both runs of a pair do the same work to the bit (`FixedLag`), and what is measured is processor time of all threads. The
-share is the median over pairs, with a bootstrap interval. Runs differ by more than the timeline costs, so that time is
-also measured directly: processor time inside of its hooks, of `Lane.add` and of the thread that writes, as a share of
-the step.
+Measured in two ways. Directly: processor time inside of its own code (hooks, `Lane.add`, `ScoreSpans`, the thread that
+writes), less what reading the clock takes; the median of three runs. And in alternating runs with and without it, which
+do the same work to the bit (`FixedLag`): processor time of all threads, median over pairs with a bootstrap interval.
+Runs differ by more than the timeline costs, so the first number is the one to go by.
 
-    python benchmarks/performance/timeline.py --output timeline.json
+    python benchmarks/performance/timeline.py --pairs 8 --output docs/measurements/timeline.json
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import contextlib
 import io
 import json
 import logging
+import os
 import random
 import statistics
+import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +30,16 @@ import lightning.pytorch as pl
 
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.rewards.score_spans import ScoreSpans
 from lit_async_rl.utils.spans import Lane, Spans
 from lit_async_rl.utils.trace_file import TraceWriter
 
-WARM_UP = 5  # steps
+WARM_UP, DIRECT_RUNS = 5, 3  # steps, runs
+HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+OWN = (
+    *((Timeline, hook) for hook in HOOKS),
+    *((Lane, "add"), (ScoreSpans, "add"), (ScoreSpans, "flush"), (TraceWriter, "_write"), (Spans, "take")),
+)
 
 
 class Clock(pl.Callback):
@@ -61,38 +70,59 @@ def one_run(steps: int, has_timeline: bool) -> float:
     return clock.seconds / steps
 
 
-@contextlib.contextmanager
-def counted(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
-    """Context in which the processor time inside of a method is added to `spent`."""
-    method = getattr(owner, name)
+class Meter:
+    """Processor time inside of methods, in all threads. Of methods that call each other the outer one counts."""
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        began = time.thread_time()
+    def __init__(self) -> None:
+        self._spent: list[float] = []
+        self._inside = threading.local()
+
+    @contextlib.contextmanager
+    def over(self, owner: Any, name: str) -> Iterator[None]:
+        """Context in which the calls of a method are measured."""
+        method = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "is_so", False):
+                return method(*args, **kwargs)
+            self._inside.is_so = True
+            began = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._spent.append(time.thread_time() - began)
+                self._inside.is_so = False
+
+        setattr(owner, name, wrapper)
         try:
-            return method(*args, **kwargs)
+            yield
         finally:
-            spent.append(time.thread_time() - began)
+            setattr(owner, name, method)
 
-    setattr(owner, name, wrapper)
-    try:
-        yield
-    finally:
-        setattr(owner, name, method)
+    def seconds(self) -> float:
+        """Sum over calls, less what the measurement of a method that does nothing gives."""
+        empty = Meter()
+        with empty.over(Nothing, "add"):
+            for _ in range(10_000):
+                Nothing().add("name", 0.0, 0.0, group=1, ok=True)
+        return sum(self._spent) - len(self._spent) * statistics.median(empty._spent)
+
+
+class Nothing:
+    """Its method is called like `Lane.add`."""
+
+    def add(self, name: str, began: float, seconds: float, **args: Any) -> None:
+        """Does nothing."""
 
 
 def direct_share(steps: int) -> float:
     """Processor time of the timeline's own code as a share of that of a step."""
-    spent: list[float] = []
-    hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+    meter = Meter()
     with contextlib.ExitStack() as stack:
-        for owner, name in [*((Timeline, hook) for hook in hooks), (TraceWriter, "_write"), (Spans, "take")]:
-            stack.enter_context(counted(owner, name, spent))
-        before = one_run(steps, True)
-        in_hooks = sum(spent)
-    spent.clear()
-    with counted(Lane, "add", spent):
-        one_run(steps, True)
-    return (in_hooks + sum(spent)) / (steps + WARM_UP) / before
+        for owner, name in OWN:
+            stack.enter_context(meter.over(owner, name))
+        step_s = one_run(steps, True)
+    return meter.seconds() / (steps + WARM_UP) / step_s
 
 
 def interval(shares: list[float], rounds: int = 2000) -> list[float]:
@@ -105,7 +135,7 @@ def interval(shares: list[float], rounds: int = 2000) -> list[float]:
 def main() -> None:
     """Command line; `--output` also writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="measurement for the documentation, as JSON")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=25)
     args = parser.parse_args()
@@ -116,12 +146,31 @@ def main() -> None:
         seconds = {has: one_run(args.steps, has) for has in order}
         shares.append(seconds[True] / seconds[False] - 1)
         print(f"{seconds[False]:.4f} s a step, with the timeline {shares[-1]:+.2%}", flush=True)
-    direct = statistics.median(direct_share(args.steps) for _ in range(3))
-    found = {"direct": direct, "median": statistics.median(shares), "interval": interval(shares), "shares": shares}
-    print(f"in the timeline's code {direct:.3%} of a step")
-    print(f"median {found['median']:+.2%}, 95 % interval {found['interval'][0]:+.2%} .. {found['interval'][1]:+.2%}")
+    direct = [direct_share(args.steps) for _ in range(DIRECT_RUNS)]
+    low, high = interval(shares)
+    print(f"in the timeline's code {', '.join(f'{share:.3%}' for share in sorted(direct))} of a step")
+    print(f"median of pairs {statistics.median(shares):+.2%}, 95 % interval {low:+.2%} .. {high:+.2%}")
     if args.output is not None:
-        args.output.write_text(json.dumps(found, indent=2) + "\n")
+        command = f"python benchmarks/performance/timeline.py --pairs {args.pairs}"
+        args.output.write_text(json.dumps(measurement(direct, shares, command), indent=2) + "\n")
+
+
+def measurement(direct: list[float], shares: list[float], command: str) -> dict[str, Any]:
+    """The numbers as `docs/measurements.py` reads them."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    low, high = interval(shares)
+    pairs = f"median of {len(shares)} pairs {statistics.median(shares):+.1%}, 95 % interval {low:+.1%} to {high:+.1%}"
+    return {
+        "name": "timeline",
+        "value": round(100 * statistics.median(direct), 2),
+        "unit": "% of a step's processor time, in the timeline's own code",
+        "interval": None,
+        "command": command,
+        "commit": git.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f}); "
+        f"{len(direct)} runs {min(direct):.2%} to {max(direct):.2%}; with and without it in alternating runs: {pairs}",
+    }
 
 
 if __name__ == "__main__":

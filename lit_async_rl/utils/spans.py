@@ -25,6 +25,7 @@ MERGED: dict[str, Callable[[Any, Any], Any]] = {
     "tokens": operator.add,
     "groups": operator.add,
     "turns": operator.add,
+    "completions": operator.add,
     "slots": max,
     "ok": operator.and_,
 }
