@@ -78,7 +78,14 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def merge_traces(paths: Iterable[Path], out: Path) -> None:
-    """Writes the events of several ranks into one file, a JSON array that any reader takes."""
+    """Writes the events of several ranks into one file, a JSON array that any reader takes.
+
+    Raises:
+        ValueError: there are no files.
+        OSError: one cannot be read or written.
+    """
+    if not (paths := list(paths)):
+        raise ValueError("there is no timeline: the run has no files timeline/rank*.json")
     events = [event for path in paths for event in read_trace(path)]
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     out.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
