@@ -147,14 +147,3 @@ def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
     assert len(named(after, "forward_backward")) > len(named(before, "forward_backward"))
     merge_traces([file], merged := tmp_path / "merged.json")
     assert json.loads(merged.read_text()) == after
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_recording_costs_little_of_a_step():
-    """Of the quick start, in processor time; twice the measured bound, as a busy machine has colder caches."""
-    from benchmarks.performance.timeline import direct_share
-
-    share = direct_share(20)
-    print(f"{share:.3%} of a step")
-    assert 0 < share < 0.01
