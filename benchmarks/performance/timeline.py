@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,26 +72,31 @@ def one_run(steps: int, has_timeline: bool) -> float:
 
 
 class Meter:
-    """Processor time inside of methods, in all threads. Of methods that call each other the outer one counts."""
+    """Processor time inside of methods, in all threads. Of methods that call each other the outer one counts.
+
+    Attributes:
+        spent: seconds of each call by name, less those of reading the clock.
+    """
 
     def __init__(self) -> None:
-        self._spent: list[float] = []
+        self.spent: defaultdict[str, list[float]] = defaultdict(list)
         self._inside = threading.local()
 
     @contextlib.contextmanager
     def over(self, owner: Any, name: str) -> Iterator[None]:
         """Context in which the calls of a method are measured."""
-        method = getattr(owner, name)
+        method, clock = getattr(owner, name), time.thread_time
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "is_so", False):
                 return method(*args, **kwargs)
             self._inside.is_so = True
-            began = time.thread_time()
+            clock()  # into the processor's cache
+            before, began = clock(), clock()
             try:
                 return method(*args, **kwargs)
             finally:
-                self._spent.append(time.thread_time() - began)
+                self.spent[f"{owner.__name__}.{name}"].append(clock() - began - (began - before))
                 self._inside.is_so = False
 
         setattr(owner, name, wrapper)
@@ -99,30 +105,19 @@ class Meter:
         finally:
             setattr(owner, name, method)
 
-    def seconds(self) -> float:
-        """Sum over calls, less what the measurement of a method that does nothing gives."""
-        empty = Meter()
-        with empty.over(Nothing, "add"):
-            for _ in range(10_000):
-                Nothing().add("name", 0.0, 0.0, group=1, ok=True)
-        return sum(self._spent) - len(self._spent) * statistics.median(empty._spent)
-
-
-class Nothing:
-    """Its method is called like `Lane.add`."""
-
-    def add(self, name: str, began: float, seconds: float, **args: Any) -> None:
-        """Does nothing."""
-
 
 def direct_share(steps: int) -> float:
-    """Processor time of the timeline's own code as a share of that of a step."""
+    """Processor time of the timeline's own code as a share of that of a step; prints what it consists of."""
     meter = Meter()
     with contextlib.ExitStack() as stack:
         for owner, name in OWN:
             stack.enter_context(meter.over(owner, name))
         step_s = one_run(steps, True)
-    return meter.seconds() / (steps + WARM_UP) / step_s
+    total_s = step_s * (steps + WARM_UP)
+    for name, spent in meter.spent.items():
+        each, calls = 1e6 * sum(spent) / len(spent), len(spent) / (steps + WARM_UP)
+        print(f"{name}: {sum(spent) / total_s:.3%} of a step, {calls:.1f} calls of {each:.1f} us", flush=True)
+    return sum(map(sum, meter.spent.values())) / total_s
 
 
 def interval(shares: list[float], rounds: int = 2000) -> list[float]:
