@@ -23,10 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
 import browser
 import made_runs
+
+from benchmarks.common.measurement import measurement, write_measurement
 
 
 def make(folder: Path, steps: int, rollouts: int) -> None:
@@ -100,9 +103,7 @@ def main() -> None:
     found = measure(arguments.steps, arguments.rollouts)
     print(json.dumps(found, indent=2))
     if arguments.output is not None:
-        arguments.output.write_text(
-            json.dumps(measurement(found, arguments.steps, arguments.rollouts), indent=2) + "\n"
-        )
+        write_measurement(arguments.output, summary(found, arguments.steps, arguments.rollouts))
 
 
 TIMES = {
@@ -113,9 +114,8 @@ TIMES = {
 }
 
 
-def measurement(found: dict[str, Any], steps: int, rollouts: int) -> dict[str, Any]:
-    """The numbers as `docs/measurements.py` reads them."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+def summary(found: dict[str, Any], steps: int, rollouts: int) -> dict[str, Any]:
+    """Summary for docs/measurements."""
     taken = found["interactions_ms"]
     rows = [
         ["files of the run", f"{found['run_mb']:,} MB"],
@@ -127,17 +127,10 @@ def measurement(found: dict[str, Any], steps: int, rollouts: int) -> dict[str, A
     for key, words in TIMES.items():
         slowest = max(taken, key=lambda name: taken[name][key])
         rows.append([f"slowest of {len(taken)} interactions ({slowest}), {words}", f"{taken[slowest][key]} ms"])
-    return {
-        "name": "report",
-        "value": found["wall_s"],
-        "unit": "seconds",
-        "interval": None,
-        "command": f"python benchmarks/performance/report.py --steps {steps} --rollouts {rollouts}",
-        "commit": git.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})",
-        "table": {"columns": ["of the report", "measured"], "rows": rows},
-    }
+    command = f"python benchmarks/performance/report.py --steps {steps} --rollouts {rollouts}"
+    machine = f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})"
+    columns = ["of the report", "measured"]
+    return measurement("report", found["wall_s"], "seconds", columns, rows, command=command, machine=machine)
 
 
 if __name__ == "__main__":

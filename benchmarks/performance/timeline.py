@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import logging
 import os
 import random
 import statistics
-import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +28,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.rewards.score_spans import ScoreSpans
@@ -146,26 +148,23 @@ def main() -> None:
     print(f"in the timeline's code {', '.join(f'{share:.3%}' for share in sorted(direct))} of a step")
     print(f"median of pairs {statistics.median(shares):+.2%}, 95 % interval {low:+.2%} .. {high:+.2%}")
     if args.output is not None:
-        command = f"python benchmarks/performance/timeline.py --pairs {args.pairs}"
-        args.output.write_text(json.dumps(measurement(direct, shares, command), indent=2) + "\n")
+        write_measurement(args.output, summary(direct, shares, args.pairs))
 
 
-def measurement(direct: list[float], shares: list[float], command: str) -> dict[str, Any]:
-    """The numbers as `docs/measurements.py` reads them."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+def summary(direct: list[float], shares: list[float], pairs: int) -> dict[str, Any]:
+    """Summary for docs/measurements."""
+    value, unit = round(100 * statistics.median(direct), 2), "% of a step's processor time, in the timeline's own code"
     low, high = interval(shares)
-    pairs = f"median of {len(shares)} pairs {statistics.median(shares):+.1%}, 95 % interval {low:+.1%} to {high:+.1%}"
-    return {
-        "name": "timeline",
-        "value": round(100 * statistics.median(direct), 2),
-        "unit": "% of a step's processor time, in the timeline's own code",
-        "interval": None,
-        "command": command,
-        "commit": git.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f}); "
-        f"{len(direct)} runs {min(direct):.2%} to {max(direct):.2%}; with and without it in alternating runs: {pairs}",
-    }
+    rows = [
+        ["in the timeline's own code, median of three runs", f"{value} %"],
+        ["in the timeline's own code, lowest and highest", f"{min(direct):.2%}, {max(direct):.2%}".replace("%", " %")],
+        [f"runs with it against runs without it, median of {pairs} pairs", f"{100 * statistics.median(shares):+.1f} %"],
+        ["the same, 95 % interval", f"{100 * low:+.1f} to {100 * high:+.1f} %"],
+    ]
+    command = f"python benchmarks/performance/timeline.py --pairs {pairs}"
+    machine = f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})"
+    columns = ["of a step's processor time", "measured"]
+    return measurement("timeline", value, unit, columns, rows, command=command, machine=machine)
 
 
 if __name__ == "__main__":
