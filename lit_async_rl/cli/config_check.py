@@ -218,16 +218,16 @@ def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
     Raises:
         ValueError: names the setting.
     """
-    names = {action.dest for action in actions}
-    groups = {name.rpartition(".")[0] for name in names} - {""}
-    for group in sorted(groups & names):
+    kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
+    parents = {name.rpartition(".")[0] for name in kinds}
+    for group in (name for name, kind in kinds.items() if kind is None and name in parents):
         if not isinstance(value := config.get(group), Namespace):
             raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
     for action in actions:
-        kind = getattr(action, "_typehint", None)
-        if kind is None or action.default is None or action.dest in groups or _takes_none(kind):
+        kind = kinds[action.dest]
+        if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:
             continue
-        if action.dest in config and config[action.dest] is None:
+        if config[action.dest] is None:
             raise ValueError(f"{action.dest} {_NO_VALUE}")
 
 
