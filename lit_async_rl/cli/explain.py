@@ -119,9 +119,6 @@ def _unknown_class(key: str, message: str) -> str | None:
     if missing:
         module = missing[1] or missing[2]
         return f"{key}: there is no {missing[3]} in {module}{meant(missing[3], dir(pkgutil.resolve_name(module)))}"
-    if (value or "").endswith(".py"):
-        module = str(value).removesuffix(".py").replace("/", ".")
-        return f"{key} must be a dotted path, got {value}; for a function of this file: {module}.NAME"
     if match := re.search(r"No module named '([\w.]+)'", message):
         kind = PROMPT_FILES.get((value or "").rpartition(".")[2])
         hint = f"; for a file: --{key} {kind} --{key}.path {value}" if kind else ""

@@ -45,16 +45,7 @@ def make_adamw(
 
     Not fused with `precision: 16-mixed`, where a fused optimizer unscales gradients within its step, so that Lightning
     refuses to clip them.
-
-    Raises:
-        ValueError: the weights are in float16, where squares of gradients below 2.4e-4 are zero: the step divides by
-            their root, and would be thousands of times too long.
     """
-    if any(p.dtype == torch.float16 and p.requires_grad for p in parameters):
-        raise ValueError(
-            "model.dtype=float16 cannot be trained with AdamW: squares of small gradients are zero in it, and steps "
-            "would be far too long. Use float32 with trainer.precision: bf16-mixed (16-mixed on a GPU), or bfloat16"
-        )
     has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
     is_supported = all(p.device.type in FUSED and p.is_floating_point() for p in parameters)
     fused = True if is_supported and not has_scaler else None

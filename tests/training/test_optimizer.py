@@ -30,16 +30,6 @@ def test_not_where_lightning_could_not_clip():
     assert make_adamw(parameters, trainer, lr=1e-3).defaults["fused"] is None
 
 
-def test_float16_is_refused_because_steps_would_be_far_too_long():
-    weights = torch.nn.Parameter(torch.ones(100, dtype=torch.float16))
-    steps = torch.optim.AdamW([weights], lr=1e-4, fused=True)
-    weights.grad = torch.full_like(weights, 1e-4)
-    steps.step()
-    assert (weights - 1).abs().max() > 1000 * 1e-4, "torch has changed: the refusal may be superfluous"
-    with pytest.raises(ValueError, match=r"model\.dtype=float16 cannot be trained with AdamW"):
-        trained(dtype="float16")
-
-
 @pytest.mark.parametrize(("dtype", "rate", "warns"), [("bfloat16", 1e-6, True), ("bfloat16", 1e-2, False)])
 def test_updates_that_are_rounded_away_are_warned_of(dtype, rate, warns, caplog):
     with caplog.at_level(logging.WARNING):
