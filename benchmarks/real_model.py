@@ -27,6 +27,9 @@ from typing import Any
 import torch
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
@@ -156,18 +159,18 @@ def report(folder: Path, commit: str) -> dict[str, Any]:
             after = [json.loads((run / "measured.json").read_text())["sampled"] for run in runs]
             value = gain(before["sampled"], after)
     columns = ["run", "held-out problems", "accuracy at temperature 1, ± standard error", "greedy"]
-    return {
-        "name": "smollm2",
-        "value": round(value[0], 3),
-        "unit": "gain in held-out accuracy at temperature 1",
-        "interval": [round(value[0] + side * 1.96 * value[1], 3) for side in (-1, 1)],
-        "command": "python benchmarks/real_model.py --train asynchronous --seed 0",
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": "two cores shared with other programs, bfloat16 (AMX), one thread each for trainer and engine",
-        "table": {"columns": [*columns, "processor time", "wall time"], "rows": rows},
-        "trainer": times,
-    }
+    return measurement(
+        "smollm2",
+        round(value[0], 3),
+        "gain in held-out accuracy at temperature 1",
+        [*columns, "processor time", "wall time"],
+        rows,
+        interval=[round(value[0] + side * 1.96 * value[1], 3) for side in (-1, 1)],
+        command="python benchmarks/real_model.py --train asynchronous --seed 0",
+        machine="two cores shared with other programs, bfloat16 (AMX), one thread each for trainer and engine",
+        commit=commit,
+        trainer=times,
+    )
 
 
 def main() -> None:
@@ -178,7 +181,7 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, nargs="*", default=[], metavar="RUN")
     parser.add_argument("--report", type=Path, metavar="RUNS")
     parser.add_argument("--write", type=Path, default=ROOT / "docs/measurements/smollm2.json")
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--commit", default="", help="of the runs; empty is the one that is checked out")
     parser.add_argument("flags", nargs="*", help="behind `--`: of scripts/train.py")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -186,7 +189,7 @@ def main() -> None:
     for run in runs:
         measure(run)
     if args.report:
-        args.write.write_text(json.dumps(report(args.report, args.commit), indent=2) + "\n")
+        write_measurement(args.write, report(args.report, args.commit))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -40,7 +39,10 @@ from matrix_check import Step, history, violations
 from matrix_combos import FACTORS, Combo, covering
 from matrix_run import MOMENTS, Hung, MatrixRun, is_moment
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import lit_async_rl.cli.app  # noqa: F401  children are forked with all of it
+from benchmarks.common.measurement import measurement, write_measurement
 
 
 @dataclass
@@ -153,24 +155,22 @@ def attack(combo: Combo, number: int, arguments: argparse.Namespace, report: Rep
 
 def summary(report: Report, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Summary for docs/measurements."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     kills, waits = sum(report.kills.values()), report.waits or [0.0]
     row = [kills, report.num_runs, report.num_stopped, report.num_raised, len(report.wrong), report.num_hangs]
     columns = ["kills", "runs", "ended by signals", "exceptions", "violations", "hangs"]
-    return {
-        "name": "kill_matrix",
-        "value": round(len(report.wrong) / max(kills, 1), 4),
-        "unit": "violations per kill",
-        "interval": [0.0, round(3.0 / kills, 4)] if kills and not report.wrong else None,  # rule of three
-        "command": f"python benchmarks/chaos/kill_matrix.py {' '.join(sys.argv[1:])}",
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {seconds / 60:.1f} minutes",
-        "table": {"columns": columns, "rows": [row]},
-        "kills_by_moment": dict(report.kills),
-        "kills_by_setting": dict(sorted(report.by_setting.items())),
-        "first_micro_batch_s": {"median": round(median(waits), 2), "max": round(max(waits), 2)},
-    }
+    return measurement(
+        "kill_matrix",
+        round(len(report.wrong) / max(kills, 1), 4),
+        "violations per kill",
+        columns,
+        [row],
+        interval=[0.0, round(3.0 / kills, 4)] if kills and not report.wrong else None,  # rule of three
+        command=f"python benchmarks/chaos/kill_matrix.py {' '.join(sys.argv[1:])}",
+        machine=f"{os.cpu_count()} cores, {seconds / 60:.1f} minutes",
+        kills_by_moment=dict(report.kills),
+        kills_by_setting=dict(sorted(report.by_setting.items())),
+        first_micro_batch_s={"median": round(median(waits), 2), "max": round(max(waits), 2)},
+    )
 
 
 def parse_combo(settings: str) -> Combo:
@@ -206,8 +206,7 @@ def main() -> None:
     found = summary(report, arguments, time.monotonic() - began)
     print(json.dumps(found, indent=2), *report.wrong, sep="\n")
     if arguments.out:
-        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.out).write_text(json.dumps(found, indent=2) + "\n")
+        write_measurement(Path(arguments.out), found)
     sys.exit(bool(report.wrong))
 
 

@@ -1,1 +1,1 @@
-"""What the benchmarks that train grids of runs share."""
+"""What benchmarks share: grids of training runs, their report as a page, measurements of the documentation."""

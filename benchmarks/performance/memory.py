@@ -24,7 +24,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import lit_async_rl as rl
+from benchmarks.common.measurement import measurement, write_measurement
 
 TARGET = 7e9
 ROWS = {
@@ -152,17 +155,17 @@ def table(before: dict[str, Any], after: dict[str, Any], commit: str, date: str)
         per_s = [found["full"][name] for found in (before, after)]
         rows.append([text, *(round(x, 2) for x in per_s), *(round(x * TARGET / number, 1) for x in per_s)])
     full = after["full"]
-    return {
-        "name": "memory",
-        "value": round(full["peak"] / number, 2),
-        "unit": "bytes of peak memory per parameter",
-        "interval": None,
-        "command": "python benchmarks/performance/memory.py --model models/smollm2 --out after.json",
-        "commit": commit,
-        "date": date,
-        "machine": "one thread of a shared machine; SmolLM2-135M, float32, 2 prompts x 8 completions of 16 tokens",
-        "table": {"columns": ["", "bytes/parameter before", "after", "7B before, GB", "7B after, GB"], "rows": rows},
-    }
+    return measurement(
+        "memory",
+        round(full["peak"] / number, 2),
+        "bytes of peak memory per parameter",
+        ["", "bytes/parameter before", "after", "7B before, GB", "7B after, GB"],
+        rows,
+        command="python benchmarks/performance/memory.py --model models/smollm2 --out after.json",
+        machine="one thread of a shared machine; SmolLM2-135M, float32, 2 prompts x 8 completions of 16 tokens",
+        commit=commit,
+        date=date,
+    )
 
 
 def main() -> None:
@@ -174,12 +177,12 @@ def main() -> None:
     parser.add_argument("--table", nargs=2, type=Path)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--commit", default="")
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    parser.add_argument("--date", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.table:
         before, after = (json.loads(path.read_text()) for path in args.table)
-        args.write.write_text(json.dumps(table(before, after, args.commit, args.date), indent=2) + "\n")
+        write_measurement(args.write, table(before, after, args.commit, args.date))
     elif args.lora:
         print("RESULT", json.dumps(measure(args.model, lora=True)))
     else:

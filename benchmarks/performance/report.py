@@ -21,10 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
 import browser
 import made_runs
+
+from benchmarks.common.measurement import measurement, write_measurement
 
 
 def make(folder: Path, steps: int, rollouts: int) -> None:
@@ -86,36 +89,24 @@ def main() -> None:
     found = measure(arguments.steps, arguments.rollouts)
     print(json.dumps(found, indent=2))
     if arguments.output is not None:
-        arguments.output.write_text(
-            json.dumps(measurement(found, arguments.steps, arguments.rollouts), indent=2) + "\n"
-        )
+        write_measurement(arguments.output, summary(found, arguments.steps, arguments.rollouts))
 
 
-def measurement(found: dict[str, Any], steps: int, rollouts: int) -> dict[str, Any]:
-    """The numbers as `docs/measurements.py` reads them."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+def summary(found: dict[str, Any], steps: int, rollouts: int) -> dict[str, Any]:
+    """Summary for docs/measurements."""
     slowest = max(found["interactions_ms"], key=found["interactions_ms"].get)
-    return {
-        "name": "report",
-        "value": found["wall_s"],
-        "unit": "seconds",
-        "interval": None,
-        "command": f"python benchmarks/performance/report.py --steps {steps} --rollouts {rollouts}",
-        "commit": git.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})",
-        "table": {
-            "columns": ["of the report", "measured"],
-            "rows": [
-                ["files of the run", f"{found['run_mb']:,} MB"],
-                ["time", f"{found['wall_s']} s"],
-                ["processor time", f"{found['processor_s']} s"],
-                ["peak memory", f"{found['peak_memory_mb']:,} MB"],
-                ["size", f"{found['report_mb']} MB"],
-                [f"slowest of {len(found['interactions_ms'])} interactions ({slowest})", f"{found['slowest_ms']} ms"],
-            ],
-        },
-    }
+    rows = [
+        ["files of the run", f"{found['run_mb']:,} MB"],
+        ["time", f"{found['wall_s']} s"],
+        ["processor time", f"{found['processor_s']} s"],
+        ["peak memory", f"{found['peak_memory_mb']:,} MB"],
+        ["size", f"{found['report_mb']} MB"],
+        [f"slowest of {len(found['interactions_ms'])} interactions ({slowest})", f"{found['slowest_ms']} ms"],
+    ]
+    command = f"python benchmarks/performance/report.py --steps {steps} --rollouts {rollouts}"
+    machine = f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})"
+    columns = ["of the report", "measured"]
+    return measurement("report", found["wall_s"], "seconds", columns, rows, command=command, machine=machine)
 
 
 if __name__ == "__main__":

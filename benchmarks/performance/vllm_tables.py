@@ -1,8 +1,8 @@
 """The tables of docs/vllm.md: tokens per processor second, and what updates of the weights cost, for several models.
 
-Throughput: the same prompts and lengths, one thread, by the embedded engine, `VLLMEngine` (which returns
-log-probabilities and versions) and vLLM's own `LLM.generate` (which returns neither), each in a process of its own;
-processor time of all processes together, because the machine may be shared. Updates: see `vllm_updates.py`.
+Throughput: the same prompts and lengths, one thread, by transformers' `generate`, the embedded engine, `VLLMEngine`
+(which returns log-probabilities and versions) and vLLM's own `LLM.generate` (which returns neither), each in a process
+of its own; processor time of all processes together, because the machine may be shared. Updates: see `vllm_updates.py`.
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/performance/vllm_tables.py --models 0.6M models/smollm2
 
@@ -22,15 +22,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm_updates
-from engine import MODELS, build, workloads
+from engine import MODELS, build, run_generate, workloads
 from vllm_engine import processor_seconds
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -39,7 +41,12 @@ from lit_async_rl.engines.vllm.installation import CPU_VARIABLES, VARIABLES
 from lit_async_rl.models.loading import load_policy
 
 ROOT = Path(__file__).parents[2]
-ENGINES = {"embedded": "embedded engine", "vllm": "`VLLMEngine`", "plain": "plain `LLM.generate`"}
+ENGINES = {
+    "generate": "transformers `generate`",
+    "embedded": "embedded engine",
+    "vllm": "`VLLMEngine`",
+    "plain": "vLLM's `LLM.generate`",
+}
 KV_CACHE_GB = 0.5
 LEAST_S = 1.0  # of a measurement: the kernel counts processor time in hundredths of a second
 Sample = Callable[[Sequence[GenerationRequest]], object]
@@ -51,6 +58,12 @@ def save(name: str, folder: str) -> str:
     lm.config.eos_token_id = lm.generation_config.eos_token_id = []
     lm.save_pretrained(folder)
     return folder
+
+
+def generate(model: str, num_seqs: int, dtype: str) -> Sample:
+    """Transformers' own, in batches; each takes as long as its longest completion."""
+    lm: Any = load_policy(model).to(getattr(torch, dtype)).eval()
+    return lambda requests: run_generate(lm, list(requests), num_seqs)
 
 
 def embedded(model: str, num_seqs: int, dtype: str) -> Sample:
@@ -88,7 +101,7 @@ def plain(model: str, num_seqs: int, dtype: str) -> Sample:
 
 def throughput(args: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per processor second of one engine in each repeat, by workload; in a process of its own."""
-    start = {"embedded": embedded, "vllm": vllm, "plain": plain}[args.engine]
+    start = {"generate": generate, "embedded": embedded, "vllm": vllm, "plain": plain}[args.engine]
     sample = start(args.models[0], args.num_prompts * args.num_samples, args.dtype)
     found: dict[str, list[float]] = {}
     for lengths, requests in workloads(args).items():
@@ -143,13 +156,11 @@ def updates_of(model: str, args: argparse.Namespace) -> list[list[Any]]:
 
 def write(args: argparse.Namespace, name: str, value: float, unit: str, columns: list[str], rows: list[Any]) -> None:
     """A measurement, see docs/measurements.py."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    found = {"name": re.sub(r"\W", "_", name), "value": value, "unit": unit, "interval": None}
-    found["command"] = "python benchmarks/performance/vllm_tables.py " + " ".join(sys.argv[1:])
-    found |= {"commit": commit.strip(), "date": date.today().isoformat()}
-    found["machine"] = f"2 cores that did other work at the same time (load {os.getloadavg()[2]:.0f}), one thread"
-    text = json.dumps(found | {"table": {"columns": columns, "rows": rows}}, indent=1)
-    (args.folder / f"{found['name']}.json").write_text(text + "\n")
+    name = re.sub(r"\W", "_", name)
+    command = "python benchmarks/performance/vllm_tables.py " + " ".join(sys.argv[1:])
+    machine = f"2 cores that did other work at the same time (load {os.getloadavg()[2]:.0f}), one thread"
+    found = measurement(name, value, unit, columns, rows, command=command, machine=machine)
+    write_measurement(args.folder / f"{name}.json", found)
 
 
 def measure_rates(name: str, model: str, args: argparse.Namespace) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
 
+from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.staleness.figures import save
 from benchmarks.time_to_accuracy.report import with_interval
 from benchmarks.time_to_accuracy.statistics import SHARES, level_at, smoothed, summarize
@@ -102,16 +101,15 @@ def write_documents(table: pd.DataFrame, command: str, commit: str, root: Path) 
     columns = ["workload", "system", "seeds", "seconds per step", *(f"S({share})" for share in SHARES)]
     columns += ["over steps: S(0.95)", "final accuracy", "less synchronous", "mean staleness", "waiting"]
     columns += ["processor s per step", "cores it got", "load"]
-    measurement = dict(
-        name="time_to_accuracy",
-        value=round(best[0], 2),
-        unit="times as fast to 95 % of the synchronous rise (tools of 1.6 s, recipe, max_staleness 8)",
+    found = measurement(
+        "time_to_accuracy",
+        round(best[0], 2),
+        "times as fast to 95 % of the synchronous rise (tools of 1.6 s, recipe, max_staleness 8)",
+        columns,
+        [row for name in names for row in rows_of(table, name)],
         interval=[round(best[1], 2), round(best[2], 2)],
         command=command,
         commit=commit,
-        date=date.today().isoformat(),
         machine="two cores shared with other programs (load average in the table)",
-        table=dict(columns=columns, rows=[row for name in names for row in rows_of(table, name)]),
     )
-    path = root / "docs/measurements/time_to_accuracy.json"
-    path.write_text(json.dumps(measurement, indent=1, ensure_ascii=False) + "\n")
+    write_measurement(root / "docs/measurements/time_to_accuracy.json", found)

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.api.interrupts import CtrlC
+from lit_async_rl.api.recipe import with_recipe
 from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
@@ -36,6 +37,7 @@ def fit(
     reward: Reward | None = None,
     *,
     max_steps: int,
+    recipe: str | None = "vcpo",
     ckpt_path: str | None = None,
     **settings: Any,
 ) -> Trainer:
@@ -50,6 +52,10 @@ def fit(
         prompts: list of texts or dictionaries, `datasets.Dataset`, or source; see `InMemoryPrompts`.
         reward: `reward(prompt, completion) -> float`, plain or `async`.
         max_steps: optimizer steps.
+        recipe: what corrects stale data (`max_staleness` > 0) where the model is no `PolicyModule` and neither loss,
+            proximal policy, correction, baseline, advantage nor aggregation is given. `"vcpo"`: weights of whole
+            completions, the baseline of least variance, and a rate that follows the effective sample size
+            (arXiv:2602.17616); None: plain GRPO.
         ckpt_path: checkpoint to resume from.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
 
@@ -69,6 +75,8 @@ def fit(
             if is_module and name in OF_THE_MODULE:
                 raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
             raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
+    if not is_module:
+        settings = with_recipe(recipe, settings)
     parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
     if ckpt_path is not None:
         check_checkpoint(ckpt_path)

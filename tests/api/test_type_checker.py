@@ -31,6 +31,7 @@ rl.Trainr()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # minutes of a processor that others use, too
 def test_mypy_strict_knows_them(tmp_path):
     file = tmp_path / "sample.py"
     file.write_text(SAMPLE)

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from flow import barrier_engine, fit, make_data, make_module, parameters
+from wrong_weights import SCALED, Recording
 
 from lit_async_rl import EngineCheck, LoRA, SharedPromptPacking
 from lit_async_rl.engines.base import SamplingParams
@@ -13,28 +14,7 @@ from lit_async_rl.errors import EngineError
 from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
 
-SCALED = [
-    "embed_tokens",
-    "layers.0.self_attn.q_proj",
-    "layers.1.mlp.down_proj",
-    "layers.2.input_layernorm",
-    "model.norm",
-]
-
 COOL = SamplingParams(max_tokens=10, temperature=0.7)
-
-
-class Recording(EngineCheck):
-    """Keeps what was logged: (step, error) of each check."""
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.checks = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self._found:
-            self.checks.append((batch.step, self._found["engine/logprob_error"]))
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 class Wrong(EmbeddedEngine):

@@ -112,14 +112,17 @@ def test_2000_fuzzed_answers_are_right_or_that_servers_failure(seed, status):
 
 
 class InMemory(ServerClient):
-    """A server without a network; `mangle` makes what it answers of the right answer."""
+    """A server without a network; `mangle` makes what it answers to requests of the right answer, `break_` to all."""
 
-    def __init__(self, url, mangle):
+    def __init__(self, url, mangle=lambda right: json.dumps(right).encode(), break_=lambda right: (200, right)):
         super().__init__(url, None, 5.0, 5.0, 5.0)
-        self.mangle, self.tag = mangle, "default"
+        self.mangle, self.break_, self.tag = mangle, break_, "default"
 
     async def ask(self, method, path, timeout_s, body=None, max_bytes=0):
         await asyncio.sleep(0)
+        return self.break_(self.answer(path, body))
+
+    def answer(self, path, body):
         if path == "/update_weight_version":
             self.tag = body["new_version"]
         answers = {
@@ -129,48 +132,79 @@ class InMemory(ServerClient):
             "/collective_rpc": {"results": [REPORT]},
         }
         if path != "/inference/v1/generate" or not body:
-            return 200, json.dumps(answers.get(path, {})).encode()
+            return json.dumps(answers.get(path, {})).encode()
         span = {"version": self.tag, "start": 0, "end": body["sampling_params"]["max_tokens"]}
         token = {"token_id": 8, "logprob": -1.0}
         one = {"finish_reason": "length", "token_ids": [8] * span["end"], "weight_versions": [span]}
         one["logprobs"] = {"content": [token] * span["end"]}
         right = {"choices": [one | {"index": n} for n in range(body["sampling_params"]["n"])]}
         is_proof = body["cache_salt"].endswith("proof")
-        return 200, json.dumps(right).encode() if is_proof else self.mangle(right)
+        return json.dumps(right).encode() if is_proof else self.mangle(right)
 
 
 CONFIG = describe_config(load_config(MODEL).get_text_config())
 REPORT = {"model": CONFIG, "transformers": transformers.__version__, "dtype": "float32"}
-REPORT |= {"can_sleep": False, "problems": []}
+REPORT |= {"can_sleep": False, "problems": [], "loaded": True}
+
+
+async def sampled_by(hostile, num_rounds, before):
+    """Samples of two requests a round, by a hostile and a good server, over as many updates."""
+    book, good = RequestBook("the fleet"), InMemory("http://b:1")
+    fleet = ServerFleet([hostile, good], book, RUN, False, probe_interval_s=1e-4, recovery_timeout_s=60.0)
+    await fleet.start(Expected(CONFIG), 98, (1,), 5.0)
+    found = []
+    for number in range(num_rounds):
+        await fleet.begin_update()
+        await fleet.update(number, SimpleNamespace(staged="folder", whole=lambda: "folder", preload=number % 2 > 0))
+        fleet.end_update()
+        await before(fleet, number)
+        book.begin([2 * number, 2 * number + 1])
+        fleet.requests.submit(requests(2, first=2 * number))  # one for each
+        while book.num_running:
+            await asyncio.sleep(1e-4)
+            book.check()
+        found += book.take(0.0)
+    for watcher in fleet._watchers.values():
+        watcher.cancel()
+    return sorted((c.request_id, c.sample_index) for c in found)
+
+
+def each_once(num_rounds):
+    return [(n, i) for n in range(2 * num_rounds) for i in range(2)]
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=SEEDS)
 def test_of_2000_groups_sent_to_a_server_that_answers_nonsense_none_is_lost_or_comes_twice(seed):
     rng = random.Random(seed)
+    hostile = InMemory("http://a:1", mangle=lambda right: fuzzed(right, rng.getrandbits(63)))
 
-    async def scenario():
-        book = RequestBook("the fleet")
-        hostile = InMemory("http://a:1", lambda right: fuzzed(right, rng.getrandbits(63)))
-        good = InMemory("http://b:1", lambda right: json.dumps(right).encode())
-        fleet = ServerFleet([hostile, good], book, RUN, False, probe_interval_s=1e-4, recovery_timeout_s=60.0)
-        await fleet.start(Expected(CONFIG), 98, (1,), 5.0)
-        await fleet.begin_update()
-        await fleet.update(0, SimpleNamespace(staged="folder", whole=lambda: "folder", preload=False))
-        fleet.end_update()
-        found = []
-        for number in range(40):
-            while len(fleet.pool.servers_in) < 2:
-                await asyncio.sleep(1e-4)
-            book.begin([2 * number, 2 * number + 1])
-            fleet.requests.submit(requests(2, first=2 * number))  # one for each
-            while book.num_running:
-                await asyncio.sleep(1e-4)
-                book.check()
-            found += book.take(0.0)
-        for watcher in fleet._watchers.values():
-            watcher.cancel()
-        return found
+    async def both_are_in(fleet, number):
+        while len(fleet.pool.servers_in) < 2:
+            await asyncio.sleep(1e-4)
 
-    found = asyncio.run(asyncio.wait_for(scenario(), 60.0))
-    assert sorted((c.request_id, c.sample_index) for c in found) == [(n, i) for n in range(80) for i in range(2)]
+    found = asyncio.run(asyncio.wait_for(sampled_by(hostile, 40, both_are_in), 60.0))
+    assert found == each_once(40)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=SEEDS)
+def test_nonsense_in_answer_to_anything_else_is_that_servers_failure_too(seed):
+    """Health checks, handshakes, loading, swapping, tagging, proofs: each may be answered with nonsense."""
+    rng = random.Random(seed)
+    hostile, ins = InMemory("http://a:1"), []
+
+    def nonsense(body):
+        if rng.random() > 0.1:
+            return 200, body
+        return rng.choice([200, 200, 200, 500, 404, 302]), fuzzed(json.loads(body), rng.getrandbits(63))
+
+    async def begin(fleet, number):
+        hostile.break_ = nonsense  # not while it starts
+        ins.append(len(fleet.pool.servers_in))
+        while len(fleet.pool.servers_in) < 2 and rng.random() < 0.9:  # that it is out is no reason to wait for it
+            await asyncio.sleep(1e-4)
+
+    found = asyncio.run(asyncio.wait_for(sampled_by(hostile, 40, begin), 60.0))
+    assert found == each_once(40)
+    assert set(ins) == {1, 2}, "it never failed, or never came back"

@@ -70,7 +70,9 @@ class ServerConnection:
                 status = answer.status
         except asyncio.TimeoutError as error:
             raise ServerFailure(f"no answer to {_name(path)} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError, ValueError) as error:
+            raise ServerFailure(f"{_name(path)}: the answer is broken HTTP ({_reason(error)})") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise ServerFailure(f"cannot be reached ({_reason(error)})") from error
         if status == 401:
             raise ServerRefusal("refuses our API key: see data.engine.api_key_variable")
@@ -111,8 +113,9 @@ def _name(path: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Why a connection failed, without the address, which messages name anyway."""
+    """Why a connection failed, on one line, without the address, which messages name anyway."""
     cause: Any = getattr(error, "os_error", error)
     number = getattr(cause, "errno", None)
     known = os.strerror(number) if isinstance(number, int) and number > 0 else getattr(cause, "strerror", None)
-    return known or str(error) or type(error).__name__
+    text = known or getattr(error, "message", None) or str(error)
+    return " ".join(str(text).split())[:200] or type(error).__name__
