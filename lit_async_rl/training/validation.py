@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,8 @@ class Validator(torch.nn.Module):
             self._is_checked = True
             engine = data.engine.around(own, data.codec)
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s
-            found = run_requests(engine, requests, *limits, data.note_progress)
-        engine.close()
+            with closing(engine):
+                found = run_requests(engine, requests, *limits, data.note_progress)
         stop = data.val_sampling.stop
         texts = [[data.codec.decode(c.token_ids, stop if c.turns is None else ()) for c in row] for row in found]
         rewards = [[completion.reward for completion in completions] for completions in found]

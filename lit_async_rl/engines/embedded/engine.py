@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import NewBatch, NewestUpdate, RequestQueue, Update, check_request
 from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
@@ -63,6 +64,7 @@ class EmbeddedEngine(RolloutEngine):
     """
 
     records_heads = records_entropy = records_experts = takes_changes = True
+    cache_class: type[SlotCache] = SlotCache
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class EmbeddedEngine(RolloutEngine):
         if self._max_model_len is not None and self._max_model_len > limit:
             raise ValueError(f"data.engine.max_model_len={self._max_model_len} exceeds the model's context of {limit}")
         self._max_model_len = self._max_model_len or limit
-        self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights)
+        self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights, self.cache_class)
         if self.self_check and not owns_weights:
             check_decoding(self._slots, self.num_slots)
 
