@@ -68,11 +68,11 @@ from .data.module import RolloutDataModule as RolloutDataModule
 from .data.settings import Limits as Limits
 from .data.settings import Scoring as Scoring
 from .data.settings import Validation as Validation
-from .engines.base import Completion as Completion
-from .engines.base import GenerationRequest as GenerationRequest
 from .engines.base import RolloutEngine as RolloutEngine
-from .engines.base import SamplingParams as SamplingParams
 from .engines.embedded.engine import EmbeddedEngine as EmbeddedEngine
+from .engines.requests import Completion as Completion
+from .engines.requests import GenerationRequest as GenerationRequest
+from .engines.requests import SamplingParams as SamplingParams
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
 from .engines.vllm.file_transfer import FileTransfer as FileTransfer
 from .engines.vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer

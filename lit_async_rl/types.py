@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.expert_choices import ExpertChoices
+from lit_async_rl.messages import checked_messages
 from lit_async_rl.sampler_head import SamplerHead
 
 FinishReason = Literal["stop", "length", "abort"]
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,24 +56,6 @@ class Prompt:
             object.__setattr__(self, "text", rendering)
         elif self.text is None:
             raise ValueError("a prompt needs text or messages")
-
-
-def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
-    """Validates a conversation that a completion can follow, and drops keys that are None (as tables have them).
-
-    Raises:
-        ValueError: it is malformed, or ends with a system or developer message.
-    """
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"messages must be a list of at least one message, got {str(messages)[:80]!r}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            raise ValueError(f"message {number} must have a role, one of {', '.join(ROLES)}: {str(message)[:80]!r}")
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"message {number} must have text as its content: {str(message)[:80]!r}")
-    if messages[-1]["role"] in ("system", "developer"):
-        raise ValueError(f"the last message must be from the user, a tool or the assistant, not {messages[-1]['role']}")
-    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class JournalIO(AtomicCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
-        if not self._disk_is_full:
+        if not self.disk_is_full:
             say("written", Path(path).name)
 
 

@@ -7,7 +7,6 @@ prints one line of JSON.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -20,76 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from measuring import Skip, mismatch, model, requests, require, timed
+from transformers import LlamaForCausalLM
+from vllm_checks import ipc, nccl, sleep, vllm, vllm_delta
 
 from lit_async_rl.assets import asset
-from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 
 ROOT = Path(__file__).parents[2]
-SMALL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, vocab_size=98)
-LARGE = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, vocab_size=32_000)
-
-
-class Skip(Exception):
-    """The check cannot run here; says why."""
-
-
-def require(is_true: bool, message: str) -> None:
-    """Fails the check."""
-    if not is_true:
-        raise RuntimeError(message)
-
-
-def model(device: str, dtype: torch.dtype = torch.float32, small: bool = False, **changes: Any) -> LlamaForCausalLM:
-    """Random weights that never sample an end of text; large on a GPU."""
-    torch.manual_seed(0)
-    sizes = SMALL if device == "cpu" or small else LARGE
-    config = LlamaConfig(**sizes, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0, **changes)
-    lm = LlamaForCausalLM(config)
-    lm.generation_config.eos_token_id = None
-    return lm.to(device, dtype).eval()
-
-
-def timed(work: Callable[[], object], device: str, repeats: int = 3) -> float:
-    """Seconds of the fastest of some repeats, after one for warming up."""
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
-def requests(lm: LlamaForCausalLM, number: int, samples: int, prompt: int, new: int) -> list[GenerationRequest]:
-    """Random prompts."""
-    generator = torch.Generator().manual_seed(1)
-    size = lm.config.vocab_size
-    prompts = torch.randint(2, size, (number, prompt), generator=generator).tolist()
-    sampling = SamplingParams(max_tokens=new)
-    return [
-        GenerationRequest(id=n, prompt_ids=tuple(ids), num_samples=samples, sampling=sampling)
-        for n, ids in enumerate(prompts)
-    ]
-
-
-def mismatch(lm: LlamaForCausalLM, asked: list[GenerationRequest], results: list) -> float:
-    """Largest difference between an engine's log-probabilities and those of a forward pass."""
-    worst = 0.0
-    for request, completions in zip(asked[:2], results, strict=False):
-        for completion in completions[:2]:
-            ids = torch.tensor([request.prompt_ids + completion.token_ids], device=lm.device)
-            with torch.no_grad():
-                log_p = lm(input_ids=ids).logits[0].float().log_softmax(-1)
-            start = len(request.prompt_ids)
-            expected = log_p[start - 1 : -1].gather(-1, ids[0, start:, None])[:, 0].cpu()
-            worst = max(worst, (torch.tensor(completion.logprobs) - expected).abs().max().item())
-    return worst
 
 
 def machine(device: str) -> dict[str, float]:
@@ -205,95 +144,6 @@ def fsdp2(device: str) -> dict[str, float]:
     overlay += ["--trainer.strategy.init_args.data_parallel_size", "1", "--trainer.devices", "1"]
     _train(*overlay, "--trainer.accelerator", "gpu" if device == "cuda" else "cpu")
     return {"seconds": time.perf_counter() - began}
-
-
-def _vllm(device: str, **settings: Any) -> dict[str, float]:
-    if importlib.util.find_spec("vllm") is None:
-        raise Skip("vLLM is not installed")
-    from lit_async_rl.engines.vllm.engine import VLLMEngine
-
-    lm = model(device, small=True)
-    other = LlamaForCausalLM(lm.config).to(device).eval()
-    engine = VLLMEngine(max_num_seqs=64, kv_cache_memory_gb=0.25, max_model_len=512, **settings)
-    with tempfile.TemporaryDirectory() as folder:
-        lm.save_pretrained(folder)
-        engine.setup(folder)
-    try:
-        worst = 0.0
-        for version, policy in enumerate([lm, other, lm]):
-            engine.load_weights(version, policy.named_parameters())
-            asked = requests(lm, 4, 8, 24, 64)
-            worst = max(worst, mismatch(policy, asked, run_requests(engine, asked)))
-        require(worst < 1e-3, f"log-probabilities differ by {worst:.2g}")
-        seconds = timed(lambda: run_requests(engine, asked), device, repeats=1)
-        return {"tokens_per_s": 4 * 8 * 64 / seconds, "error": worst, "pause_ms": 1e3 * engine.update_pauses_s[-1]}
-    finally:
-        engine.close()
-
-
-def vllm(device: str) -> dict[str, float]:
-    """VLLMEngine samples from the weights of each update."""
-    return _vllm(device)
-
-
-def vllm_delta(device: str) -> dict[str, float]:
-    """The same when updates hold only what has changed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Skip("vLLM is not installed")
-    from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
-
-    return _vllm(device, transfer=SharedMemoryTransfer(delta=True))
-
-
-def sleep(device: str) -> dict[str, float]:
-    """VLLM frees most of its memory at both levels of sleep, and then samples from the new weights."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Skip("vLLM is not installed")
-    from lit_async_rl.engines.vllm.engine import VLLMEngine
-
-    if device == "cpu":
-        raise Skip("vLLM's CPU build has no sleep mode")
-    lm, numbers = model(device, small=True), {}
-    for level in (1, 2):
-        engine = VLLMEngine(max_num_seqs=64, kv_cache_memory_gb=2.0, max_model_len=512, sleep_level=level)
-        with tempfile.TemporaryDirectory() as folder:
-            lm.save_pretrained(folder)
-            engine.setup(folder)
-        try:
-            for version in range(2):
-                engine.load_weights(version, lm.named_parameters())
-                asked = requests(lm, 4, 8, 24, 64)
-                error = mismatch(lm, asked, run_requests(engine, asked))
-                require(error < 1e-3, f"log-probabilities differ by {error:.2g} after level {level}")
-                awake = torch.cuda.mem_get_info()[0]
-                engine.sleep()
-                freed = (torch.cuda.mem_get_info()[0] - awake) / 2**30
-                require(freed > 1.8, f"level {level} frees {freed:.2f} GiB of a cache of 2")
-            numbers |= {f"freed_{level}_gib": freed}
-        finally:
-            engine.close()
-    return numbers
-
-
-def _gpu_transfer(device: str, kind: str) -> dict[str, float]:
-    if device == "cpu":
-        raise Skip("moves weights from GPU to GPU")
-    import lit_async_rl
-
-    if kind == "NcclTransfer" and torch.cuda.device_count() < 2:
-        raise Skip("trainer and vLLM need a GPU each: there is one")
-    gpus = {"device_ids": [1]} if kind == "NcclTransfer" else {}
-    return _vllm(device, transfer=getattr(lit_async_rl, kind)(), gpu_memory_utilization=0.4, **gpus)
-
-
-def ipc(device: str) -> dict[str, float]:
-    """The same with weights that stay on the GPU."""
-    return _gpu_transfer(device, "IpcTransfer")
-
-
-def nccl(device: str) -> dict[str, float]:
-    """The same with weights that go to another GPU."""
-    return _gpu_transfer(device, "NcclTransfer")
 
 
 def overlap(device: str) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""Cost of the timeline: processor time of a training step with and without it, in alternating runs of the quick start.
+"""Cost of the timeline in processor time, as a share of a step of the quick start.
 
-Both runs of a pair do the same work to the bit (`FixedLag`), and what is measured is processor time of all threads. The
-share is the median over pairs, with a bootstrap interval. Runs differ by more than the timeline costs, so that time is
-also measured directly: processor time inside of its hooks, of `Lane.add` and of the thread that writes, as a share of
-the step.
+Measured in two ways. Directly: processor time inside of its own code (hooks, `Lane.add`, `ScoreSpans`, the thread that
+writes), less what reading the clock takes; the median of three runs. And in alternating runs with and without it, which
+do the same work to the bit (`FixedLag`): processor time of all threads, median over pairs with a bootstrap interval.
+Runs differ by more than the timeline costs, so the first number is the one to go by.
 
-    python benchmarks/performance/timeline.py --output timeline.json
+    python benchmarks/performance/timeline.py --pairs 8 --output docs/measurements/timeline.json
 """
 
 from __future__ import annotations
@@ -13,24 +13,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import logging
+import os
 import random
 import statistics
+import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.rewards.score_spans import ScoreSpans
 from lit_async_rl.utils.spans import Lane, Spans
 from lit_async_rl.utils.trace_file import TraceWriter
 
-WARM_UP = 5  # steps
+WARM_UP, DIRECT_RUNS = 5, 3  # steps, runs
+HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+OWN = (
+    *((Timeline, hook) for hook in HOOKS),
+    *((Lane, "add"), (ScoreSpans, "add"), (ScoreSpans, "flush"), (TraceWriter, "_write"), (Spans, "take")),
+)
 
 
 class Clock(pl.Callback):
@@ -61,38 +73,53 @@ def one_run(steps: int, has_timeline: bool) -> float:
     return clock.seconds / steps
 
 
-@contextlib.contextmanager
-def counted(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
-    """Context in which the processor time inside of a method is added to `spent`."""
-    method = getattr(owner, name)
+class Meter:
+    """Processor time inside of methods, in all threads. Of methods that call each other the outer one counts.
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        began = time.thread_time()
+    Attributes:
+        spent: seconds of each call by name, less those of reading the clock.
+    """
+
+    def __init__(self) -> None:
+        self.spent: defaultdict[str, list[float]] = defaultdict(list)
+        self._inside = threading.local()
+
+    @contextlib.contextmanager
+    def over(self, owner: Any, name: str) -> Iterator[None]:
+        """Context in which the calls of a method are measured."""
+        method, clock = getattr(owner, name), time.thread_time
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "is_so", False):
+                return method(*args, **kwargs)
+            self._inside.is_so = True
+            clock()  # into the processor's cache
+            before, began = clock(), clock()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.spent[f"{owner.__name__}.{name}"].append(clock() - began - (began - before))
+                self._inside.is_so = False
+
+        setattr(owner, name, wrapper)
         try:
-            return method(*args, **kwargs)
+            yield
         finally:
-            spent.append(time.thread_time() - began)
-
-    setattr(owner, name, wrapper)
-    try:
-        yield
-    finally:
-        setattr(owner, name, method)
+            setattr(owner, name, method)
 
 
 def direct_share(steps: int) -> float:
-    """Processor time of the timeline's own code as a share of that of a step."""
-    spent: list[float] = []
-    hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+    """Processor time of the timeline's own code as a share of that of a step; prints what it consists of."""
+    meter = Meter()
     with contextlib.ExitStack() as stack:
-        for owner, name in [*((Timeline, hook) for hook in hooks), (TraceWriter, "_write"), (Spans, "take")]:
-            stack.enter_context(counted(owner, name, spent))
-        before = one_run(steps, True)
-        in_hooks = sum(spent)
-    spent.clear()
-    with counted(Lane, "add", spent):
-        one_run(steps, True)
-    return (in_hooks + sum(spent)) / (steps + WARM_UP) / before
+        for owner, name in OWN:
+            stack.enter_context(meter.over(owner, name))
+        step_s = one_run(steps, True)
+    total_s = step_s * (steps + WARM_UP)
+    for name, spent in meter.spent.items():
+        each, calls = 1e6 * sum(spent) / len(spent), len(spent) / (steps + WARM_UP)
+        print(f"{name}: {sum(spent) / total_s:.3%} of a step, {calls:.1f} calls of {each:.1f} us", flush=True)
+    return sum(map(sum, meter.spent.values())) / total_s
 
 
 def interval(shares: list[float], rounds: int = 2000) -> list[float]:
@@ -105,7 +132,7 @@ def interval(shares: list[float], rounds: int = 2000) -> list[float]:
 def main() -> None:
     """Command line; `--output` also writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="measurement for the documentation, as JSON")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=25)
     args = parser.parse_args()
@@ -116,12 +143,28 @@ def main() -> None:
         seconds = {has: one_run(args.steps, has) for has in order}
         shares.append(seconds[True] / seconds[False] - 1)
         print(f"{seconds[False]:.4f} s a step, with the timeline {shares[-1]:+.2%}", flush=True)
-    direct = statistics.median(direct_share(args.steps) for _ in range(3))
-    found = {"direct": direct, "median": statistics.median(shares), "interval": interval(shares), "shares": shares}
-    print(f"in the timeline's code {direct:.3%} of a step")
-    print(f"median {found['median']:+.2%}, 95 % interval {found['interval'][0]:+.2%} .. {found['interval'][1]:+.2%}")
+    direct = [direct_share(args.steps) for _ in range(DIRECT_RUNS)]
+    low, high = interval(shares)
+    print(f"in the timeline's code {', '.join(f'{share:.3%}' for share in sorted(direct))} of a step")
+    print(f"median of pairs {statistics.median(shares):+.2%}, 95 % interval {low:+.2%} .. {high:+.2%}")
     if args.output is not None:
-        args.output.write_text(json.dumps(found, indent=2) + "\n")
+        write_measurement(args.output, summary(direct, shares, args.pairs))
+
+
+def summary(direct: list[float], shares: list[float], pairs: int) -> dict[str, Any]:
+    """Summary for docs/measurements."""
+    value, unit = round(100 * statistics.median(direct), 2), "% of a step's processor time, in the timeline's own code"
+    low, high = interval(shares)
+    rows = [
+        ["in the timeline's own code, median of three runs", f"{value} %"],
+        ["in the timeline's own code, lowest and highest", f"{min(direct):.2%}, {max(direct):.2%}".replace("%", " %")],
+        [f"runs with it against runs without it, median of {pairs} pairs", f"{100 * statistics.median(shares):+.1f} %"],
+        ["the same, 95 % interval", f"{100 * low:+.1f} to {100 * high:+.1f} %"],
+    ]
+    command = f"python benchmarks/performance/timeline.py --pairs {pairs}"
+    machine = f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})"
+    columns = ["of a step's processor time", "measured"]
+    return measurement("timeline", value, unit, columns, rows, command=command, machine=machine)
 
 
 if __name__ == "__main__":

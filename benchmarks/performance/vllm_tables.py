@@ -107,14 +107,16 @@ def throughput(args: argparse.Namespace) -> dict[str, list[float]]:
     for lengths, requests in workloads(args).items():
         num_tokens = sum(request.num_samples * request.sampling.max_tokens for request in requests)
         sample(requests)  # warms up
-        began = processor_seconds()
-        sample(requests)
-        num_runs = math.ceil(LEAST_S / max(0.01, processor_seconds() - began))
-        for _ in range(args.repeats):
+        num_runs, rates = 1, found.setdefault(lengths, [])
+        while len(rates) < args.repeats:
             began = processor_seconds()
             for _ in range(num_runs):
                 sample(requests)
-            found.setdefault(lengths, []).append(num_runs * num_tokens / (processor_seconds() - began))
+            took = processor_seconds() - began
+            if took >= LEAST_S:
+                rates.append(num_runs * num_tokens / took)
+            else:
+                num_runs = math.ceil(1.2 * num_runs * LEAST_S / max(0.01, took))
     return found
 
 

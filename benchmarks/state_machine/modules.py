@@ -20,6 +20,7 @@ from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.data.rollout_source import RolloutSource
+from lit_async_rl.data.settings import Limits
 from lit_async_rl.data.shared_source import SharedSource
 from lit_async_rl.data.step_batches import StepBatches
 from lit_async_rl.engines.base import SamplingParams
@@ -93,7 +94,7 @@ class VirtualData(RolloutDataModule):
         self.tape = None
         groups = settings.groups_per_step
         engine = VirtualEngine(settings.in_flight)
-        self._source = RolloutSource(engine, "", self._slots, self._make_producer, groups, groups, None, 3)
+        self._source = RolloutSource(engine, "", self._slots, self._make_producer, groups, groups, None, Limits())
         collate = partial(collate_step, advantage=Raw(), pad_token_id=0, temperature=1.0)
         self._batches = StepBatches(
             self._source, collate, TokenMean(), groups, settings.micro_batches, settings.streams

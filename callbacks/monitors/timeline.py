@@ -36,7 +36,7 @@ class Timeline(pl.Callback):
     | category | spans |
     |---|---|
     | `engine` | `prefill`, `decode` (with `version`, `slots`, `tokens`), `idle`, `update_weights` |
-    | `reward` | `score` (with the first `group`; `ok`) |
+    | `reward` | `score` (with the first `group`, the number of `completions`; `ok`) |
     | `environment` | `answer` |
     | `trainer` | `wait`, `forward_backward` (with `step`, `micro_batch`, `versions`, `staleness`), `optimizer`, |
     | | `publish`, `checkpoint`, `validation` |

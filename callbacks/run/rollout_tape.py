@@ -79,10 +79,15 @@ class RolloutTape(pl.Callback):
             self._writer.close(self.full_disk_timeout_s)
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """Flushes the tape and releases its folder; Lightning does not call `teardown` after an exception."""
         self._flush()
+        self._release()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Releases the lock of the folder."""
+        self._release()
+
+    def _release(self) -> None:
         if self._writer is not None:
             self._writer.release()
 

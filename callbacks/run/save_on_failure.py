@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.errors import EngineError, NonFiniteError, ProducerError, StalledError
+from lit_async_rl.errors import EngineError, NonFiniteError, ProducerError, StalledError, describe
 from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -39,7 +39,13 @@ class SaveOnFailure(Checkpoint):
         stats = data.stats() if isinstance(data, RolloutDataModule) else None
         if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # there is nothing to keep
             return
-        self.path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")
-        trainer.save_checkpoint(self.path)
-        finish_saving(trainer)
-        log.warning("saved %s after step %d, with all finished rollouts", self.path, trainer.global_step)
+        path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")
+        try:
+            trainer.save_checkpoint(path)
+            is_saved = finish_saving(trainer)
+        except Exception as error:  # the run ends with the error that it has, and its engine is closed
+            log.warning("%s was not saved: %s", path, describe(error))
+            return
+        if is_saved:
+            self.path = path
+            log.warning("saved %s after step %d, with all finished rollouts", path, trainer.global_step)

@@ -29,7 +29,7 @@ class SaveOnSigterm(Checkpoint):
     groups, so the grace period before SIGKILL must cover a step and their sampling.
 
     Attributes:
-        path: of the checkpoint; None before.
+        path: of the checkpoint, also if a full disk did not take it; None before.
         signal_name: what the log calls the signal; Ctrl-C becomes SIGTERM in the command line.
     """
 
@@ -67,10 +67,13 @@ class SaveOnSigterm(Checkpoint):
     def _save(self, trainer: AnyTrainer) -> None:
         self.path = str(Path(checkpoint_folder(trainer)) / "last.ckpt")
         trainer.save_checkpoint(self.path)
-        finish_saving(trainer)
+        is_saved = finish_saving(trainer)
         trainer.should_stop = True
         name, step = self.signal_name, trainer.global_step
-        log.warning("%s: saved %s after step %d; resume with --ckpt_path", name, self.path, step)
+        if is_saved:
+            log.warning("%s: saved %s after step %d; resume with --ckpt_path", name, self.path, step)
+        else:
+            log.warning("%s: the run ends after step %d, and %s could not be written", name, step, self.path)
 
 
 def _end_validation(*_: Any) -> None:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lit_async_rl.callbacks.parts import policy_module
 from lit_async_rl.models.loading import receive_weights
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.weights import is_sharded
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -22,7 +23,7 @@ class ReferenceReset(pl.Callback):
         every_n_steps: optimizer steps between resets.
 
     Raises:
-        ValueError: `every_n_steps` is not positive, or the run has no reference.
+        ValueError: `every_n_steps` is not positive; when training starts, there is no reference, or it is sharded.
     """
 
     def __init__(self, every_n_steps: int) -> None:
@@ -32,9 +33,14 @@ class ReferenceReset(pl.Callback):
         self._last = 0
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks that there is a reference policy."""
+        """Checks that there is a reference policy, whole on every rank."""
         self._last = 0
         _reference(pl_module)
+        if is_sharded(trainer.strategy.model or pl_module):
+            raise ValueError(
+                f"ReferenceReset with trainer.strategy={type(trainer.strategy).__name__}, which shards the reference: "
+                "only whole weights can be copied to it. Leave ReferenceReset out, or use DDP"
+            )
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from lit_async_rl.baselines.layer_norms import InputGrams, LayerRecord, layer_squared_norms, own_parameters
 from lit_async_rl.baselines.packed_rows import gathered, own_positions, packed
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.packing import PackedRows
+from lit_async_rl.models.packed_rows import PackedRows
 from lit_async_rl.models.policy import CausalPolicy
 
 

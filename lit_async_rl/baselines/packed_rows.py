@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_async_rl.models.packing import PackedRows
+from lit_async_rl.models.packed_rows import PackedRows
 
 
 def gathered(values: Float[Tensor, "R L H"], rows: PackedRows) -> Float[Tensor, "B T H"]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lit_async_rl.report.html import write_report
 from lit_async_rl.report.run_data import RunData
 from lit_async_rl.report.server import HOST, ReportServer
 from lit_async_rl.utils.arguments import OneLineParser
+from lit_async_rl.utils.trace_file import merge_traces, trace_files
 
 PORT = 8765
 
@@ -23,9 +25,12 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("other", nargs="?", help="folder of a second run to compare with")
     parser.add_argument("--out", default="report.html", help="file to write (default: %(default)s)")
     parser.add_argument("--tape", help="folder of the run's rollout tape (default: RUN/tape)")
+    parser.add_argument("--trace", help="also write the timeline of all ranks to this file, for ui.perfetto.dev")
     arguments = parser.parse_args(args)
     try:
         path = write_report(arguments.run, arguments.other, arguments.out, arguments.tape)
+        if arguments.trace is not None:
+            merge_traces(trace_files(Path(arguments.run, "timeline")), Path(arguments.trace))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

@@ -23,11 +23,14 @@ class StepFeed:
     Args:
         trainer: stopped when there is no next step.
         micro_batches_per_step: number in each step.
-        next_step: returns micro-batches of the next step for this rank (all, or some of them); None ends training.
+        next_step: of a trainer: its rank's micro-batches of the next step (all, or some); None ends training.
     """
 
     def __init__(
-        self, trainer: AnyTrainer, micro_batches_per_step: int, next_step: Callable[[], list[RolloutBatch] | None]
+        self,
+        trainer: AnyTrainer,
+        micro_batches_per_step: int,
+        next_step: Callable[[AnyTrainer], list[RolloutBatch] | None],
     ) -> None:
         self._trainer, self._micro_batches_per_step, self._next_step = trainer, micro_batches_per_step, next_step
         self._micro_batches: list[RolloutBatch] = []
@@ -42,7 +45,7 @@ class StepFeed:
 
     def __next__(self) -> RolloutBatch:
         if not self._micro_batches:
-            step = self._next_step()
+            step = self._next_step(self._trainer)
             if step is None:
                 if self._trainer.world_size > 1:  # agreed upon by all ranks; Lightning's own flag is not
                     raise SIGTERMException

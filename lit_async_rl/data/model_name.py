@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.types import Prompt
 
 
 class ModelName(pl.LightningDataModule):
@@ -27,7 +28,8 @@ class ModelName(pl.LightningDataModule):
         """Sets the name of the model, unless one was given."""
         if self.model is None:
             self._codec = TextCodec(model)
-            self.model = self._source.model = model
+            self.model = model
+            self._source.use_model(model)
 
     @property
     def codec(self) -> TextCodec:
@@ -39,3 +41,7 @@ class ModelName(pl.LightningDataModule):
         if self._codec is None:
             raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
         return self._codec
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        return self.codec.encode(prompt)

@@ -1,7 +1,6 @@
 """LightningDataModule of rollouts: owns engine and producer, and yields the micro-batches of each optimizer step.
 
-Lightning's loop waits in `next(feed)` for the groups of a step: in `Producer.take`, which has a timeout and notices
-SIGTERM and dead threads. Nothing here waits for the trainer.
+Lightning's loop waits in `next(feed)`, in `Producer.take`, which has a timeout and notices SIGTERM and dead threads.
 """
 
 from __future__ import annotations
@@ -12,17 +11,8 @@ from functools import partial
 from typing import Any
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
+from lit_async_rl.data import compatibility
 from lit_async_rl.data.collate import collate_step
-from lit_async_rl.data.compatibility import (
-    check_bound,
-    check_bound_change,
-    check_engine,
-    check_intake,
-    check_micro_batches,
-    check_sleep,
-    check_step,
-    open_tape,
-)
 from lit_async_rl.data.dataloaders import StepFeed
 from lit_async_rl.data.held_out import HeldOut
 from lit_async_rl.data.model_name import ModelName
@@ -103,49 +93,43 @@ class RolloutDataModule(ModelName):
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         super().__init__(model)
-        if prompts is None:
-            raise ValueError("data.prompts is not set")
+        self.prompts = as_source(prompts, "data.prompts")
         if reward is not None and not callable(reward):
             raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
         check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
         check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
         check_objects("data", replay=replay, limits=limits)
-        source = as_source(prompts, "data.prompts")
         self.admission, self.intake = admission or Bounded(), intake or Intake()
-        self.tape = open_tape(self.admission) if isinstance(self.admission, FromTape) else None
+        self.tape = compatibility.open_tape(self.admission) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(scores=reward is None)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
-        self.prompts, self.reward = source, reward
-        self.groups_per_step, self.group_size = groups_per_step, group_size
+        self.reward, self.groups_per_step, self.group_size = reward, groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
-        sizes = dict(groups_per_step=groups_per_step, group_size=group_size)
-        check_range("data", "positive", **sizes, micro_batches_per_step=micro_batches_per_step)
+        check_range("data", "positive", groups_per_step=groups_per_step, group_size=group_size)
+        check_range("data", "positive", micro_batches_per_step=micro_batches_per_step)
         check_range("data", "positive", weight_sync_steps=weight_sync_steps)
         self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
         self.sampling, self.scoring, self.limits, self.replay = sampling, scoring, limits, replay
-        unrecorded = replace(sampling, head=None, experts=False)
-        self.validation, self.val_sampling = validation, validation.sampling or unrecorded
-        check_bound(self.admission, max_staleness)
-        check_engine(engine, reward, self.admission, sampling)
-        check_sleep(engine, max_staleness, self.intake)
-        check_intake(self.intake, self.admission, replay is not None)
-        check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
-        check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
-        self.keep_groups_whole = False
+        self.validation, self.keep_groups_whole = validation, False
+        self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
+        compatibility.check_bound(self.admission, max_staleness)
+        compatibility.check_engine(engine, reward, self.admission, sampling)
+        compatibility.check_sleep(engine, max_staleness, self.intake)
+        compatibility.check_intake(self.intake, self.admission, replay is not None)
+        compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
+        compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        self.stream = PromptStream(source, seed=self.intake.seed)
+        self.stream = PromptStream(self.prompts, seed=self.intake.seed)
         self._bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
-        encode = lambda prompt: self.codec.encode(prompt)  # noqa: E731  the tokenizer may come later
-        self.held_out = HeldOut(validation, encode, partial(scoring.make_scorer, reward))
+        self.held_out = HeldOut(validation, self.encode, partial(scoring.make_scorer, reward))
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
         self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self._bound)
         made = engine, self.model, self._slots, self._make_producer, self.groups_per_step, self.fresh_per_step
-        limits = self.limits.engine_restarts, self.limits.rollout_timeout_s
-        self._source = RolloutSource(*made, self.replay, *limits)
+        self._source = RolloutSource(*made, self.replay, self.limits)
         sizes = self.groups_per_step, self.micro_batches_per_step, self.intake.stream_groups
         self._batches = StepBatches(self._source, self._collate, self.aggregation, *sizes)
         self.shared_source = SharedSource(self._source, self._batches)
@@ -192,7 +176,7 @@ class RolloutDataModule(ModelName):
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the staleness bound during training; groups already admitted keep theirs."""
-        check_bound_change(self.admission, max_staleness)
+        compatibility.check_bound_change(self.admission, max_staleness)
         if max_staleness != self.max_staleness:
             self.shared_source.set_max_staleness(max_staleness)
 
@@ -207,8 +191,7 @@ class RolloutDataModule(ModelName):
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
         """Micro-batches as a sized iterable; a `DataLoader` has nothing to add, because they are already collated."""
-        next_step = partial(self.shared_source.next_step, self._trainer)
-        return StepFeed(self._trainer, self.micro_batches_per_step, next_step)
+        return StepFeed(self._trainer, self.micro_batches_per_step, self.shared_source.next_step)
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""

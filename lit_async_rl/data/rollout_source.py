@@ -5,18 +5,14 @@ All methods are called from the trainer's thread.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from torch import Tensor
 
+from lit_async_rl.data.replaceable_engine import ReplaceableEngine
+from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.errors import EngineDown, InvariantError, ProducerError, SetupError, StalledError
 from lit_async_rl.prompts.usable import UsablePrompts
 from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
@@ -27,12 +23,7 @@ from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutGroup
-from lit_async_rl.utils.patience import announced
 from lit_async_rl.utils.spans import Spans
-
-CLOSE_S = 10.0  # of an engine that broke
-STOP_S = 30.0  # of one that works, at the end
-log = logging.getLogger(__name__)
 
 
 class RolloutSource:
@@ -46,8 +37,7 @@ class RolloutSource:
         groups_per_step: returned for one step.
         fresh_per_step: how many of them come from the producer.
         replay: supplies the others; None if all are fresh.
-        engine_restarts: see `RolloutDataModule`.
-        timeout_s: timeout of engine calls, see `EngineCalls`.
+        limits: restarts of the engine, and timeout of its calls.
     """
 
     def __init__(
@@ -59,20 +49,26 @@ class RolloutSource:
         groups_per_step: int,
         fresh_per_step: int,
         replay: ReplayBuffer | None,
-        engine_restarts: int = 0,
-        timeout_s: float = 600.0,
+        limits: Limits,
     ) -> None:
-        self.engine, self.model, self.admission, self.replay = engine, model, admission, replay
-        self.groups_per_step, self.fresh_per_step = groups_per_step, fresh_per_step
-        self._make_producer, self._timeout_s = make_producer, timeout_s
+        self.admission, self.replay = admission, replay
+        self.groups_per_step, self.fresh_per_step, self._make_producer = groups_per_step, fresh_per_step, make_producer
+        self._holder = ReplaceableEngine(engine, model, limits)
         self._producer: Producer | Replay | None = None
         self._saved: dict[str, Any] = {}  # by the run that this one resumes
         self._step_began = -1  # the step whose groups were handed out last
-        self._is_set_up = False
         self._replay_before: Snapshot | None = None  # the step's groups were mixed
         self._taken: list[RolloutGroup] = []  # by a call of `take` that has not returned yet
-        self.engine_restarts, self._restarts_in_a_row = engine_restarts, 0
         self._spans: Spans | None = None
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine in use; another one after a restart."""
+        return self._holder.engine
+
+    def use_model(self, model: str) -> None:
+        """Sets the model that the engine loads."""
+        self._holder.model = model
 
     def observe(self, spans: Spans) -> None:
         """Records in a timeline what producer, engine and rewards do."""
@@ -84,20 +80,11 @@ class RolloutSource:
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads new weights into the engine; the first call also sets it up."""
-        calls = EngineCalls(self.engine, self._timeout_s)
-        if not self._is_set_up:
-            self._set_up(calls)
-            self._is_set_up = True
+        self._holder.set_up()
         if isinstance(self._producer, Producer):
             self._producer.listener.load_weights(version, weights)
         else:
-            calls.load_weights(version, weights)
-
-    def _set_up(self, calls: EngineCalls) -> None:
-        if self.model is None:
-            raise SetupError("data.model is not set")
-        with announced(f"{calls.name} to start: it loads the model, and may compile"):
-            calls.setup(self.model)
+            self._holder.calls.load_weights(version, weights)
 
     def start(self, version: int, step: int) -> None:
         """Starts the background thread, from the restored state if there is one; the engine has its weights."""
@@ -170,7 +157,8 @@ class RolloutSource:
                 self._taken = []
                 return None
             self._taken.append(group)
-        groups, self._taken, self._restarts_in_a_row = self._taken, [], 0
+        groups, self._taken = self._taken, []
+        self._holder.note_step()
         check_bound(groups, producer.version)
         if isinstance(producer, Producer):
             producer.rest()
@@ -180,11 +168,7 @@ class RolloutSource:
         """Raises errors that another engine would not fix."""
         if not isinstance(producer, Producer) or producer.listener.engine_error is None:
             raise error
-        if self._restarts_in_a_row >= self.engine_restarts:
-            if self.engine_restarts:
-                log.warning(
-                    "the engine fails still after data.limits.engine_restarts=%d in a row", self.engine_restarts
-                )
+        if not self._holder.may_restart:
             raise error
 
     def restart_engine(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -197,38 +181,12 @@ class RolloutSource:
         error = producer.listener.engine_error if isinstance(producer, Producer) else None
         if not isinstance(producer, Producer) or error is None:
             raise InvariantError("an engine that works is to be restarted")
-        self._restarts_in_a_row += 1
-        is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
-        self._end_engine(error)
-        try:
-            self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
-            calls = EngineCalls(self.engine, self._timeout_s)
-            self._set_up(calls)
-            calls.load_weights(producer.version, weights)
-        except Exception as failure:
-            producer.listener.engine_error = failure
-            log.warning("a new engine did not start after %s: %s", type(error).__name__, failure)
-            return
-        num_groups = producer.replace_engine(self.engine)
-        log.warning(
-            "the engine was restarted (%d of data.limits.engine_restarts=%d in a row), with the weights of version %d; "
-            "%d groups are sampled again, finished ones are kept. %s: %s",
-            *(self._restarts_in_a_row, self.engine_restarts, producer.version, num_groups),
-            *(type(error).__name__, error),
-        )
-
-    def _end_engine(self, error: Exception) -> None:
-        """Closes a failed engine and frees its memory; one that hangs on close is abandoned."""
-        traceback.clear_frames(error.__traceback__)  # which hold what filled the memory
-        with contextlib.suppress(Exception):  # it is broken already
-            EngineCalls(self.engine, self._timeout_s).close(CLOSE_S)
-        gc.collect()
-        garbage_collection_cuda()
+        self._holder.restart(producer, error, weights)
 
     @property
     def has_begun(self) -> bool:
         """Whether its engine was set up or its producer started; a source serves a single fit."""
-        return self._is_set_up or self._producer is not None
+        return self._holder.is_set_up or self._producer is not None
 
     def stats(self) -> ProducerStats | None:
         """Totals of sampling and scoring since the start; None before it."""
@@ -256,8 +214,7 @@ class RolloutSource:
         """Stops the background thread and closes the engine. Safe to call twice."""
         if self._producer is not None:
             self._producer.stop()
-        EngineCalls(self.engine, self._timeout_s).close(STOP_S)
-        self._is_set_up = False
+        self._holder.close()
 
     def _started(self) -> Producer | Replay:
         if self._producer is None:

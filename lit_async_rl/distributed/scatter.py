@@ -20,7 +20,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lit_async_rl.distributed.liveness import RankWatch
-from lit_async_rl.distributed.progress import Progress, watch_hooks
+from lit_async_rl.distributed.milestones import watch_hooks
+from lit_async_rl.distributed.progress import Progress
 from lit_async_rl.distributed.ranks import cpu_group, data_parallel
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.types import RolloutBatch

@@ -14,7 +14,7 @@ def default_bound(*dtypes: str) -> float:
     """Largest mean absolute difference, in nats, that the coarsest of these dtypes explains.
 
     On CPUs float32 agrees to about 1e-5; accelerators may multiply it in TF32, to a few 1e-4; bfloat16 agrees to 2e-3
-    ... 2e-2. Unknown names count as the coarsest.
+    ... 4e-2. Unknown names count as the coarsest.
     """
     return max(BOUNDS.get(dtype, max(BOUNDS.values())) for dtype in dtypes)
 

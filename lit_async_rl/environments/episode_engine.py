@@ -23,18 +23,20 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.request_ledger import RequestLedger
+from lit_async_rl.engines.wrapper import EngineWrapper
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.event_loop import LoopThread
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 
 WAKE_S = 0.01
 
 
-class EpisodeEngine(RolloutEngine):
+class EpisodeEngine(EngineWrapper):
     """Alternates turns of `engine` and `environment`, whose rewards replace `data.reward`.
 
     A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
@@ -65,14 +67,8 @@ class EpisodeEngine(RolloutEngine):
         check_range("EpisodeEngine", "positive", step_timeout_s=step_timeout_s)
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
-        self.engine, self.environment = engine, environment
-        self.records_heads, self.records_entropy = engine.records_heads, engine.records_entropy
-        self.records_experts = engine.records_experts
-        self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
-        self.takes_adapters, self.takes_changes = engine.takes_adapters, engine.takes_changes
-        self.sleep_level = engine.sleep_level
-        self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
-        self.max_turns, self.step_timeout_s = max_turns, step_timeout_s
+        super().__init__(engine)
+        self.environment, self.max_turns, self.step_timeout_s = environment, max_turns, step_timeout_s
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
         self._lock = threading.RLock()
@@ -83,8 +79,7 @@ class EpisodeEngine(RolloutEngine):
         self._answering = Overlap("answer")
         self._finished: list[Completion] = []
         self._error: BaseException | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread: threading.Thread | None = None
+        self._loop: LoopThread | None = None  # of the environments
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
         """The same environment with another engine."""
@@ -95,41 +90,18 @@ class EpisodeEngine(RolloutEngine):
 
     def setup(self, model: str) -> None:
         self._codec = TextCodec(model)
-        self.engine.setup(model)
-        self.dtype = self.engine.dtype
+        super().setup(model)
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
-
-    @property
-    def num_slots(self) -> int:  # type: ignore[override]
-        return self.engine.num_slots
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def busy_s(self) -> float:
-        return self.engine.busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated, without those of environments."""
-        return self.engine.num_tokens
-
-    @property
-    def num_running(self) -> int | None:
-        return self.engine.num_running
 
     def observe(self, spans: Spans) -> bool:
         self._answering.lane = spans.lane(0, ENVIRONMENT, "environment", "environments")
-        return self.engine.observe(spans)
+        return super().observe(spans)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; running episodes continue under them."""
         with self._lock:
             self._asked.newest = version
-        self.engine.probe = self.probe
-        self.engine.load_weights(version, weights)
+        super().load_weights(version, weights)
         with self._lock:
             self._asked.loaded = version
 
@@ -139,18 +111,10 @@ class EpisodeEngine(RolloutEngine):
             raise SetupError("EpisodeEngine is used before it was set up")
         return self._ledger
 
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    @property
-    def needs_weights(self) -> bool:  # type: ignore[override]
-        return self.engine.needs_weights
-
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Starts episodes; the first turns of a group share their prompt."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_loop, name="environments", daemon=True)
-            self._thread.start()
+        if self._loop is None:
+            self._loop = LoopThread("environments")
         inner = []
         with self._lock:
             for request in requests:
@@ -190,19 +154,9 @@ class EpisodeEngine(RolloutEngine):
         self.engine.abort(inner)
 
     def close(self) -> None:
-        self.engine.close()
-        if self._thread is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(self.step_timeout_s)
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
+        super().close()
+        if self._loop is not None:
+            self._loop.close()
 
     def _end_turn(self, completion: Completion) -> None:
         """Files a finished turn; unless the episode is over, passes it to the environment."""
@@ -216,7 +170,8 @@ class EpisodeEngine(RolloutEngine):
                 return
             self._num_waiting += 1
         text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
-        asyncio.run_coroutine_threadsafe(self._answer(talk, text), self._loop)
+        if self._loop is not None:
+            self._loop.begin(self._answer(talk, text))
 
     def _take_talk(self, turn: Completion) -> Conversation | None:
         talks = self._talking.get(turn.request_id)

@@ -90,7 +90,8 @@ def _replay(number: int, router: Any, args: Any, output: tuple[Tensor, Tensor, T
     logits, weights, own = output
     experts = replayed[:, number].to(own.dtype)
     experts = torch.where(experts == OWN_CHOICE, own, experts)
-    chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    chosen = torch.softmax(logits, dim=-1, dtype=precise).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):  # Mixtral has no such setting, and always normalises
         chosen = chosen / chosen.sum(-1, keepdim=True)
     return logits, chosen.to(weights.dtype), experts

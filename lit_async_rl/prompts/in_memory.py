@@ -89,7 +89,7 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
         setting: name of the argument, for messages.
 
     Raises:
-        ValueError: it is something else, or one of a list is bad.
+        ValueError: it is None or something else, or one of a list is bad.
     """
     if isinstance(prompts, PromptSource):
         return prompts
@@ -98,6 +98,8 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
     if isinstance(prompts, Mapping):  # also a `datasets.DatasetDict`
         keys = ", ".join(map(str, list(prompts)[:5]))
         raise ValueError(f"{setting} must be {WANTED}, got a {type(prompts).__name__} with the keys {keys}: choose one")
-    if prompts is None or not isinstance(prompts, Records):
+    if prompts is None:
+        raise ValueError(f"{setting} is not set")
+    if not isinstance(prompts, Records):
         raise ValueError(f"{setting} must be {WANTED}, got {type(prompts).__name__}")
     return InMemoryPrompts(prompts, setting)

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from lit_async_rl.messages import checked_messages
 from lit_async_rl.prompts.records import Records, jsonl_records, load_dataset, parquet_records
-from lit_async_rl.types import Prompt, checked_messages
+from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
 OnBadPrompt = Literal["error", "skip"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,11 +10,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.rollouts.wait_timer import WaitTimer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
-from lit_async_rl.utils.spans import TRAINER, Lane, Spans
+from lit_async_rl.utils.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class NoEngine(RolloutEngine):
         """Nothing to set up."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        raise AssertionError("a replay asks for no completions")
+        raise InvariantError("a replay asks for no completions")
 
     def poll(self, timeout_s: float) -> list[Completion]:
         return []
@@ -70,12 +71,12 @@ class Replay:
         self._steps = tape.steps(first_step)
         self._groups: deque[tuple[int, RolloutGroup]] = deque()
         self._num_handed_out = self._num_tokens = 0
-        self._began, self._wait_s = time.monotonic(), 0.0
-        self._waiting: Lane | None = None
+        self._timer = WaitTimer()
 
     def start(self, version: int) -> None:
         """Sets the policy's version."""
-        self.version, self._began = version, time.monotonic()
+        self.version = version
+        self._timer.start()
 
     def advance(self, version: int) -> None:
         """Sets the policy's version."""
@@ -91,12 +92,8 @@ class Replay:
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
         """The next group; None at the end of the tape."""
         if not self._groups:
-            began = time.monotonic()
-            step = next(self._steps, None)
-            seconds = time.monotonic() - began
-            self._wait_s += seconds
-            if self._waiting is not None:
-                self._waiting.add("wait", began, seconds)
+            with self._timer.waiting():
+                step = next(self._steps, None)
             if step is None:
                 log.warning("the tape has ended after %d groups: training stops", self._num_handed_out)
                 return None
@@ -113,14 +110,14 @@ class Replay:
 
     def observe(self, spans: Spans) -> None:
         """Records in a timeline when the tape is read."""
-        self._waiting = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
+        self._timer.observe(spans)
 
     def stats(self) -> ProducerStats:
         """Totals; the trainer waits while the tape is read."""
         return replace(
             ProducerStats.zero(),
-            wait_s=self._wait_s,
-            run_s=max(1e-9, time.monotonic() - self._began),  # clocks may be coarse
+            wait_s=self._timer.wait_s,
+            run_s=self._timer.run_s,
             num_finished=self._num_handed_out,
             num_tokens=self._num_tokens,
         )

@@ -16,19 +16,20 @@ from lit_async_rl.report.tail import Tail
 
 MAX_POINTS = 1500  # of a curve; more pixels than a chart has
 NOT_METRICS = {"step", "epoch"}
+VALIDATION = ("val/", "eval/")
 
 
 class Curves:
     """Incremental reader of `metrics.csv`.
 
     Steps count from 1 for values of a step, as in `samples.jsonl`; Lightning writes them from 0. Validations are at the
-    number of steps before them.
+    number of steps before them: Lightning writes one after step n as n - 1, and one before or after training as it is.
     """
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / "metrics.csv")
         self._header: list[str] = []
-        self._generation = 0
+        self._generation, self._last_step = 0, -1.0
         self._series: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(_series)
 
     def refresh(self) -> bool:
@@ -36,7 +37,7 @@ class Curves:
         if not self._tail.begin():
             return False
         if self._tail.generation != self._generation:
-            self._generation, self._header = self._tail.generation, []
+            self._generation, self._header, self._last_step = self._tail.generation, [], -1.0
             self._series.clear()
         for _, line in self._tail.lines():
             row = next(csv.reader(io.StringIO(line.decode(errors="replace"))), [])
@@ -50,11 +51,14 @@ class Curves:
         step = _number(row.get("step"))
         if step is None:
             return
-        for name, text in row.items():
-            value = None if name in NOT_METRICS or not text else _number(text)
+        found = {name: _number(text) for name, text in row.items() if text and name not in NOT_METRICS}
+        if any(not name.startswith(VALIDATION) for name in found):
+            self._last_step = step
+        x = step + (step <= self._last_step)  # rows of step n come before those of a validation after it
+        for name, value in found.items():
             if value is not None:
                 steps, values = self._series[name]
-                steps.append(step if name.startswith("val/") else step + 1)
+                steps.append(x)
                 values.append(value)
 
     def values(self, name: str) -> np.ndarray:

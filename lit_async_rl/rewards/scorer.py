@@ -20,16 +20,16 @@ from functools import partial
 from lit_async_rl.errors import RewardError, SetupError, StalledError
 from lit_async_rl.rewards.awaiting import Awaiter
 from lit_async_rl.rewards.score import Reward, reward_name, score
+from lit_async_rl.rewards.score_spans import MAX_LANES, ScoreSpans
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.clocks import AwakeClock
 from lit_async_rl.utils.log_limit import LimitedLog
-from lit_async_rl.utils.spans import FIRST_REWARD, Lane, Spans
+from lit_async_rl.utils.spans import Spans
 
 CLOSE_S = 5.0
 POLL_S = 0.2
 MAX_LEFT_OUT = 10  # prompts in a row
-MAX_LANES = 8  # workers that a timeline shows
 log = logging.getLogger(__name__)
 
 
@@ -77,15 +77,14 @@ class Scorer:
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
         self._busy_s, self._cpu_s, self._is_closed = 0.0, 0.0, False
-        self._spans: Spans | None = None
+        self._drawn: dict[int, ScoreSpans] = {}  # of the workers that a timeline shows
         for _ in range(num_workers):
             self._add_worker()
 
     def _add_worker(self) -> None:
         number = next(self._numbers)
-        worker = self._workers[number] = threading.Thread(
-            target=self._work, args=(number,), name=f"reward-{number}", daemon=True
-        )
+        worker = threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
+        self._workers[number] = worker
         worker.start()
 
     def submit(
@@ -105,15 +104,16 @@ class Scorer:
 
     def observe(self, spans: Spans) -> None:
         """Records in a timeline when the workers score."""
-        self._spans = spans
+        self._drawn = {number: ScoreSpans(spans, number) for number in range(MAX_LANES)}
 
-    def _lane(self, number: int) -> Lane | None:
-        if self._spans is None or number >= MAX_LANES:  # the number of a worker that replaces another is a new one
-            return None
-        return self._spans.lane(0, FIRST_REWARD + number, "reward", f"reward {number}")
+    def _next(self, number: int) -> _Job | None:
+        """Waits for a job."""
+        if self._jobs.empty() and (drawn := self._drawn.get(number)) is not None:
+            drawn.flush()
+        return self._jobs.get()
 
     def _work(self, number: int) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next(number)) is not None:
             if self._is_closed:
                 return
             if not job.is_wanted():
@@ -132,15 +132,14 @@ class Scorer:
             except BaseException as error:
                 self._error = error
                 return
-            if self._running.pop(number, None) is None:  # timed out meanwhile, and replaced by another worker
-                return
-            if self._is_closed:
+            is_replaced = self._running.pop(number, None) is None  # it timed out meanwhile
+            if is_replaced or self._is_closed:
                 return
             seconds = time.monotonic() - began
             self._busy_s += seconds
             self._cpu_s += time.thread_time() - began_cpu
-            if (lane := self._lane(number)) is not None:
-                lane.add("score", began, seconds, group=job.group, ok=failure is None)
+            if (drawn := self._drawn.get(number)) is not None:
+                drawn.add(began, seconds, job.group, failure is None)
             try:
                 if failure is None:
                     self._left_out = []
@@ -191,24 +190,24 @@ class Scorer:
         """
         if self._error is not None:
             raise self._error
-        now = self.clock.now()
         for number, (began, job) in list(self._running.items()):
-            name = reward_name(self.reward) if self.reward is not None else None
-            if now - began > self.timeout_s / 2 and not job.is_said_to_be_slow:
+            seconds = self.clock.now() - began
+            if seconds > self.timeout_s / 2 and not job.is_said_to_be_slow:
                 job.is_said_to_be_slow = True
-                took, prompt = now - began, job.prompt.text[:200]
-                log.warning(
-                    "reward %s is slow: %.1f s of data.scoring.timeout_s=%g, %r", name, took, self.timeout_s, prompt
-                )
-            if now - began <= self.timeout_s or self._running.pop(number, None) is None:
+                took = f"{seconds:.1f} s of data.scoring.timeout_s={self.timeout_s:g}"
+                log.warning("reward %s is slow: %s, %r", self._name, took, job.prompt.text[:200])
+            if seconds <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
             del self._workers[number]
             self._add_worker()
             self._fail(job, self._too_late(job))
 
+    @property
+    def _name(self) -> str | None:
+        return reward_name(self.reward) if self.reward is not None else None
+
     def _too_late(self, job: _Job) -> RewardError:
-        name = reward_name(self.reward) if self.reward is not None else None
-        late = f"reward {name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
+        late = f"reward {self._name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
         return RewardError(f"{late} on prompt {job.prompt.text[:200]!r}")
 
     def close(self) -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.engines.calls import EngineCalls
-from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError, describe
-from lit_async_rl.rollouts.engine_spans import EngineSpans
-from lit_async_rl.utils.spans import Spans
+from lit_async_rl.rollouts.engine_in_use import EngineInUse
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 
 
-class EngineListener:
+class EngineListener(EngineInUse):
     """Polls the engine, passes completions on, and records failures.
 
     A thread that hangs inside an engine cannot be stopped. It is abandoned when the engine is replaced, and its results
@@ -34,11 +29,7 @@ class EngineListener:
         vocab_size: of the policy.
 
     Attributes:
-        engine: the engine in use.
-        calls: its calls, with timeouts.
-        ledger: its requests; guarded by `changed`.
-        engine_error: the engine's failure (or that it hangs); None while it works. The engine can be replaced.
-        error: any other failure of the thread.
+        error: any other failure of the thread than the engine's.
     """
 
     def __init__(
@@ -50,26 +41,14 @@ class EngineListener:
         timeout_s: float = 600.0,
         vocab_size: int | None = None,
     ) -> None:
-        self.changed, self._timeout_s, self._vocab_size = changed, timeout_s, vocab_size
-        self._install(engine)
-        self.engine_error: Exception | None = None
+        super().__init__(engine, changed, timeout_s, vocab_size)
         self.error: BaseException | None = None
         self._on_completion, self._on_turn = on_completion, on_turn
-        self._before = (0.0, 0)  # seconds and tokens of engines that were replaced
         self._stopped = threading.Event()
-        self._spans: EngineSpans | None = None
         self._thread = self._new_thread()
-
-    def _install(self, engine: RolloutEngine, version: int | None = None) -> None:
-        self.engine, self.calls = engine, EngineCalls(engine, self._timeout_s)
-        self.ledger = RequestLedger(engine, self._vocab_size, version)
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, args=(self.engine,), name="producer", daemon=True)
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline what the engine does."""
-        self._spans = EngineSpans(spans, self.engine)
 
     def start(self) -> None:
         """Starts polling."""
@@ -111,122 +90,10 @@ class EngineListener:
         if not self._thread.is_alive():
             raise ProducerError("the producer thread is not running: it was stopped, or never started")
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds of generation, summed over all engines so far."""
-        return self._before[0] + self._counters()[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated, summed over all engines so far."""
-        return self._before[1] + self._counters()[1]
-
-    def _counters(self) -> tuple[float, int]:
-        try:
-            return self.calls.counters()
-        except Exception as error:
-            self.break_engine(error, self.engine)
-            return 0.0, 0
-
-    def has_loaded(self, version: int) -> None:
-        """Records that the engine has the weights of `version`; later requests get no older tokens."""
-        with self.changed:
-            self.ledger.loaded = self.ledger.newest = version
-
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads new weights if the engine works; a failure is recorded."""
-        if self.engine_error is not None:
-            return
-        with self.changed:
-            self.ledger.newest = version
-        began = time.monotonic()
-        try:
-            self.calls.load_weights(version, weights)
-        except Exception as error:  # `take` raises it, or another engine gets the weights
-            self.break_engine(error, self.engine)
-        else:
-            self.has_loaded(version)
-            if self._spans is not None:
-                self._spans.loaded(version, began)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Submits requests if the engine works; a failure is recorded.
-
-        Raises:
-            ValueError: the request cannot be served by any engine.
-        """
-        if not requests or self.engine_error is not None:
-            return
-        with self.changed:
-            self.ledger.open(requests)
-        try:
-            self.calls.submit(requests)
-        except ValueError:
-            raise
-        except Exception as error:
-            self.break_engine(error, self.engine)
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        """Aborts requests if the engine works."""
-        if not request_ids or self.engine_error is not None:
-            return
-        with self.changed:
-            self.ledger.abort(request_ids)
-        try:
-            self.calls.abort(request_ids)
-        except Exception as error:
-            self.break_engine(error, self.engine)
-
-    def sleep(self) -> None:
-        """Has the engine free its memory, if it works and is set to."""
-        if self.engine_error is not None or not self.engine.sleep_level:
-            return
-        try:
-            self.calls.sleep()
-        except Exception as error:
-            self.break_engine(error, self.engine)
-
-    def partial_completions(self) -> list[Completion]:
-        """Partial completions of running requests; empty if the engine cannot provide them."""
-        if self.engine_error is not None:
-            return []
-        try:
-            found = self.calls.partial_completions()
-            with self.changed:
-                return self.ledger.receive_partials(found)
-        except Exception as error:
-            self.break_engine(error, self.engine)
-            return []
-
-    def random_state(self) -> Tensor | None:
-        """Random state of the engine, if it works and has one."""
-        if self.engine_error is not None:
-            return None
-        try:
-            return self.calls.ask("random_state", self.engine.random_state)
-        except Exception as error:
-            self.break_engine(error, self.engine)
-            return None
-
-    def set_random_state(self, state: Tensor) -> None:
-        """Restores the random state; errors are raised, because the resume would not be exact."""
-        self.calls.ask("set_random_state", lambda: self.engine.set_random_state(state))
-
-    def break_engine(self, error: Exception, engine: RolloutEngine) -> None:
-        """Records a failure of the current engine."""
-        with self.changed:
-            if engine is self.engine and self.engine_error is None:
-                self.engine_error = error
-                self.changed.notify_all()
-
     def replace(self, engine: RolloutEngine, requests: Sequence[GenerationRequest], version: int | None = None) -> None:
         """Switches to another engine that has the weights of `version`, and submits these requests."""
         with self.changed:
-            self._before = (self.busy_s, self.num_tokens)
-            self._install(engine, version)
-            self.engine_error = None
-            if self._spans is not None:
-                self._spans.restarted(engine)
+            self._exchange(engine, version)
             self.submit(requests)
             self._thread = self._new_thread()
             self._thread.start()

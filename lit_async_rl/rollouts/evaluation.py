@@ -227,15 +227,12 @@ class EvaluationRun:
         if not self.is_done:
             raise InvariantError("an evaluation was read before it was done")
         sums: dict[str, list[float]] = {}
-        num_unscored = 0
-        for item in self._open.values():
+        scored = [item for item in self._open.values() if None not in item.rewards]
+        for item in scored:
             rewards = [reward for reward in item.rewards if reward is not None]
-            if len(rewards) < self.num_samples:
-                num_unscored += 1
-                continue
             correct = sum(reward >= success_reward for reward in rewards)
-            values = {"reward": sum(rewards) / self.num_samples}
-            values |= {f"pass@{k}": pass_at_k(self.num_samples, correct, k) for k in ks}
+            values = {f"pass@{k}": pass_at_k(self.num_samples, correct, k) for k in ks}
+            values["reward"] = sum(rewards) / self.num_samples
             for name, value in values.items():
                 sums.setdefault(name, []).append(value)
                 sums.setdefault(f"{item.question.dataset}/{name}", []).append(value)
@@ -246,6 +243,6 @@ class EvaluationRun:
             newest_version=max(versions),
             mean_version=sum(versions) / len(versions),
             metrics={name: sum(values) / len(values) for name, values in sums.items()},
-            num_unscored=num_unscored,
+            num_unscored=len(self._open) - len(scored),
             seconds=self.seconds,
         )

@@ -14,7 +14,6 @@ by `take` with their cause; an engine that hangs or fails can be replaced.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +28,10 @@ from lit_async_rl.rollouts.group_book import GroupBook, OpenGroup
 from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.rollouts.wait_timer import WaitTimer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
-from lit_async_rl.utils.spans import TRAINER, Lane, Spans
+from lit_async_rl.utils.spans import Spans
 
 
 class Producer:
@@ -69,13 +69,11 @@ class Producer:
         self.book = GroupBook(codec, group_size, sampling, self.intake.replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
-        self._num_finished = self._num_scored = self._num_lost = 0
+        self._num_scored = self._num_lost = 0
         self.changed = threading.Condition(threading.RLock())
         self.listener = EngineListener(engine, self.changed, self._collect, scorer.check, timeout_s, codec.vocab_size)
         self.wait = GroupWait(self.listener, self.book, scorer.clock, timeout_s, lambda: self._num_scored)
-        self._began = time.monotonic()
-        self._wait_s = 0.0
-        self._waiting: Lane | None = None  # of a timeline
+        self.timer = WaitTimer()
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
@@ -83,7 +81,7 @@ class Producer:
         """Starts sampling; the engine already has the weights of `version`."""
         self.version = version
         self.listener.has_loaded(version)
-        self._began = time.monotonic()
+        self.timer.start()
         self._admit()
         self.listener.start()
 
@@ -109,22 +107,15 @@ class Producer:
             ProducerError: a background thread died (its error is the cause).
             StalledError: no progress for `timeout_s`.
         """
-        began = time.monotonic()
-        try:
-            with self.changed:
-                index = self.wait.until(self.admission.choose, should_stop)
-                if index is None:
-                    return None
-                deadline = self.admission.take(index)
-                group = self.book.hand_out(index, deadline, self.admission.bounds[index])
-                self._drop_lost()
-                self._admit()
-                return group
-        finally:
-            seconds = time.monotonic() - began
-            self._wait_s += seconds
-            if self._waiting is not None:
-                self._waiting.add("wait", began, seconds)
+        with self.timer.waiting(), self.changed:
+            index = self.wait.until(self.admission.choose, should_stop)
+            if index is None:
+                return None
+            deadline = self.admission.take(index)
+            group = self.book.hand_out(index, deadline, self.admission.bounds[index])
+            self._drop_lost()
+            self._admit()
+            return group
 
     def rest(self) -> None:
         """Lets an engine that has nothing to do before the next publication sleep."""
@@ -134,7 +125,7 @@ class Producer:
 
     def observe(self, spans: Spans) -> None:
         """Records in a timeline when the trainer waits, and what engine and rewards do."""
-        self._waiting = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
+        self.timer.observe(spans)
         self.listener.observe(spans)
         self.scorer.observe(spans)
 
@@ -165,27 +156,10 @@ class Producer:
     def stats(self) -> ProducerStats:
         """Totals since the start."""
         with self.changed:
-            return ProducerStats(
-                wait_s=self._wait_s,
-                run_s=time.monotonic() - self._began,
-                engine_busy_s=self.listener.busy_s,
-                scoring_s=self.scorer.busy_s,
-                num_tokens=self.listener.num_tokens,
-                num_finished=self._num_finished,
-                num_queued=len(self.book.finished),
-                num_unfinished=len(self.book.unfinished),
-                num_lost=self._num_lost,
-                fates=self.intake.fates,
-                num_sampled=self.intake.num_sampled,
-                num_dropped=self.intake.num_dropped,
-                sampled_reward=self.intake.sampled_reward,
-                scoring_cpu_share=self.scorer.cpu_share,
-            )
+            return ProducerStats.of(self.timer, self.listener, self.scorer, self.book, self.intake, self._num_lost)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
-        with self.changed:
-            self.changed.notify_all()
         is_ended = self.listener.stop(timeout_s)
         self.scorer.close()
         return is_ended
@@ -243,8 +217,7 @@ class Producer:
         with self.changed:
             if not self.book.is_open(group):
                 return
-            self.listener.abort(self.book.give_up(group.index))
-            self.admission.drop(group.index)
+            self._drop(group)
             self._num_scored += 1  # something happened
             self._admit()
             self.changed.notify_all()
@@ -253,7 +226,6 @@ class Producer:
         with self.changed:
             self._num_scored += 1
             if self.book.reward(group, sample, reward):
-                self._num_finished += 1
                 self._judge(group)
                 self._drop_lost()
                 self._admit()
@@ -264,8 +236,11 @@ class Producer:
         number = self.stream.number_at(group.position)
         kept = self.intake.judge(self.book.finished[group.index], number)
         if kept is None:
-            self.book.give_up(group.index)
-            self.admission.drop(group.index)
+            self._drop(group)
         else:
             self.book.finished[group.index] = kept
             self.admission.finish(group.index)
+
+    def _drop(self, group: OpenGroup) -> None:
+        self.listener.abort(self.book.give_up(group.index))
+        self.admission.drop(group.index)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lit_async_rl.rollouts.intake import FateTotals
+from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rollouts.engine_in_use import EngineInUse
+from lit_async_rl.rollouts.group_book import GroupBook
+from lit_async_rl.rollouts.intake import FateTotals, Intake
+from lit_async_rl.rollouts.wait_timer import WaitTimer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,34 @@ class ProducerStats:
     num_dropped: int = 0
     sampled_reward: float = 0.0
     scoring_cpu_share: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        timer: WaitTimer,
+        engine: EngineInUse,
+        scorer: Scorer,
+        book: GroupBook,
+        intake: Intake,
+        num_lost: int,
+    ) -> ProducerStats:
+        """Totals of the parts of a producer, whose lock is held."""
+        return cls(
+            wait_s=timer.wait_s,
+            run_s=timer.run_s,
+            engine_busy_s=engine.busy_s,
+            scoring_s=scorer.busy_s,
+            num_tokens=engine.num_tokens,
+            num_finished=intake.num_sampled,
+            num_queued=len(book.finished),
+            num_unfinished=len(book.unfinished),
+            num_lost=num_lost,
+            fates=intake.fates,
+            num_sampled=intake.num_sampled,
+            num_dropped=intake.num_dropped,
+            sampled_reward=intake.sampled_reward,
+            scoring_cpu_share=scorer.cpu_share,
+        )
 
     @classmethod
     def zero(cls) -> ProducerStats:

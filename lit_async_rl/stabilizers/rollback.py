@@ -18,6 +18,8 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class _Limited(AlarmAction):
     """Base of rollbacks, which stops training after `max_rollbacks` of them."""
 
+    nothing_to_restore = "No healthy state was saved yet"
+
     def __init__(self, max_rollbacks: int) -> None:
         check_range(type(self).__name__, ">= 1", max_rollbacks=max_rollbacks)
         self.max_rollbacks = max_rollbacks
@@ -34,7 +36,7 @@ class _Limited(AlarmAction):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         if done is None:
-            return "No healthy state was saved yet: training continues unchanged."
+            return f"{self.nothing_to_restore}: training continues unchanged."
         if callable(mark_updated := getattr(pl_module, "mark_updated", None)):  # a `PolicyModule` publishes them
             mark_updated()
         self.num_rollbacks += 1
@@ -126,6 +128,7 @@ class RollBackToCheckpoint(_Limited):
             return None
         checkpoint = trainer.strategy.load_checkpoint(self.path)
         if not _fits(checkpoint, trainer.optimizers):
+            self.nothing_to_restore = f"The checkpoint {self.path} has other parameter groups than the optimizer"
             return None
         # not strict: a module may leave out of its checkpoints what never changes
         trainer.strategy.load_model_state_dict(checkpoint, strict=False)

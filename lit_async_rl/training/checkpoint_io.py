@@ -27,10 +27,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     When the disk is full training continues: a warning names the missing checkpoint, and no checkpoint is removed until
     one is written again.
+
+    Attributes:
+        disk_is_full: whether the last checkpoint was not written for that reason.
     """
 
     def __init__(self) -> None:
-        self._disk_is_full = False
+        self.disk_is_full = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; URLs such as `s3://` are left to Lightning."""
@@ -48,10 +51,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
             if not is_disk_full(error):
                 raise
-            self._disk_is_full = True
+            self.disk_is_full = True
             log.warning("checkpoint %s was not written: the disk is full. Older ones stay; training goes on", target)
             return
-        self._disk_is_full = False
+        self.disk_is_full = False
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
@@ -60,14 +63,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, unless its successor could not be written."""
-        if not self._disk_is_full:
+        if not self.disk_is_full:
             super().remove_checkpoint(path)
 
 
-def finish_saving(trainer: AnyTrainer) -> None:
-    """Returns when checkpoints that are written in the background are on disk."""
+def finish_saving(trainer: AnyTrainer) -> bool:
+    """Returns when checkpoints that are written in the background are on disk; False if the last one is not."""
     if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
         wait()
+    return not getattr(trainer.strategy.checkpoint_io, "disk_is_full", False)
 
 
 def check_checkpoint(path: str | Path) -> None:

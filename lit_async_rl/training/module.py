@@ -6,8 +6,7 @@ precision, schedulers and all sharding strategies work as in any Lightning proje
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,18 +20,16 @@ from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.logprob_error import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
-from lit_async_rl.models.loading import load_policy
-from lit_async_rl.models.lora import LoRA, add_lora, without_adapters
+from lit_async_rl.models.lora import LoRA, without_adapters
 from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
-from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.routers import checkpoint_contexts
 from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
-from lit_async_rl.training.optimizer import make_adamw, warn_of_lost_updates
+from lit_async_rl.training.optimizer import gradients, make_adamw, make_optimizer, warn_of_lost_updates
+from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable
 from lit_async_rl.training.schedules import ConstantRate, RateSchedule
@@ -40,9 +37,6 @@ from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_objects, check_range
-
-CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
-LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 
 
 class PolicyModule(WholeSteps):
@@ -59,9 +53,8 @@ class PolicyModule(WholeSteps):
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
         learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`, `betas`: of AdamW.
         optimizer: another optimizer than AdamW.
-        scheduler: learning rate by optimizer step: `ConstantRate`, `Linear`, `Cosine`, `StableDecay` or `OneCycle`,
-            which take height and length from `learning_rate` and `trainer.max_steps`, or any of torch's; None is
-            `ConstantRate()`.
+        scheduler: `ConstantRate` (None), `Linear`, `Cosine`, `StableDecay` or `OneCycle`, whose height and length are
+            those of `learning_rate` and `trainer.max_steps`, or any of torch's, by optimizer step.
         kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
             reference is the policy without its adapters; otherwise a frozen copy of the weights.
         entropy_coefficient: weight of the entropy bonus.
@@ -116,25 +109,16 @@ class PolicyModule(WholeSteps):
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline)
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
-        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, tuple(betas)
         self.make_optimizer, self.scheduler = optimizer, scheduler or ConstantRate()
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
-        if sharding.meta_device and (random_init or lora):
-            raise ValueError("model.sharding.meta_device=true goes with neither model.random_init nor model.lora")
-        lm = load_policy(model, **load, device="meta" if sharding.meta_device else "cpu")
-        reference = None
-        if self.objective.needs_reference and lora is None:
-            reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
-        if gradient_checkpointing:
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
-            lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
-        self.policy = CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing)
+        ours = sharding.meta_device, self.objective.needs_reference, gradient_checkpointing
+        self.policy, reference = load_policies(model, logprob_chunk_tokens, packing, lora, *ours, **load)
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
         self.strict_loading = reference is None and lora is None  # checkpoints lack it, and the base of adapters
         self.model, self.sharding, self.version, self.self_check = model, sharding, 0, self_check
-        self._saved_weights = SavedWeights(self, model)
         self.stabilizer_signals: dict[str, Any] = {}
-        self._updated, self._gradient_scale, self.validator = False, 1.0, Validator()
+        self._saved_weights, self.validator, self._gradient_scale = SavedWeights(self, model), Validator(), 1.0
 
     @property
     def wants_whole_groups(self) -> bool:
@@ -204,30 +188,13 @@ class PolicyModule(WholeSteps):
         """Rescales streamed gradients, whose average is known only now; before all that reads gradients."""
         if self._gradient_scale != 1.0:
             for optimizer in self.trainer.optimizers:
-                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(self._gradient_scale)
+                for gradient in gradients(optimizer):
+                    gradient.mul_(self._gradient_scale)
         super().on_after_backward()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Runs after all callbacks; detects whether one of them dropped the gradients."""
         super().on_before_optimizer_step(optimizer)
         self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
-        self._updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the weights changed since their publication."""
-        return self._updated
-
-    def mark_updated(self) -> None:
-        """Marks the weights as changed by other means than the optimizer, to be published."""
-        self._updated = True
-
-    def take_updated(self) -> bool:
-        """Whether the weights have changed since the last call."""
-        updated, self._updated = self._updated, False
-        return updated
 
     def stream_weights(
         self, adapters: bool = False, known: dict[str, int] | None = None
@@ -248,14 +215,9 @@ class PolicyModule(WholeSteps):
         """
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
-        rate = self.learning_rate or LEARNING_RATE
-        own: dict[str, Any] = {"lr": rate, "weight_decay": self.weight_decay, "betas": tuple(self.betas)}
-        adamw = partial(make_adamw, trainer=self.trainer, **own)
-        make_optimizer: Callable[..., Optimizer] = self.make_optimizer or adamw
-        try:
-            optimizer = make_optimizer(parameters)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"model.optimizer cannot be made: {error}") from error
+        settings: dict[str, Any] = dict(lr=self.learning_rate, weight_decay=self.weight_decay, betas=self.betas)
+        adamw = partial(make_adamw, trainer=self.trainer, **settings)
+        optimizer = make_optimizer(self.make_optimizer or adamw, parameters)
         scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -275,12 +237,12 @@ class PolicyModule(WholeSteps):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the version; drops the frozen reference and the base of adapters, see `SavedWeights`."""
-        checkpoint["version"], checkpoint["updated"] = self.version, self._updated
+        checkpoint["version"] = self.version
         super().on_save_checkpoint(checkpoint)
         self._saved_weights.reduce(checkpoint, self.policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.version, self._updated = checkpoint["version"], checkpoint["updated"]
+        self.version = checkpoint["version"]
         super().on_load_checkpoint(checkpoint)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)

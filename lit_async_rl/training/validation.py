@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ class Validator(torch.nn.Module):
         self.reward, self.pass_at_1, self.pass_at_k = MeanMetric(), MeanMetric(), MeanMetric()
         self.samples: list[Sample] = []
         self.num_samples = 1
+        self._is_checked = False  # a merged or gathered copy is another model at each validation, of the same kind
         self._whole: list[PreTrainedModel] = []  # in a list, because it is not a part of the module
 
     def begin(self, module: Any) -> None:
@@ -78,11 +79,13 @@ class Validator(torch.nn.Module):
         ]
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         with evaluation_mode(lm), decodable(lm):
-            own = EmbeddedEngine.from_module(lm, num_slots=data.engine.num_slots, seed=batch.index)
+            checks = not self._is_checked and getattr(data.engine, "self_check", module.self_check)
+            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, seed=batch.index, self_check=checks)
+            self._is_checked = True
             engine = data.engine.around(own, data.codec)
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s
-            found = run_requests(engine, requests, *limits, data.note_progress)
-        engine.close()
+            with closing(engine):
+                found = run_requests(engine, requests, *limits, data.note_progress)
         stop = data.val_sampling.stop
         texts = [[data.codec.decode(c.token_ids, stop if c.turns is None else ()) for c in row] for row in found]
         rewards = [[completion.reward for completion in completions] for completions in found]

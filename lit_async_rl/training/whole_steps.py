@@ -1,4 +1,7 @@
-"""LightningModule with complete optimizer steps: in training, in checkpoints, and after a resume."""
+"""LightningModule with complete optimizer steps: in training, in checkpoints, and after a resume.
+
+Also tells whether a step changed the weights, which callbacks can prevent.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from lit_async_rl.training.optimizer import gradients
 from lit_async_rl.training.step_guard import StepGuard, count_whole_steps
 from lit_async_rl.training.step_saves import SavesBetweenUpdates
 from lit_async_rl.types import RolloutBatch
@@ -26,6 +30,21 @@ class WholeSteps(pl.LightningModule):
         super().__init__()
         self.guard = StepGuard()
         self._saves: SavesBetweenUpdates | None = None
+        self._updated = False
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weights changed since their publication."""
+        return self._updated
+
+    def mark_updated(self) -> None:
+        """Marks the weights as changed by other means than the optimizer, to be published."""
+        self._updated = True
+
+    def take_updated(self) -> bool:
+        """Whether the weights have changed since the last call."""
+        updated, self._updated = self._updated, False
+        return updated
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -37,8 +56,9 @@ class WholeSteps(pl.LightningModule):
         self.guard.accumulated()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Raises if micro-batches of the step are missing."""
+        """Raises if micro-batches of the step are missing; after all callbacks, one of which may drop the gradients."""
         self.guard.check_whole()
+        self._updated |= any(True for _ in gradients(optimizer))
 
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Writes checkpoints deferred during the update."""
@@ -51,14 +71,16 @@ class WholeSteps(pl.LightningModule):
             self._saves = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the random state; within a step, that of its start."""
+        """Adds whether there is a change to publish, and the random state; within a step, that of its start."""
+        checkpoint["updated"] = self._updated
         began = self.guard.random_state if self.guard.is_within(self.trainer.global_step) else None
         checkpoint["random_state"] = torch.get_rng_state() if began is None else began
         checkpoint["micro_batches_per_step"] = self.trainer.accumulate_grad_batches
         count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the random state; converts Lightning's counters to this run's micro-batches."""
+        """Inverse of `on_save_checkpoint`; converts Lightning's counters to this run's micro-batches."""
+        self._updated = checkpoint["updated"]
         if self._trainer is not None:  # an export has none
             now = self.trainer.accumulate_grad_batches
             count_whole_steps(checkpoint, checkpoint.get("micro_batches_per_step", now), now)

@@ -52,15 +52,23 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         return bool(concurrent.futures.wait([future], timeout_s).done)
 
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs `coroutine` in the loop; nobody waits for it. Ignored after `close`."""
+        if self._closed.is_set():
+            coroutine.close()
+        else:
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Schedules `callback` in the loop's thread; ignored after `close`."""
         if not self._closed.is_set():
             self._loop.call_soon_threadsafe(callback, *args)
 
-    def close(self, last: Coroutine[Any, Any, Any]) -> None:
+    def close(self, last: Coroutine[Any, Any, Any] | None = None) -> None:
         """Cancels all tasks, runs `last`, and joins the thread. Safe to call twice."""
         if self._closed.is_set():
-            last.close()
+            if last is not None:
+                last.close()
             return
         self._closed.set()
         future = asyncio.run_coroutine_threadsafe(_end_all(last), self._loop)
@@ -69,9 +77,10 @@ class LoopThread:
         self._thread.join(JOIN_S)
 
 
-async def _end_all(last: Coroutine[Any, Any, Any]) -> None:
+async def _end_all(last: Coroutine[Any, Any, Any] | None) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await last
+    if last is not None:
+        await last

@@ -25,6 +25,7 @@ MERGED: dict[str, Callable[[Any, Any], Any]] = {
     "tokens": operator.add,
     "groups": operator.add,
     "turns": operator.add,
+    "completions": operator.add,
     "slots": max,
     "ok": operator.and_,
 }
@@ -89,8 +90,12 @@ class Spans:
     def put(self, phase: str, name: str, lane: Lane, began: float, seconds: float, args: dict[str, Any]) -> None:
         """Adds an event; `began` is of `time.monotonic`."""
         event: Event = {"name": name, "cat": lane.cat, "ph": phase, "ts": round(1e6 * (began + self._epoch))}
-        event |= {"dur": round(1e6 * seconds)} if phase == "X" else {"s": "p"}
-        self._put(event | {"pid": lane.pid, "tid": lane.tid, "args": args})
+        if phase == "X":
+            event["dur"] = round(1e6 * seconds)
+        else:
+            event["s"] = "p"
+        event["pid"], event["tid"], event["args"] = lane.pid, lane.tid, args
+        self._put(event)
 
     def _put(self, event: Event) -> None:
         if len(self._pending) < MAX_PENDING:

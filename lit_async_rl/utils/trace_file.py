@@ -15,6 +15,7 @@ from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.spans import Event, Spans
 
 HEAD = "[\n"
+encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
 
 
 class TraceWriter:
@@ -48,7 +49,7 @@ class TraceWriter:
 
     def _write(self, events: Sequence[Event]) -> None:
         if events:
-            text = "".join(f"{json.dumps(event, separators=(',', ':'))},\n" for event in events)
+            text = "".join(f"{encode(event)},\n" for event in events)
             with tolerate_full_disk(str(self.path)):
                 append(self.path, text)
                 self.num_bytes += len(text)
@@ -78,9 +79,16 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def merge_traces(paths: Iterable[Path], out: Path) -> None:
-    """Writes the events of several ranks into one file, a JSON array that any reader takes."""
+    """Writes the events of several ranks into one file, a JSON array that any reader takes.
+
+    Raises:
+        ValueError: there are no files.
+        OSError: one cannot be read or written.
+    """
+    if not (paths := list(paths)):
+        raise ValueError("there is no timeline: the run has no files timeline/rank*.json")
     events = [event for path in paths for event in read_trace(path)]
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    lines = ",\n".join(map(encode, events))
     out.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 

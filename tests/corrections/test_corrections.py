@@ -51,6 +51,7 @@ CASES = [
     Case(SequenceTruncatedIS(), slow.truncated_is(slow.of_sequence)),
     Case(GeometricTruncatedIS(cap=1.1), slow.truncated_is(slow.of_mean)),
     Case(IcePop(), ICEPOP),
+    Case(IcePop(low=0.8, high=1.2), ICEPOP),  # SAO's mask
     Case(SequenceMaskedIS(), slow.masked_is(slow.of_sequence)),
     Case(GeometricMaskedIS(low=0.9, high=1.2), slow.masked_is(slow.of_mean)),
     Case(TokenRejection(max_k3=0.05), slow.rejection(slow.of_token)),

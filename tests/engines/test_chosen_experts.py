@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from replays import assert_exact, groups_of, requests_of
 from tiny_models import SPARSE, tiny_llama, tiny_olmoe, tiny_qwen3_moe
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.data.collate import collate_step
@@ -20,7 +24,7 @@ from lit_async_rl.expert_choices import OWN_CHOICE, ExpertChoices
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.routers import checkpoint_contexts, routers_of
+from lit_async_rl.models.routers import Replaying, checkpoint_contexts, replay_in, routers_of
 from lit_async_rl.replay.tape_rows import from_rows, to_row
 from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
 from lit_async_rl.types import RolloutBatch
@@ -113,6 +117,35 @@ def test_values_and_gradients_are_those_of_gates_on_given_experts(make) -> None:
             found[name], parameter.grad, rtol=1e-4, atol=1e-5 * float(parameter.grad.abs().max())
         )
     assert all(found[name].norm() > 1e-3 for name in found if name.endswith("gate.weight"))
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeTopKRouter, OlmoeTopKRouter])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_in_float64_a_router_on_given_experts_equals_the_loops(kind, normalise) -> None:
+    router = kind(Qwen3MoeConfig(hidden_size=6, num_experts=5, num_experts_per_tok=2, norm_topk_prob=normalise))
+    layer = nn.ModuleList([router.double()])
+    generator = torch.Generator().manual_seed(0)
+    hidden, cotangent = (torch.randn(4, n, generator=generator, dtype=torch.float64) for n in (6, 2))
+    weight = torch.randn(5, 6, generator=generator, dtype=torch.float64)
+    router.load_state_dict({"weight": weight})
+    experts = torch.tensor([[0, 1], [4, 2], [3, 0], [1, 4]])
+    replay_in(layer)
+    with Replaying(experts[:, None]):
+        _, found, chosen = router(hidden)
+    assert torch.equal(chosen, experts)
+    (cotangent * found).sum().backward()
+    expected = torch.zeros(5, 6, dtype=torch.float64)
+    for n in range(4):
+        logits = [math.fsum(a * b for a, b in zip(row, hidden[n].tolist(), strict=True)) for row in weight.tolist()]
+        among = experts[n].tolist() if normalise else range(5)
+        total = math.fsum(math.exp(logits[e]) for e in among)
+        share = {e: math.exp(logits[e]) / total for e in range(5)}
+        for k, e in enumerate(experts[n].tolist()):
+            assert math.isclose(float(found[n, k]), share[e], rel_tol=1e-9)
+            for other in among:  # d share_e / d logit_other = share_e (1[e = other] - share_other)
+                slope = cotangent[n, k] * share[e] * (float(e == other) - share[other])
+                expected[other] += slope * hidden[n]
+    torch.testing.assert_close(router.weight.grad, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_unknown_places_are_the_routers_own_choice() -> None:

@@ -1,6 +1,7 @@
 """Episodes: what is trained on is what the policy wrote, with its own probabilities; slow tools wait side by side."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -177,6 +178,14 @@ def test_an_environment_that_breaks_or_hangs_ends_the_run_with_its_name():
             fit(make_module(model=MODEL), calculator_data(engine=engine), max_steps=3)
         assert isinstance(caught.value.__cause__, EnvironmentFailure)
         assert time.monotonic() - began < 20
+
+
+def test_a_validation_that_fails_leaves_no_thread():
+    data = calculator_data(engine=EpisodeEngine(EmbeddedEngine(), Failing()), val_prompts=Addition(3, size=4))
+    module = make_module(model=MODEL)
+    with pytest.raises(EnvironmentFailure, match="no such tool"):
+        fit(module, data, max_steps=1, num_sanity_val_steps=1, limit_val_batches=1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "environments"]
 
 
 def test_settings_that_contradict_each_other_are_named():

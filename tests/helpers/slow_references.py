@@ -123,18 +123,31 @@ def importance_weight(loss, ratio):
     return ratio if name == "full" else 1.0
 
 
-@token_wise
-def score_centering(loss, batch, row, t):
-    head, advantage = batch.head[row][t], batch.advantages[row][t]
+def centering(loss, head):
+    """mu_v w_v - alpha pi_v of each recorded token, which is what its log pi counts in the expected score."""
     p, q = [math.exp(log_p) for log_p, _ in head], [math.exp(log_q) for _, log_q in head]
     rho = max(1 - math.fsum(q), 1e-6) / max(1 - math.fsum(p), 1e-6)
     alpha = rho * importance_weight(loss, 1 / rho)
-    expected = 0.0
-    for (log_p, log_q), p_v, q_v in zip(head, p, q, strict=True):
-        if log_q > -math.inf:
-            expected += (q_v * importance_weight(loss, p_v / q_v) - alpha * p_v) * log_p
+    both = zip(p, q, strict=True)
+    return [b * importance_weight(loss, a / b) - alpha * a if b else 0.0 for a, b in both]
+
+
+@token_wise
+def score_centering(loss, batch, row, t):
+    head, advantage = batch.head[row][t], batch.advantages[row][t]
+    counts = centering(loss, head)
+    expected = sum(count * log_p for count, (log_p, _) in zip(counts, head, strict=True))
     value, slope = weighted(importance_weight(loss, math.exp(batch.log_ratio(row, t))), batch, row, t)
     return value + advantage * expected, slope
+
+
+def score_centering_head(batch: Batch, loss: Any) -> list[Matrix]:
+    """Gradient of sum(cotangent * loss) with respect to log pi of the recorded tokens."""
+    found = [[[0.0] * len(head) for head in row] for row in batch.head]
+    for row, t in batch.all_tokens():
+        scale = batch.cotangents[row][t] * batch.advantages[row][t]
+        found[row][t] = [scale * count for count in centering(loss, batch.head[row][t])]
+    return found
 
 
 @token_wise
@@ -142,20 +155,6 @@ def estr(loss, batch, row, t):
     if batch.log_ratio(row, t) ** 2 / (batch.entropy[row][t] + loss.eps) > loss.tau:
         return 0.0, 0.0
     ratio = math.exp(batch.log_ratio(row, t))
-    return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
-
-
-@token_wise
-def min_pro(loss, batch, row, t):
-    before = [batch.log_ratio(row, u) for u in batch.tokens(row) if u < t]
-    weight = math.exp(batch.log_ratio(row, t)) * math.exp(min(before, default=0.0))
-    return weighted(min(weight, loss.cap), batch, row, t)
-
-
-@token_wise
-def pnpo(loss, batch, row, t):
-    prefix = [batch.log_ratio(row, u) for u in batch.tokens(row) if u <= t]
-    ratio = math.exp(math.fsum(prefix) / len(prefix))
     return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
 
 
@@ -170,51 +169,6 @@ def sapo(loss, batch, row, t):
     tau = loss.tau_positive if advantage > 0 else loss.tau_negative
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     return -4 / tau * gate * advantage, -ratio / math.cosh(tau * (ratio - 1) / 2) ** 2 * advantage
-
-
-def gspo(batch: Batch, loss: Any) -> Result:
-    values, grads = batch.zeros(), batch.zeros()
-    for row in range(len(batch.mask)):
-        tokens = batch.tokens(row)
-        for t in tokens:
-            ratio = math.exp(sum(batch.log_ratio(row, u) for u in tokens) / len(tokens))
-            value, slope = ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
-            values[row][t] = value
-            for u in tokens:  # s contains every token of the completion
-                grads[row][u] += batch.cotangents[row][t] * slope / len(tokens)
-    return values, grads
-
-
-@token_wise
-def gspo_token(loss, batch, row, t):
-    tokens = batch.tokens(row)
-    ratio = math.exp(sum(batch.log_ratio(row, u) for u in tokens) / len(tokens))
-    return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
-
-
-def sequence_ratio(batch: Batch, row: int) -> float:
-    product = 1.0
-    for t in batch.tokens(row):
-        product *= math.exp(batch.logprobs[row][t]) / math.exp(batch.proximal[row][t])
-    return product
-
-
-@token_wise
-def topr(loss, batch, row, t):
-    ratio = sequence_ratio(batch, row)
-    if batch.advantages[row][t] > 0:
-        return weighted(min(max(ratio, loss.positive_low), loss.positive_high), batch, row, t)
-    return weighted(min(max(ratio, loss.negative_low), loss.negative_high), batch, row, t)
-
-
-@token_wise
-def vespo(loss, batch, row, t):
-    ratio = sequence_ratio(batch, row)
-    if batch.advantages[row][t] >= 0:
-        weight = ratio**loss.c1_positive * math.exp(loss.c2_positive * (1 - ratio))
-    else:
-        weight = ratio**loss.c1_negative * math.exp(loss.c2_negative * (1 - ratio))
-    return weighted(weight, batch, row, t)
 
 
 @token_wise

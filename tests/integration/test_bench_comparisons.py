@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from flow import fit, make_data, make_module, parameters
+from replays import collect, full_logprobs, requests_of
 from scipy.stats import ttest_rel
+from tiny_models import save, tiny_gemma2, tiny_llama
+from transformers import DynamicCache
 
 from benchmarks.performance import router_replay, score_centering
 from benchmarks.staleness.comparisons import at_best_rate, compare, comparison_table, robustness
@@ -82,6 +86,49 @@ def test_weights_that_are_frozen_get_new_noise_with_every_update() -> None:
         seen.append([p.detach().clone() for p in engine._active_slots.lm.parameters() if p.dim() > 1])
     engine.close()
     assert not any(torch.equal(first, second) for first, second in zip(*seen, strict=True))
+
+
+def eight_bits(values: torch.Tensor) -> torch.Tensor:
+    """Each row by itself, number by number."""
+    rows = []
+    for row in values.reshape(-1, values.shape[-1]).numpy():
+        step = np.abs(row).max() / np.float32(LEVELS)
+        rows.append([np.round(number / step) * step for number in row])
+    return torch.tensor(np.array(rows, dtype=np.float32)).reshape(values.shape)
+
+
+class RoundedKeys(DynamicCache):
+    """What a prompt keeps, and what each token after it reads and keeps, in 8 bits."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        kept = super().update(eight_bits(key_states), eight_bits(value_states), layer_idx, *args, **kwargs)
+        return kept if key_states.shape[2] == 1 else (key_states, value_states)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2], ids=["fast", "of transformers"])
+def test_keys_and_values_of_eight_bits_are_those_of_a_cache_rounded_by_hand(make, tmp_path) -> None:
+    lm = make()
+    engine = MismatchedEngine(int8_cache=True, device="cpu", num_slots=9)  # a prompt that is copied is read rounded
+    engine.setup(save(lm, tmp_path))
+    engine.load_weights(0, lm.named_parameters())
+    requests = requests_of([5, 3, 9], num_samples=3, max_tokens=12)
+    engine.submit(requests)
+    completions = collect(engine, 9)
+    engine.close()
+    errors, changes = [], []
+    for c in completions:
+        prompt, found = requests[c.request_id].prompt_ids, torch.tensor(c.logprobs)
+        cache, ids, expected = RoundedKeys(), torch.tensor([prompt]), []
+        for token in c.token_ids:
+            with torch.no_grad():
+                logits = lm(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            expected.append(logits.log_softmax(-1)[token])
+            ids = torch.tensor([[token]])
+        errors.append((found - torch.stack(expected)).abs())
+        changes.append((found - full_logprobs(lm, prompt, c.token_ids)).abs())
+    # a number in the middle between two of eight bits may be rounded either way
+    assert torch.cat(errors).mean() < 0.1 * torch.cat(changes).mean()
+    assert torch.cat(changes).max() > 1e-3
 
 
 def test_rounding_to_eight_bits_has_255_values_for_each_row() -> None:

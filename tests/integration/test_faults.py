@@ -10,14 +10,17 @@ import time
 
 import lightning.pytorch as pl
 import pytest
-from failing_engines import Watch, said
+from disk import full_disk
+from failing_engines import Watch, failing, said
 from flow import fit, make_data, make_module
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.advantages.group import Raw
-from lit_async_rl.callbacks import SaveOnSigterm
+from lit_async_rl.callbacks import SaveOnFailure, SaveOnSigterm
+from lit_async_rl.errors import ProducerError
 from lit_async_rl.rewards.functions import IsolatedReward
+from lit_async_rl.training.background_io import BackgroundCheckpointIO
 from lit_async_rl.utils.files import check_writable
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,6 +103,35 @@ def test_whenever_sigterm_comes_the_run_saves_and_goes_on(where, tmp_path, caplo
     rest = Watch()
     fit(make_module(), make_data(**settings), 8, [rest], ckpt_path=str(tmp_path / "last.ckpt"))
     assert len(set(rest.trained)) == 2 * (8 - step)
+
+
+def test_a_checkpoint_that_a_full_disk_did_not_take_is_not_said_to_be_saved(tmp_path, caplog):
+    for engine, more, error in (
+        (None, [Terminate("in the first micro-batch"), SaveOnSigterm()], SIGTERMException),
+        (failing("poll", "crash", 1, after=400), [SaveOnFailure()], ProducerError),
+    ):
+        keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
+        data = make_data(engine=engine, engine_restarts=0, groups_per_step=2, micro_batches_per_step=2)
+        settings = dict(enable_checkpointing=True, plugins=[BackgroundCheckpointIO()])
+        with full_disk(50_000), contextlib.suppress(error):
+            fit(make_module(), data, 30, [*more, keep], **settings)
+    assert len(said(caplog, "was not written: the disk is full")) == 2
+    assert said(caplog, "SIGTERM: the run ends after step 2, and")
+    assert not said(caplog, "saved ")
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_run_ends_with_its_own_error_and_a_closed_engine_though_its_checkpoint_fails(tmp_path, caplog):
+    class Mistake(pl.Callback):
+        def on_save_checkpoint(self, *_):
+            raise KeyError("mine")
+
+    data = make_data(engine=failing("poll", "crash", 1, after=400), engine_restarts=0, groups_per_step=2)
+    settings = dict(default_root_dir=tmp_path, enable_checkpointing=True)
+    with pytest.raises(ProducerError, match="broken"):
+        fit(make_module(), data, 30, [SaveOnFailure(), Mistake()], **settings)
+    assert said(caplog, "failed.ckpt was not saved: KeyError: 'mine'")
+    assert data.engine._closed
 
 
 def test_what_is_slow_is_said_before_it_is_cut_off(caplog):

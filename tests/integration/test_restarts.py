@@ -208,7 +208,7 @@ class Reluctant(EmbeddedEngine):
 
 
 def test_the_old_engine_is_closed_without_waiting_for_it_and_the_new_one_has_the_same_weights(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.data.rollout_source.CLOSE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.data.replaceable_engine.CLOSE_S", 0.2)
     kind = type("Reluctant", (Reluctant,), {"calls": []})
     data = make_data(engine=(old := kind()), groups_per_step=2, max_staleness=2)
     fit(make_module(), data, 8)
@@ -240,10 +240,8 @@ def test_a_run_that_an_engine_stalls_leaves_a_checkpoint_and_one_with_a_mistake_
             raise KeyError("mine")
 
     settings = dict(groups_per_step=2, rollout_timeout_s=1.0, engine_restarts=0)
-    for engine, callbacks, error in (
-        (EmbeddedEngine(), [Mistake()], KeyError),
-        (failing("poll", "hang", 1), [], StalledError),
-    ):
+    hanging = failing("poll", "hang", 1)
+    for engine, callbacks, error in ((EmbeddedEngine(), [Mistake()], KeyError), (hanging, [], StalledError)):
         assert not (tmp_path / "failed.ckpt").exists()
         callbacks += [ModelCheckpoint(tmp_path, every_n_train_steps=1000), SaveOnFailure()]
         with pytest.raises(error):

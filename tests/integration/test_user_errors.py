@@ -25,6 +25,7 @@ BASE = [
     *("--trainer.val_check_interval", "3", "--model.scheduler", "null"),
 ]
 PLAIN = ["--config", "configs/stabilizers/plain.yaml"]
+UNTIL_IT_BREAKS = ["--trainer.max_steps", "99", "--data.limits.engine_restarts", "0"]
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -73,10 +74,7 @@ SIMPLE = {
         ["--data.group_size", "1"],
         "data.group_size=1 with model.baseline=OptimalBaseline",
     ),
-    "nothing to compare a rollout with, without the baseline": (
-        [*PLAIN, "--data.group_size", "1"],
-        "data.group_size=1 with data.advantage",
-    ),
+    "the same without the baseline": ([*PLAIN, "--data.group_size", "1"], "data.group_size=1 with data.advantage"),
     "greedy training": (["--data.sampling.temperature", "0"], "data.sampling.temperature=0 with model.baseline"),
     "a correction with nothing to correct": (
         [*PLAIN, "--model.correction", "lit_async_rl.corrections.IcePop"],
@@ -139,19 +137,12 @@ def test_a_bad_reward_names_function_and_prompt(case, capsys, tmp_path):
 def test_a_reward_that_hangs_on_held_out_prompts_ends_the_run(capsys, tmp_path):
     (tmp_path / "hangs_held_out.py").write_text("def judge(prompt, completion):\n    import time; time.sleep(120)\n")
     prompts = '{"class_path": "lit_async_rl.tasks.SortDigits", "init_args": {"num_digits": 8, "size": 4}}'
-    flags = [
-        "--data.reward",
-        "hangs_held_out.judge",
-        "--data.scoring.timeout_s",
-        "1",
-        "--data.validation.prompts",
-        prompts,
-    ]
+    flags = ["--data.reward", "hangs_held_out.judge", "--data.scoring.timeout_s", "1"]
+    flags += ["--data.validation.prompts", prompts]
     began = time.monotonic()
     said = message(capsys, tmp_path, *flags)
-    assert re.search(
-        r"reward hangs_held_out\.judge did not return within data\.scoring\.timeout_s=1 on prompt '.*='", said
-    )
+    named = r"reward hangs_held_out\.judge did not return within data\.scoring\.timeout_s=1 on prompt '.*='"
+    assert re.search(named, said)
     assert time.monotonic() - began < 60.0, "beside the time that it takes to start"
 
 
@@ -184,21 +175,13 @@ class HangingEngine(EmbeddedEngine):
 
 
 def test_a_dying_engine_ends_the_run_with_its_error(capsys, tmp_path):
-    flags = ["--data.engine", f"{__name__}.DyingEngine", "--trainer.max_steps", "99"]
-    said = message(capsys, tmp_path, *flags, "--data.limits.engine_restarts", "0")
+    said = message(capsys, tmp_path, "--data.engine", f"{__name__}.DyingEngine", *UNTIL_IT_BREAKS)
     assert "the engine ran out of memory" in said
 
 
 def test_a_hanging_engine_ends_the_run_with_the_setting_that_bounds_the_wait(capsys, tmp_path):
-    flags = [
-        "--data.engine",
-        f"{__name__}.HangingEngine",
-        "--data.limits.rollout_timeout_s",
-        "2",
-        "--trainer.max_steps",
-        "99",
-    ]
-    said = message(capsys, tmp_path, *flags, "--data.limits.engine_restarts", "0")
+    flags = ["--data.engine", f"{__name__}.HangingEngine", "--data.limits.rollout_timeout_s", "2"]
+    said = message(capsys, tmp_path, *flags, *UNTIL_IT_BREAKS)
     assert "rollout_timeout_s=2" in said
     assert "HangingEngine" in said
 
@@ -247,14 +230,8 @@ def test_a_signal_ends_the_run_within_seconds(sent, tmp_path):
         "import time\n\ndef judge(prompt, completion):\n"
         "    print('scoring', flush=True)\n    time.sleep(0.2)\n    return 1.0\n"
     )
-    flags = [
-        "--data.reward",
-        "slow_reward.judge",
-        "--trainer.max_steps",
-        "10000",
-        "--trainer.val_check_interval",
-        "10000",
-    ]
+    flags = ["--data.reward", "slow_reward.judge", "--trainer.max_steps", "10000"]
+    flags += ["--trainer.val_check_interval", "10000"]
     command = [sys.executable, "scripts/train.py", *BASE, *flags]
     command += ["--trainer.logger.init_args.save_dir", str(tmp_path / "runs")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}

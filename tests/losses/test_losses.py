@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import slow_batch_references as slow_batch
 import slow_references as slow
+import slow_sequence_references as slow_sequence
 import slow_trajectory_references as slow_trajectory
 import torch
 from hypothesis import given, settings
@@ -74,13 +75,13 @@ CASES = [
     Case(CISPO(), slow.cispo),
     Case(CISPO(clip_low=0.1, clip_high=0.1), slow.cispo),
     Case(SAPO(), slow.sapo),
-    Case(GSPO(), slow.gspo),
-    Case(GSPO(clip_low=0.2, clip_high=0.3), slow.gspo),
-    Case(GSPOToken(clip_low=0.2, clip_high=0.3), slow.gspo_token),
-    Case(TOPR(), slow.topr),
-    Case(TOPR(positive_low=0.5, positive_high=2.0, negative_low=0.1, negative_high=1.5), slow.topr),
-    Case(TOPR(positive_low=0.0, positive_high=math.inf, negative_high=math.inf), slow.topr),
-    Case(VESPO(), slow.vespo),
+    Case(GSPO(), slow_sequence.gspo),
+    Case(GSPO(clip_low=0.2, clip_high=0.3), slow_sequence.gspo),
+    Case(GSPOToken(clip_low=0.2, clip_high=0.3), slow_sequence.gspo_token),
+    Case(TOPR(), slow_sequence.topr),
+    Case(TOPR(positive_low=0.5, positive_high=2.0, negative_low=0.1, negative_high=1.5), slow_sequence.topr),
+    Case(TOPR(positive_low=0.0, positive_high=math.inf, negative_high=math.inf), slow_sequence.topr),
+    Case(VESPO(), slow_sequence.vespo),
     Case(OPMD(), slow.opmd, on_policy_scale=0.5),
     Case(KimiRegression(), slow.kimi_regression),
     Case(TrajectoryBalance(beta=0.1), slow_trajectory.trajectory_balance, on_policy_scale=20.0),
@@ -93,10 +94,10 @@ CASES = [
     Case(M2PO(budget=0.5), slow_batch.m2po),
     Case(M2POAdaptiveClip(), slow_batch.m2po_adaptive_clip),
     Case(M2POAdaptiveClip(budget=0.5), slow_batch.m2po_adaptive_clip),
-    Case(MinPRO(), slow.min_pro),
-    Case(MinPRO(cap=math.inf), slow.min_pro),
-    Case(PNPO(), slow.pnpo),
-    Case(PNPO(clip_low=0.1, clip_high=0.5), slow.pnpo),
+    Case(MinPRO(), slow_sequence.min_pro),
+    Case(MinPRO(cap=math.inf), slow_sequence.min_pro),
+    Case(PNPO(), slow_sequence.pnpo),
+    Case(PNPO(clip_low=0.1, clip_high=0.5), slow_sequence.pnpo),
     Case(SAT(), slow_batch.sat),
     Case(SAT(clip_low=0.3, clip_high=0.1, quantile=0.5), slow_batch.sat),
     Case(ESTR(tau=0.1), slow.estr),

@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
+import slow_references as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_helpers import assert_close, make_heads, make_inputs
+from loss_helpers import as_batch, assert_close, known, make_heads, make_inputs
 from torch import Tensor
 
 from lit_async_rl.losses import ImportanceWeight, LossInputs, ScoreCentering
@@ -46,6 +47,18 @@ def distributions(seed: int, spread: float) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(V, generator=generator, dtype=torch.float64)
     return logits, (logits + spread * torch.randn(V, generator=generator, dtype=torch.float64)).log_softmax(-1)
+
+
+@every_weight
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.sampled_from([0.1, 1.0]))
+def test_gradients_to_the_recorded_tokens_equal_the_slow_reference(
+    weight: ImportanceWeight, seed: int, spread: float
+) -> None:
+    inputs, loss = make_inputs(seed, spread=spread), ScoreCentering(weight=weight)
+    head = known(inputs.head_logprobs).requires_grad_()
+    (inputs.token_weights * loss(replace(inputs, head_logprobs=head)).per_token).sum().backward()
+    assert_close(known(head.grad), slow.score_centering_head(as_batch(inputs), loss))
 
 
 @every_weight
@@ -93,20 +106,20 @@ def tail_gradient(loss: ScoreCentering, logits: Tensor, log_q: Tensor, token: in
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31), known=st.integers(1, 8))
-def test_full_weights_need_no_centering(seed: int, known: int) -> None:
-    log_p, log_q, _ = make_heads(seed, (3, 4), 0.7, known)
+@given(seed=st.integers(0, 2**31), size=st.integers(1, 8))
+def test_full_weights_need_no_centering(seed: int, size: int) -> None:
+    log_p, log_q, _ = make_heads(seed, (3, 4), 0.7, size)
     log_q = torch.where(log_q > -math.inf, log_q, log_p)
     log_q = torch.where((log_q.exp().sum(-1, keepdim=True) < 0.999), log_q, log_q.log_softmax(-1) - 0.5)
     log_p = torch.where((log_p.exp().sum(-1, keepdim=True) < 0.999), log_p, log_p.log_softmax(-1) - 0.5)
-    assert_close(ScoreCentering(weight=ImportanceWeight.FULL).centering(log_p, log_q), torch.zeros(3, 4, known))
+    assert_close(ScoreCentering(weight=ImportanceWeight.FULL).centering(log_p, log_q), torch.zeros(3, 4, size))
 
 
 @every_weight
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31), known=st.integers(1, 7))
-def test_on_policy_nothing_is_subtracted(weight: ImportanceWeight, seed: int, known: int) -> None:
-    log_p, _, _ = make_heads(seed, (3, 4), 0.0, known)
+@given(seed=st.integers(0, 2**31), size=st.integers(1, 7))
+def test_on_policy_nothing_is_subtracted(weight: ImportanceWeight, seed: int, size: int) -> None:
+    log_p, _, _ = make_heads(seed, (3, 4), 0.0, size)
     found = ScoreCentering(weight=weight).centering(log_p, log_p)
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-12)
 

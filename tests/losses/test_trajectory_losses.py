@@ -1,6 +1,7 @@
 """Trajectory balance and OAPL: the papers' own formulas, their closed-form gradients, and what moves around them."""
 
 import math
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -8,6 +9,7 @@ import torch
 from flow import fit, make_data, make_module, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import launch
 
 from lit_async_rl.advantages.group import GroupMean, LogMeanExp
 from lit_async_rl.callbacks import AnnealBeta, ReferenceReset
@@ -136,6 +138,12 @@ def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):
     assert torch.equal(torch.cat([p.flatten() for p in again.reference.parameters()]), reference)
     with pytest.raises(ValueError, match="needs a reference policy"):
         fit(make_module(), make_data(), 1, [ReferenceReset(2)])
+
+
+@pytest.mark.slow
+def test_a_sharded_reference_is_refused_before_training():
+    with pytest.raises(AssertionError, match=r"ReferenceReset with trainer\.strategy=ModelParallelStrategy, which"):
+        launch(Path(__file__).parents[1] / "helpers" / "sharded_reference.py", [], 1, timeout_s=150)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_texts_as_messages_of_a_user():
         ([{"prompt": "a", "answer": [1]}], r"data.prompts\[0\]\['answer'\] must be a text or a number, got '\[1\]'"),
         ("train.jsonl", "data.prompts must be a list .* got the text 'train.jsonl'; JsonlPrompts"),
         ((text for text in "ab"), "data.prompts must be a list .* got generator"),
-        (None, "data.prompts must be a list .* got NoneType"),
+        (None, "data.prompts is not set"),
         (
             datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[1:])),
             "data.prompts must be .* got a DatasetDict with the keys train: choose one",

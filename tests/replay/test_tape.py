@@ -7,15 +7,18 @@ import threading
 import time
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from disk import full_disk
+from filelock import FileLock
 from flow import fit, make_data, make_module, parameters
 from test_resume import Watch, saving
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.utils.folder_lock import lock_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,3 +148,16 @@ def test_the_end_of_training_waits_for_room_and_ends_in_an_error_without(recorde
         assert closing.is_alive()
     closing.join(10)
     assert list(Tape(tmp_path).steps()) == steps[:1]
+
+
+def test_a_run_that_failed_leaves_its_folder_to_other_processes(tmp_path):
+    class Failing(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 2:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(make_module(), make_data(groups_per_step=2), 5, [RolloutTape(str(tmp_path)), Failing()])
+    assert [step.step for step in Tape(tmp_path).steps()] == [0, 1]
+    with FileLock(lock_path(tmp_path.resolve())).acquire(timeout=0):  # as another process would
+        pass

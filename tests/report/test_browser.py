@@ -27,10 +27,9 @@ HOSTILE = (
 )
 DRAWN = """
 return [...document.querySelectorAll("#view .chart")].map((box) => {
-  const canvas = box.querySelector("canvas");
+  const canvas = box.querySelector("canvas"), colours = new Set();
   if (!canvas) return 0;
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-  const colours = new Set();
   for (let i = 0; i < pixels.length; i += 4)
     if (pixels[i + 3] > 200) colours.add((pixels[i] << 16) | (pixels[i + 1] << 8) | pixels[i + 2]);
   return colours.size;
@@ -192,10 +191,10 @@ def test_phone_and_contrast(driver, report, dark):
     for tab in ("overview", "curves", "pipeline", "rollouts", "compare"):
         browser.show(driver, report, tab)
         until(driver, "document.querySelector('#view').children.length")
-        assert driver.execute_script("return document.documentElement.scrollWidth") <= 390, tab
-    names = [
-        f"--{kind}{n}" for kind, last in (("v", 6), ("n", 4), ("p", 4), ("s", 6)) for n in range(kind in "np", last)
-    ]
+        for box in ("document.documentElement", "document.querySelector('[role=tablist]')"):
+            assert driver.execute_script(f"return {box}.scrollWidth") <= 390, (tab, box)
+    ranges = (("v", 6), ("n", 4), ("p", 4), ("s", 6))
+    names = [f"--{kind}{n}" for kind, last in ranges for n in range(kind in "np", last)]
     pairs = [("--text", name) for name in (*names, "--page", "--panel", "--span", "--aside", "--reward")]
     pairs += [(name, "--panel") for name in ("--muted", "--accent")] + [("--muted", "--page")]
     for text, ground in pairs:

@@ -26,6 +26,17 @@ def test_rows_are_read_once_and_only_when_they_are_complete(tmp_path):
     assert curves.num_steps == 3
 
 
+def test_validations_are_at_the_number_of_steps_before_them(tmp_path):
+    """As Lightning writes a run of four steps with a validation before, after every two, and at the end."""
+    rows = ["a,step,val/x", ",0,1", "1,0,", "1,1,", ",1,2", "1,2,", "1,3,", ",3,3", ",4,4"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    curves = Curves(tmp_path)
+    curves.refresh()
+    found = curves.payload()
+    assert found["axes"][found["series"]["val/x"]["axis"]] == [0, 2, 4, 4]
+    assert found["axes"][found["series"]["a"]["axis"]] == [1, 2, 3, 4]
+
+
 def test_a_table_with_another_header_is_read_anew(tmp_path):
     curves, path = Curves(tmp_path), tmp_path / "metrics.csv"
     path.write_text("a,step\n1,0\n2,1\n")

@@ -83,3 +83,17 @@ def test_two_runs_and_the_command_line(tmp_path, capsys):
     for arguments in ([str(tmp_path)], [str(tmp_path / "missing")]):
         with pytest.raises(SystemExit, match=r"error: .* is not the folder of a run"):
             main(arguments)
+
+
+def test_ranks_come_into_one_trace(tmp_path):
+    run = make_run(tmp_path / "run" / "v0", steps=3)
+    one = (run / "timeline" / "rank0.json").read_text()
+    (run / "timeline" / "rank1.json").write_text(one.replace('"pid": 0', '"pid": 1'))
+    out = tmp_path / "trace.json"
+    main([str(run), "--out", str(tmp_path / "report.html"), "--trace", str(out)])
+    events = json.loads(out.read_text())
+    assert {event["pid"] for event in events} == {0, 1}
+    assert len(events) % 2 == 0
+    shutil.rmtree(run / "timeline")
+    with pytest.raises(SystemExit, match="error: there is no timeline"):
+        main([str(run), "--out", str(tmp_path / "report.html"), "--trace", str(out)])

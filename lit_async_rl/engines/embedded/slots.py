@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.embedded.experts import ExpertRecorder
+from lit_async_rl.engines.embedded.forward import CachedForward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.llama import LlamaForward
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.sampling import draw, processed_logprobs
@@ -37,6 +37,7 @@ class Slots:
         eos_token_ids: end every completion.
         seed: of the random numbers.
         owns_weights: whether the model's parameters may be moved in memory, as no other object holds them.
+        cache_class: what keeps the keys and values.
     """
 
     def __init__(
@@ -46,23 +47,18 @@ class Slots:
         eos_token_ids: Sequence[int],
         seed: int,
         owns_weights: bool = False,
+        cache_class: type[SlotCache] = SlotCache,
     ) -> None:
-        if lm.config._attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
-                "uses, too, needs sdpa or eager, whose masks it can give"
-            )
         self.lm = lm
         self.num_tokens = 0  # sampled so far
         self._policy = CausalPolicy(lm)
-        self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
         self._eos_token_ids = tuple(eos_token_ids)
         self._num_slots = num_slots
         self.device = next(lm.parameters()).device
-        self._cache = SlotCache(num_slots, self.device, context_length(lm))
+        self._cache = cache_class(num_slots, self.device, context_length(lm))
+        self._forward = CachedForward(lm, self._cache, owns_weights)
         self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
-        self._zero = torch.zeros((), dtype=lm.dtype, device=self.device)
         self._rows = RowState(num_slots, self.device)
         self._stop_check = StopCheck(lm, self._rows)
         self._owners: list[tuple[GenerationRequest, int] | None] = []  # and sample, of each slot up to the last in use
@@ -157,21 +153,6 @@ class Slots:
     def _fit(self, length: int) -> None:
         if self._cache.fit(max(length, self._longest + 1)):
             self._prompts = [p if p is not None and len(p) <= self._cache.max_len else None for p in self._prompts]
-
-    def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
-        position_ids = position_ids.expand(len(input_ids), -1)
-        # Added to the scores: eager attention needs it so, the others would make it so in every layer.
-        mask = torch.where(mask, self._zero, -torch.inf)
-        if self._llama is not None:
-            return self._llama(input_ids, position_ids, mask, self._cache)
-        output = self.lm.base_model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=mask.expand(len(input_ids), -1, -1, -1),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        return output.last_hidden_state
 
     def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
         """Samples a token for each of `rows`, appends it, and closes the finished rows."""

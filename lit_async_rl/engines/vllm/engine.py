@@ -238,7 +238,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     def _check(self) -> None:
         if self._vllm.is_dead:
-            self._book.fail(EngineError("its processes died; their own messages are above"))
+            self._book.fail(EngineError(self._vllm.death))
         super()._check()
 
     def close(self) -> None:

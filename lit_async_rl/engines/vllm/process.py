@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -81,6 +82,13 @@ class VLLMProcess(EngineControl):
     def is_dead(self) -> bool:
         """Whether vLLM's processes have ended without `close`."""
         return self.llm is not None and not self._closed.is_set() and self.llm.errored
+
+    @property
+    def death(self) -> str:
+        """How its processes ended, as far as the system says."""
+        codes = {child.exitcode for child in self._children} - {None, 0}
+        ends = ", ".join(signal.Signals(-code).name if code < 0 else f"status {code}" for code in sorted(codes))
+        return f"its processes died{f' ({ends})' if ends else ''}; their own messages are above"
 
     def call(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
         """Runs `coroutine` in the loop; returns its result or raises its error.

@@ -211,6 +211,6 @@ class RequestRunner:
                     self.book.add(request.id, len(output.token_ids), buffers[output.index].add(output))
             self.book.end([request.id])
         except Exception as error:
-            self.book.fail(error)
+            self.book.fail(EngineError(self.process.death) if self.process.is_dead else error)
         finally:
             del self._tasks[request.id], self._requests[request.id]

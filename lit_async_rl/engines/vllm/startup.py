@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lit_async_rl.engines.vllm.engine_arguments import unusable_settings
 from lit_async_rl.engines.vllm.installation import CPU_VARIABLES, DIE_WITH_PARENT, VARIABLES, check_vllm
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.models.loading import load_config
@@ -31,7 +32,7 @@ def start_vllm(
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
-        ValueError: it is too old, or cannot run this model on this machine.
+        ValueError: it is too old, cannot run this model on this machine, or `arguments` break a promise.
         FileNotFoundError: there is no such model.
         EngineError: it failed to start.
         StalledError: it did not start within `startup_timeout_s`.
@@ -44,6 +45,9 @@ def start_vllm(
             arguments = {**arguments, "enforce_eager": True, "kv_cache_memory_bytes": cache}
         process = VLLMProcess(arguments, update_timeout_s)
         process.start(startup_timeout_s)
+    if problems := unusable_settings(process.llm.vllm_config):  # set by a name that is not refused beforehand
+        process.close()
+        raise ValueError(f"data.engine.engine_args cannot be used: {problems[0]}")
     return process
 
 

@@ -36,6 +36,15 @@ def end_with_trainer() -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the request
 
 
+def allow_amx() -> None:
+    """Asks the kernel for permission to use AMX, without which the CPU refuses it with SIGILL.
+
+    vLLM's attention uses it in bfloat16 and does not ask. Usually a matrix product of oneDNN has asked before, but in a
+    first step of at most four tokens, with weights of less than 1 MiB, there is none (vLLM 0.32).
+    """
+    torch.cpu._init_amx()
+
+
 def register() -> None:
     """Entry point `vllm.general_plugins`: every vLLM process runs it, so it acts only if the variable is set."""
     if os.environ.get("LIT_ASYNC_RL_DIE_WITH_PARENT") == "1":
@@ -189,3 +198,4 @@ def repack_tied_head(model: nn.Module, tied: bool) -> None:
 
 
 end_with_trainer()
+allow_amx()

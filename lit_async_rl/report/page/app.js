@@ -19,7 +19,7 @@
       </div>
       ${(run.notes || []).map((note) => html`<p class="note">${report.visible(note)}</p>`)}
     </section>`)}
-    <${report.Curves} runs=${runs} theme=${theme} only=${["Reward", "Held-out", "Staleness", "Idle"]} />
+    <${report.Curves} runs=${runs} theme=${theme} only=${["Reward", "Held-out", "Staleness", "Effective sample size", "Throughput", "Idle"]} />
     ${runs.map((run) => run.config && html`<details class="panel" key=${run.label}><summary>configuration of ${run.name}</summary><pre>${report.visible(run.config)}</pre></details>`)}`;
 
   const VIEWS = { overview: Overview, curves: report.Curves, pipeline: report.Pipeline, rollouts: report.Rollouts, compare: report.Compare };

@@ -132,8 +132,8 @@
     ...report.chartBase(),
     grid: { left: 8, right: 14, top: 28, bottom: 8, containLabel: true },
     legend: {
-      type: "scroll", top: 0, left: 0, itemWidth: 22, itemHeight: 8, textStyle: { color: report.color("--muted"), fontSize: 11 },
-      pageTextStyle: { color: report.color("--muted") },
+      type: "scroll", top: 0, left: 0, itemWidth: 22, itemHeight: 8, textStyle: { color: report.color("--muted"), fontSize: 11, lineHeight: 16 },
+      pageTextStyle: { color: report.color("--muted") }, formatter: (name) => name.replace(/\w+\//, ""), // tooltips have the whole name
     },
     tooltip: {
       ...report.chartBase().tooltip,

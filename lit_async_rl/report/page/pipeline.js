@@ -107,19 +107,19 @@
     const names = Object.keys(timeline.bins.shares).filter((kind) => SHARES[kind]);
     return {
       ...report.chartBase(),
-      legend: { type: "scroll", top: 0, left: 0, itemWidth: 14, itemHeight: 10, textStyle: { color: report.color("--muted"), fontSize: 11 } },
+      legend: { type: "scroll", top: 0, left: 0, itemWidth: 14, itemHeight: 10, textStyle: { color: report.color("--muted"), fontSize: 11, lineHeight: 16 } },
       grid: { left: 8, right: 14, top: 30, bottom: 8, containLabel: true },
       tooltip: { ...report.chartBase().tooltip, trigger: "axis",
-        formatter: (points) => report.tip(`at ${points[0].axisValue.toFixed(1)} s`, points.map((p) => [p.seriesName, `${(100 * p.value[1]).toFixed(1)} %`])) },
+        formatter: (points) => report.tip(`from ${points[0].axisValue.toFixed(1)} s`, points.map((p) => [p.seriesName, `${(100 * p.value[1]).toFixed(1)} %`])) },
       xAxis: { type: "value", min: 0, max: timeline.duration, ...report.axis(), splitLine: { show: false }, axisLabel: { color: report.color("--muted"), showMaxLabel: false, formatter: (v) => `${+v.toFixed(1)} s` } },
       yAxis: { type: "value", min: 0, ...report.axis(), axisLabel: { color: report.color("--muted"), formatter: (v) => `${Math.round(100 * v)} %` } },
       series: names.map((kind, n) => ({
-        type: "line", name: kind.replace("/", ": ").replace("_", " "), step: "middle", showSymbol: false, sampling: "average",
+        type: "line", name: kind.replace("/", ": ").replace("_", " "), step: "end", showSymbol: false, sampling: "average",
         stack: kind.startsWith("trainer") ? "trainer" : undefined,
         areaStyle: kind.startsWith("trainer") ? { opacity: 0.75, color: report.color(SHARES[kind]) } : undefined,
         lineStyle: { width: kind.startsWith("trainer") ? 0.5 : 2, type: ["solid", "dashed", "dotted"][n % 3], color: report.color(SHARES[kind]) },
         itemStyle: { color: report.color(SHARES[kind]) },
-        data: timeline.bins.shares[kind].map((share, i) => [(i + 0.5) * timeline.bins.width, share]),
+        data: [...timeline.bins.shares[kind], timeline.bins.shares[kind].at(-1)].map((share, i) => [i * timeline.bins.width, share]),
       })),
     };
   };

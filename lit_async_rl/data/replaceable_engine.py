@@ -1,0 +1,110 @@
+"""The engine of a run: set up when its first weights come, replaced when it hangs or fails, closed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import traceback
+from collections.abc import Iterable
+
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from torch import Tensor
+
+from lit_async_rl.data.settings import Limits
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.calls import EngineCalls
+from lit_async_rl.errors import SetupError
+from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.utils.patience import announced
+
+CLOSE_S = 10.0  # of an engine that broke
+STOP_S = 30.0  # of one that works, at the end
+log = logging.getLogger(__name__)
+
+
+class ReplaceableEngine:
+    """Holds the engine in use, and replaces it by a fresh one with the same settings. For the trainer's thread.
+
+    Args:
+        engine: not set up.
+        model: argument of its `setup`.
+        limits: replacements in a row, without a step in between, and timeout of calls.
+
+    Attributes:
+        engine: the one in use.
+        is_set_up: whether it was set up.
+    """
+
+    def __init__(self, engine: RolloutEngine, model: str | None, limits: Limits) -> None:
+        self.engine, self.model, self.max_restarts = engine, model, limits.engine_restarts
+        self.is_set_up = False
+        self._timeout_s, self._restarts_in_a_row = limits.rollout_timeout_s, 0
+
+    @property
+    def calls(self) -> EngineCalls:
+        """Its calls, with timeouts."""
+        return EngineCalls(self.engine, self._timeout_s)
+
+    def set_up(self) -> None:
+        """Sets the engine up, unless it is."""
+        if not self.is_set_up:
+            self._set_up(self.calls)
+            self.is_set_up = True
+
+    def _set_up(self, calls: EngineCalls) -> None:
+        if self.model is None:
+            raise SetupError("data.model is not set")
+        with announced(f"{calls.name} to start: it loads the model, and may compile"):
+            calls.setup(self.model)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether it may be replaced once more; says so if not."""
+        if self._restarts_in_a_row < self.max_restarts:
+            return True
+        if self.max_restarts:
+            log.warning("the engine fails still after data.limits.engine_restarts=%d in a row", self.max_restarts)
+        return False
+
+    def note_step(self) -> None:
+        """Reports that a step got all of its groups: restarts count anew."""
+        self._restarts_in_a_row = 0
+
+    def restart(self, producer: Producer, error: Exception, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the engine after an error; its groups that lack completions are sampled again.
+
+        If the new one does not start, its error is the producer's next.
+        """
+        self._restarts_in_a_row += 1
+        is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
+        self._end(error)
+        try:
+            self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
+            calls = self.calls
+            self._set_up(calls)
+            calls.load_weights(producer.version, weights)
+        except Exception as failure:
+            producer.listener.engine_error = failure
+            log.warning("a new engine did not start after %s: %s", type(error).__name__, failure)
+            return
+        num_groups = producer.replace_engine(self.engine)
+        log.warning(
+            "the engine was restarted (%d of data.limits.engine_restarts=%d in a row), with the weights of version %d; "
+            "%d groups are sampled again, finished ones are kept. %s: %s",
+            *(self._restarts_in_a_row, self.max_restarts, producer.version, num_groups),
+            *(type(error).__name__, error),
+        )
+
+    def _end(self, error: Exception) -> None:
+        """Closes a failed engine and frees its memory; one that hangs on close is abandoned."""
+        traceback.clear_frames(error.__traceback__)  # which hold what filled the memory
+        with contextlib.suppress(Exception):  # it is broken already
+            self.calls.close(CLOSE_S)
+        gc.collect()
+        garbage_collection_cuda()
+
+    def close(self) -> None:
+        """Closes the engine. Safe to call twice."""
+        self.calls.close(STOP_S)
+        self.is_set_up = False

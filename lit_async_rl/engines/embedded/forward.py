@@ -1,0 +1,52 @@
+"""Forward passes of an embedded engine's model over its KV cache."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_async_rl.engines.embedded.kv_cache import SlotCache
+from lit_async_rl.engines.embedded.llama import LlamaForward
+
+
+class CachedForward:
+    """Hidden states of new tokens, by our own forward pass of Llama where it fits, otherwise by that of transformers.
+
+    Args:
+        lm: the model.
+        cache: keys and values; written to.
+        owns_weights: whether the model's parameters may be moved in memory, as no other object holds them.
+
+    Raises:
+        ValueError: the attention implementation takes no mask.
+    """
+
+    def __init__(self, lm: PreTrainedModel, cache: SlotCache, owns_weights: bool) -> None:
+        if lm.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
+                "uses, too, needs sdpa or eager, whose masks it can give"
+            )
+        self._lm, self._cache = lm, cache
+        self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
+        self._zero = torch.zeros((), dtype=lm.dtype, device=next(lm.parameters()).device)
+
+    def __call__(
+        self, input_ids: Int[Tensor, "n t"], position_ids: Int[Tensor, "m t"], mask: Bool[Tensor, "k 1 q p"]
+    ) -> Float[Tensor, "n t H"]:
+        """Last hidden states; positions and mask (True where a token attends) broadcast over the rows."""
+        position_ids = position_ids.expand(len(input_ids), -1)
+        # Added to the scores: eager attention needs it so, the others would make it so in every layer.
+        mask = torch.where(mask, self._zero, -torch.inf)
+        if self._llama is not None:
+            return self._llama(input_ids, position_ids, mask, self._cache)
+        output = self._lm.base_model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=mask.expand(len(input_ids), -1, -1, -1),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state

@@ -1,0 +1,105 @@
+"""What goes into an engine and comes out: sampling parameters, requests, completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lit_async_rl.expert_choices import ExpertChoices
+from lit_async_rl.sampler_head import SamplerHead
+from lit_async_rl.types import FinishReason, Prompt, Turn
+from lit_async_rl.utils.checks import check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of completions.
+
+    Args:
+        temperature: divides the logits; 0 means greedy (log-probabilities are then those of temperature 1).
+        top_p: keep the smallest set of tokens with at least this probability; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+        max_tokens: at most this many completion tokens.
+        stop_token_ids: end the completion (the stop token is its last token); added to the tokenizer's EOS.
+        head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
+            likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
+            and the replay of truncated supports need it.
+        experts: record the experts that the model's routers choose for every token of prompt and completion; the
+            trainer then uses the same (router replay).
+        stop: strings that end the completion, at the token that completes the first of them. All tokens train,
+            including that one; the reward gets the text before the stop string.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    head: int | None = None
+    experts: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"sampling.stop must be a list of non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        check_range("sampling", ">= 0", temperature=self.temperature, top_k=self.top_k)
+        check_range("sampling", "in (0, 1]", top_p=self.top_p)
+        check_range("sampling", "in [0, 1]", min_p=self.min_p)
+        check_range("sampling", ">= 1", max_tokens=self.max_tokens)
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
+        check_range("sampling", ">= 0", head=self.head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """Request for `num_samples` completions of one prompt; `id` is unique among the requests an engine holds.
+
+    `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
+    serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
+    `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
+
+    Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
+    servers send them where that beginning is cached.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    sampling: SamplingParams
+    prompt: Prompt | None = None
+    priority: int = 0
+    num_resumed: int = 0
+    session: int | None = None
+
+    @property
+    def resumed_ids(self) -> tuple[int, ...]:
+        """Tokens of the completion that are already in the prompt."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_resumed :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished sample of a request; `logprobs` and `versions` have one entry per token.
+
+    `head` has the recorded distributions if `sampling.head` is set, `experts` the experts that were chosen for prompt
+    and completion if `sampling.experts` is.
+    An engine with an environment also sets `loss_mask` (tokens written by the policy), `turns` and `reward`.
+    """
+
+    request_id: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    loss_mask: tuple[bool, ...] | None = None
+    reward: float | None = None
+    turns: tuple[Turn, ...] | None = None
+    head: SamplerHead | None = None
+    experts: ExpertChoices | None = None

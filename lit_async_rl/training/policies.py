@@ -1,0 +1,51 @@
+"""The policy that trains, and the frozen one of the KL penalty."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.lora import LoRA, add_lora
+from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.routers import checkpoint_contexts
+
+CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+
+
+def load_policies(
+    model: str,
+    logprob_chunk_tokens: int,
+    packing: SharedPromptPacking | None,
+    lora: LoRA | None,
+    on_meta_device: bool,
+    needs_reference: bool,
+    gradient_checkpointing: bool,
+    **load: Any,
+) -> tuple[CausalPolicy, CausalPolicy | None]:
+    """Policy and reference; the latter is a frozen copy, or None if none is needed or adapters train.
+
+    Args:
+        model: Hugging Face name or folder.
+        logprob_chunk_tokens: logits of at most this many tokens exist at a time.
+        packing: of the prompts of a group; None is none.
+        lora: adapters to train; None trains all weights.
+        on_meta_device: whether weights are loaded later, when they are sharded.
+        needs_reference: whether there is a KL penalty.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+        load: further arguments of `load_policy`.
+
+    Raises:
+        ValueError: weights that are made here, not loaded, would have to be on the meta device.
+    """
+    if on_meta_device and (load.get("random_init") or lora):
+        raise ValueError("model.sharding.meta_device=true goes with neither model.random_init nor model.lora")
+    lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu")
+    reference = None
+    if needs_reference and lora is None:
+        reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+        lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
+    return CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing), reference

@@ -1,0 +1,64 @@
+"""The page of results: its tables are those of the runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from scipy.stats import ttest_rel
+
+from benchmarks.common.process import RESULT
+from benchmarks.staleness import page
+from benchmarks.staleness.suite import Cell
+
+PLAIN, GAC = [0.5, 0.4, 0.8], [0.7, 0.65, 0.75]
+
+
+def test_the_pages_tables_are_those_of_its_runs() -> None:
+    """`python -m benchmarks.staleness.page` writes them."""
+    text = page.PAGE.read_text()
+    assert text == page.fill(text)
+    assert set(page.BLOCKS) == set(re.findall(r"<!-- results: (\w+) -->", text))
+
+
+def finished(out: Path, method: str, seed: int, final: float, done: bool = True) -> None:
+    """What a cell leaves behind."""
+    folder = out / Cell("quickstart_constant", method, 16, 1.0, seed).folder
+    folder.mkdir(parents=True)
+    signals = {"sample/staleness_mean": 16.0, "importance/ess_ratio": 0.5, "grad/cosine": 0.1, "bench/cpu_s": 1.0}
+    rows = [{"step": n, **signals} for n in range(3)] + [{"step": n, "val/pass@1": final} for n in (0, 1, 2)]
+    pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
+    if done:
+        (folder / RESULT).write_text(json.dumps({"error": None, "wall_s": 1.0}))
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    monkeypatch.setattr(page, "SOURCES", tmp_path / "sources.json")
+    page.runs_of.cache_clear()
+    yield tmp_path
+    page.runs_of.cache_clear()
+
+
+def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
+    assert page.BLOCKS["gac"]().startswith("Not run yet: `python scripts/staleness_bench.py --suite gac")
+    page.runs_of.cache_clear()
+    out = own_folder / "grid"
+    for seed in range(3):
+        finished(out, "ppo_clip", seed, PLAIN[seed])
+        finished(out, "ppo_clip+gac", seed, GAC[seed])
+    finished(out, "ppo_clip", 3, 0.1)  # its partner is not finished
+    finished(out, "ppo_clip+gac", 3, 0.9, done=False)
+    page.collect("gac", out)
+    (row,) = [line for line in page.BLOCKS["gac"]().splitlines() if line.startswith("| ppo_clip+gac ")]
+    p = ttest_rel(GAC, PLAIN).pvalue
+    assert "| 16 | 3 | 0.700 ± " in row
+    assert "| 0.133 ± " in row
+    assert "(3 pairs)" in row
+    assert row.endswith(f"| {p:.3f} | {p:.3f} |")
+    assert "| [`gac.parquet`](results/gac.parquet) | 7 |" in page.BLOCKS["sources"]()

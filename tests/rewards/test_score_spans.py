@@ -1,0 +1,90 @@
+"""Spans of reward workers: all of their seconds, few spans, and where they belong."""
+
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+
+from lit_async_rl.rewards.score_spans import MAX_LANES
+from lit_async_rl.rewards.scorer import Scorer, score_all
+from lit_async_rl.types import Prompt
+from lit_async_rl.utils.spans import Lane, Spans
+
+PROMPT = Prompt(text="1+1=", answer="2")
+
+
+def drawn(spans):
+    return [event for event in spans.take(all_of_it=True) if event["name"] == "score"]
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """Names of what lanes were given one by one."""
+    names, add = [], Lane.add
+    monkeypatch.setattr(Lane, "add", lambda lane, name, *a, **k: (names.append(name), add(lane, name, *a, **k))[1])
+    return names
+
+
+def test_completions_that_wait_share_a_span(added):
+    spans, is_filled, is_done = Spans(), threading.Event(), threading.Event()
+
+    def reward(prompt: Prompt, completion: str) -> float:
+        is_filled.wait(30.0)
+        if completion == "7":
+            raise ValueError("one that fails")
+        return 1.0
+
+    scorer = Scorer(reward, max_tries=1)
+    scorer.observe(spans)
+    for n in range(400):
+        done = (lambda _: is_done.set()) if n == 399 else (lambda _: None)
+        scorer.submit(PROMPT, str(n), done, group=n // 4)
+    is_filled.set()
+    assert is_done.wait(30.0)
+    scorer.close()
+    events = drawn(spans)
+    assert sum(event["args"]["completions"] for event in events) == 400
+    assert sum(event["dur"] for event in events) / 1e6 == pytest.approx(scorer.busy_s, abs=1e-6 * len(events))
+    assert events[0]["args"]["group"] == 0
+    assert [event["args"]["ok"] for event in events].count(False) == 1
+    assert len(added) < 100
+
+
+def test_a_slow_reward_is_drawn_when_it_happens():
+    spans = Spans()
+    calls = []
+
+    def reward(prompt: Prompt, completion: str) -> float:
+        began = time.monotonic()
+        time.sleep(0.08)
+        calls.append((began, time.monotonic()))
+        return 1.0
+
+    scorer = Scorer(reward, num_workers=2)
+    scorer.observe(spans)
+    score_all(scorer, [(PROMPT, str(n)) for n in range(7)], lambda: None)
+    scorer.close()
+    events = drawn(spans)
+    assert [event["args"]["completions"] for event in events] == [1] * 7  # each longer than a window
+    begins = sorted(event["ts"] / 1e6 for event in events)
+    epoch = begins[0] - calls[0][0]
+    for began, (real, _) in zip(begins, sorted(calls), strict=True):
+        assert began - epoch == pytest.approx(real, abs=0.02)
+    for worker in {event["tid"] for event in events}:
+        mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == worker)
+        assert all(one[1] <= other[0] + 2 for one, other in pairwise(mine))
+
+
+def test_so_many_workers_are_drawn():
+    spans, together = Spans(), threading.Barrier(MAX_LANES + 2)
+
+    def reward(prompt: Prompt, completion: str) -> float:
+        together.wait(30.0)
+        return 1.0
+
+    scorer = Scorer(reward, num_workers=MAX_LANES + 2)
+    scorer.observe(spans)
+    score_all(scorer, [(PROMPT, "")] * (MAX_LANES + 2), lambda: None)
+    scorer.close()
+    assert len({event["tid"] for event in drawn(spans)}) == MAX_LANES
