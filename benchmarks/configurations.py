@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from benchmarks.common.grid import Grid
 from benchmarks.common.process import RESULT, csv_logger, recorded
+from lit_async_rl.utils.processes import die_with_parent
 
 CONFIGS = Path("configs")
 HELD_OUT = 512  # problems of the quick start's validation
@@ -76,7 +77,10 @@ def run_cell(cell: Cell, out: Path) -> None:
     with recorded(folder, cell.arguments()) as result:
         quiet = [*csv_logger(folder), "--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "null"]
         command = [sys.executable, "scripts/train.py", *cell.arguments(), *quiet]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+        cell_process = os.getpid()
+        done = subprocess.run(  # a run whose cell is killed, because it takes too long or the grid ends, ends with it
+            command, stdin=subprocess.DEVNULL, check=False, preexec_fn=lambda: die_with_parent(cell_process)
+        )
         if done.returncode:
             raise RuntimeError(f"exit status {done.returncode}: see log.txt")
         with (folder / "metrics.csv").open(newline="") as file:

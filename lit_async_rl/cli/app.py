@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationResolutionError
 import lit_async_rl
 from lit_async_rl.api.defaults import defaults_file, full_path
 from lit_async_rl.api.trainer import Trainer
-from lit_async_rl.cli.config_check import check_class_paths, check_config_files
+from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values
 from lit_async_rl.cli.error_report import Parser
 from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
 from lit_async_rl.data.module import RolloutDataModule
@@ -69,6 +69,7 @@ class AsyncRLCLI(LightningCLI):
             raise ValueError(f"{place}: {str(error).splitlines()[0]}") from None
         seed = self.config["seed_everything"]
         check_range("", "in [0, 4294967295]", seed_everything=None if isinstance(seed, bool) else seed)
+        check_values(self.config, parser._actions)
         check_class_paths(self.config)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +84,12 @@ def export(args: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Context of a command: one-line errors, no messages about internals, no code execution on loading."""
+    """Context of a command: one-line errors, no messages about internals, no code execution on loading.
+
+    Modules of the working folder can be imported.
+    """
     quiet()
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # rewards and prompts beside a configuration; last, so that they hide nothing
     with one_line_errors(folder), nothing_executed():
         yield

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import json
+import logging
+import os
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ from jsonargparse import Namespace
 
 from lit_async_rl.utils.suggestions import meant
 
+log = logging.getLogger(__name__)
+_NO_VALUE = "must have a value, got null: leave it out for its default"
 MOST_BYTES, MOST_NODES, MOST_LEVELS = 10_000_000, 1_000_000, 100
 
 
@@ -25,13 +32,50 @@ def check_config_files(args: Sequence[str]) -> None:
     Raises:
         ValueError: names the file.
     """
+    for argument in args:
+        if re.match(r"-(config|ckpt_path|data|defaults|help|model|seed_everything|trainer)\b", argument):
+            raise ValueError(f"{argument}: settings begin with two dashes, -{argument}")
     for file in config_files(args):
         if file.is_dir():
             raise ValueError(f"config={str(file)!r} is a folder, not a file")
         if not file.is_file():
-            known = [str(one) for one in file.parent.glob("*.yaml")]
-            raise ValueError(f"config={str(file)!r}: there is no such file{meant(str(file), known)}")
+            raise ValueError(f"config={str(file)!r}: there is no such file{_meant_file(file)}")
         _check_yaml(file)
+    _warn_of_overlays_that_come_first(list(config_files(args)))
+
+
+def _meant_file(file: Path) -> str:
+    if all(Path(one).is_file() for one in str(file).split(",")):
+        return "; each file needs a --config of its own"
+    shipped = [one for one in Path("configs").rglob("*.yaml") if file.stem == one.stem]
+    if shipped:
+        return f"; did you mean {shipped[0]}?"
+    return meant(str(file), [str(one) for one in file.parent.glob("*.yaml")])
+
+
+def _warn_of_overlays_that_come_first(files: Sequence[Path]) -> None:
+    """Says which settings of a file are lost to a later one that names the model: a base behind its overlay."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    try:
+        found = [(file, dict(_leaves(yaml.safe_load(file.read_bytes())))) for file in files]
+    except yaml.YAMLError:  # a tag: the parser refuses it
+        return
+    for number, (file, own) in enumerate(found):
+        for later, others in found[number + 1 :]:
+            lost = [name for name, value in own.items() if name in others and others[name] != value]
+            if "model.model" in others and "model.model" not in own and lost:
+                some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+                log.warning("%s sets %s again, behind %s: the last file wins, overlays come last", later, some, file)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full names and values of the settings of a file; a class with its arguments is one value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and "class_path" not in value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def config_files(args: Sequence[str]) -> Iterator[Path]:
@@ -146,7 +190,7 @@ def check_class_paths(config: Any, setting: str = "") -> None:
 
 
 def _check_arguments(path: str, given: Any, setting: str) -> None:
-    """Refuses a missing argument that has no default and no type, for which jsonargparse passes None in silence.
+    """Refuses null for an argument without a default, or of a type without None: jsonargparse passes it in silence.
 
     Raises:
         ValueError: names it.
@@ -154,6 +198,38 @@ def _check_arguments(path: str, given: Any, setting: str) -> None:
     if not isinstance(given, Namespace):
         return
     for name, parameter in inspect.signature(pkgutil.resolve_name(path)).parameters.items():
-        is_required = parameter.default is parameter.empty and parameter.annotation is parameter.empty
-        if is_required and name in given and given[name] is None:
+        if parameter.default is None or name not in given or given[name] is not None:
+            continue
+        if parameter.annotation is parameter.empty and parameter.default is parameter.empty:
             raise ValueError(f"{setting}.init_args.{name} must be given: {path} has no default for it, got null")
+        if parameter.annotation is not parameter.empty and not _takes_none(parameter.annotation):
+            raise ValueError(f"{setting}.init_args.{name} {_NO_VALUE}")
+
+
+def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
+    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in the place of settings.
+
+    jsonargparse checks neither in configuration files.
+
+    Args:
+        config: as parsed.
+        actions: of the parser: one for each setting, and one for each group of them.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
+    parents = {name.rpartition(".")[0] for name in kinds}
+    for group in sorted(name for name, kind in kinds.items() if kind is None and name in parents):
+        if not isinstance(value := config.get(group), Namespace):
+            raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
+    for action in actions:
+        kind = kinds[action.dest]
+        if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:
+            continue
+        if config[action.dest] is None:
+            raise ValueError(f"{action.dest} {_NO_VALUE}")
+
+
+def _takes_none(kind: Any) -> bool:
+    return any(word in str(kind) for word in ("None", "Optional", "Any"))

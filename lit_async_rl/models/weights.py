@@ -76,13 +76,17 @@ def stream_weights(
         if owner in lora:
             if leaf == "weight":
                 layer = lora[owner]
-                factors = low_rank_factors(layer) if adapters else None
-                if factors is not None:
+                factors = low_rank_factors(layer)
+                if adapters and factors is not None:
                     yield f"{owner}.{leaf}", full
                     yield f"{owner}.lora_A", factors[0]
                     yield f"{owner}.lora_B", factors[1]
                     continue
-                full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
+                if factors is not None:  # one pass over the weight, where PEFT's difference takes four
+                    dtype = torch.promote_types(full.dtype, factors[0].dtype)
+                    full = torch.addmm(full.to(dtype), factors[1].to(dtype), factors[0].to(dtype))
+                else:
+                    full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
             yield f"{owner}.{leaf}", full
         elif ".lora_" not in name:
             yield name, full

@@ -41,6 +41,7 @@ class Validator(torch.nn.Module):
         self.reward, self.pass_at_1, self.pass_at_k = MeanMetric(), MeanMetric(), MeanMetric()
         self.samples: list[Sample] = []
         self.num_samples = 1
+        self._is_checked = False  # a merged or gathered copy is another model at each validation, of the same kind
         self._whole: list[PreTrainedModel] = []  # in a list, because it is not a part of the module
 
     def begin(self, module: Any) -> None:
@@ -78,7 +79,9 @@ class Validator(torch.nn.Module):
         ]
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         with evaluation_mode(lm), decodable(lm):
-            own = EmbeddedEngine.from_module(lm, num_slots=data.engine.num_slots, seed=batch.index)
+            checks = not self._is_checked and getattr(data.engine, "self_check", module.self_check)
+            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, seed=batch.index, self_check=checks)
+            self._is_checked = True
             engine = data.engine.around(own, data.codec)
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s
             with closing(engine):

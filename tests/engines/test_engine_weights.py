@@ -13,6 +13,7 @@ from tiny_models import ALL, save, tiny_gpt2, tiny_llama, tiny_qwen3
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import StalledError
+from lit_async_rl.models.loading import UNCHANGED
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3-tied", "gpt2"])
@@ -208,6 +209,41 @@ def engine_without_room(lm, tmp_path, **settings):
     engine.load_weights(1, lm.named_parameters())
     engine.load_weights(2, lm.named_parameters())
     return engine
+
+
+def test_an_in_flight_update_waits_for_no_token_and_the_next_token_is_of_it(tmp_path):
+    """Two updates come while a token is computed; the second leaves out what the first changed."""
+    lms = [tiny_llama(seed=seed) for seed in range(3)]
+    engine = own_engine(lms[0], tmp_path, update_timeout_s=20.0)
+    (request,) = requests_of([4], num_samples=1)
+    engine.submit([request])
+    engine.poll(0.0)  # version 0: the prompt, and one token
+    computing, go_on = threading.Event(), threading.Event()
+
+    def wait(*args):
+        computing.set()
+        go_on.wait(60)
+
+    hook = engine._slots.lm.model.norm.register_forward_pre_hook(wait)
+    engine._slots._llama = None  # the modules' own forward passes, which call hooks
+    loop = threading.Thread(target=engine.poll, args=(0.0,))
+    loop.start()
+    assert computing.wait(60)
+    engine.load_weights(1, lms[1].named_parameters())
+    mixed = {name: UNCHANGED if "mlp" in name else weight for name, weight in lms[2].named_parameters()}
+    engine.load_weights(2, mixed.items())
+    assert loop.is_alive()
+    hook.remove()
+    go_on.set()
+    loop.join(60)
+    (completion,) = collect(engine, 1)
+    assert completion.versions[:3] == (0, 0, 2)
+    with torch.no_grad():
+        for name, weight in lms[2].named_parameters():
+            if "mlp" in name:
+                weight.copy_(lms[1].get_parameter(name))
+    expected = replayed_logprobs(lms, request.prompt_ids, completion)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_updates_that_nobody_uses_do_not_pile_up(tmp_path):

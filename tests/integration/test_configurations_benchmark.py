@@ -1,7 +1,12 @@
 """The table of all overlays: it leaves out none, and names those that end below the plain run or do not end at all."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 from markdown_blocks import ROOT
 
@@ -38,3 +43,28 @@ def test_a_run_that_failed_is_named(tmp_path):
         found = {"error": error, "wall_s": 50.0, "held_out": [0.9]}
         (tmp_path / cell.folder / "result.json").write_text(json.dumps(found))
     assert table(cells, tmp_path)[1] == ["lora seed 0: RuntimeError: exit status 1"]
+
+
+def test_training_ends_with_its_grid(tmp_path):
+    code = "import sys; from pathlib import Path; from benchmarks.common.grid import Grid; "
+    code += "from benchmarks.configurations import Cell, run_cell; "
+    code += "Grid(run_cell, Path(sys.argv[1]), 1, 99.0).run([Cell('quickstart', 0, 200)])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    grid = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment)
+    until = time.monotonic() + 60
+    while not (training := [one for one in psutil.Process(grid.pid).children(recursive=True) if _trains(one)]):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    grid.kill()
+    grid.wait()
+    _, alive = psutil.wait_procs(training, timeout=10)
+    for one in alive:
+        one.kill()
+    assert not alive
+
+
+def _trains(process: psutil.Process) -> bool:
+    try:
+        return "scripts/train.py" in process.cmdline()
+    except psutil.Error:
+        return False

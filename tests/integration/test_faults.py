@@ -108,7 +108,7 @@ def test_whenever_sigterm_comes_the_run_saves_and_goes_on(where, tmp_path, caplo
 def test_a_checkpoint_that_a_full_disk_did_not_take_is_not_said_to_be_saved(tmp_path, caplog):
     for engine, more, error in (
         (None, [Terminate("in the first micro-batch"), SaveOnSigterm()], SIGTERMException),
-        (failing("poll", "crash", 1), [SaveOnFailure()], ProducerError),
+        (failing("poll", "crash", 1, after=400), [SaveOnFailure()], ProducerError),
     ):
         keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
         data = make_data(engine=engine, engine_restarts=0, groups_per_step=2, micro_batches_per_step=2)
@@ -126,9 +126,10 @@ def test_a_run_ends_with_its_own_error_and_a_closed_engine_though_its_checkpoint
         def on_save_checkpoint(self, *_):
             raise KeyError("mine")
 
-    data = make_data(engine=failing("poll", "crash", 1), engine_restarts=0, groups_per_step=2)
+    data = make_data(engine=failing("poll", "crash", 1, after=400), engine_restarts=0, groups_per_step=2)
+    settings = dict(default_root_dir=tmp_path, enable_checkpointing=True)
     with pytest.raises(ProducerError, match="broken"):
-        fit(make_module(), data, 30, [SaveOnFailure(), Mistake()], default_root_dir=tmp_path)
+        fit(make_module(), data, 30, [SaveOnFailure(), Mistake()], **settings)
     assert said(caplog, "failed.ckpt was not saved: KeyError: 'mine'")
     assert data.engine._closed
 

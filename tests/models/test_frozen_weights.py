@@ -1,5 +1,6 @@
 """Publication under LoRA: frozen weights travel once, and again if they were changed."""
 
+import pytest
 import torch
 from replays import own_engine, requests_of
 from tiny_models import tiny_llama
@@ -34,3 +35,15 @@ def test_the_engine_has_the_merged_weights_though_unchanged_ones_do_not_travel(t
         policy.causal_lm.model.norm.weight.mul_(2)  # by a callback, or by loading a checkpoint
     assert dict(stream_weights(policy, known=known))["model.norm.weight"] is not UNCHANGED
     engine.run(requests_of([3]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_merged_as_peft_merges_them(dtype):
+    lm = tiny_llama(seed=0).to(getattr(torch, dtype))
+    policy = CausalPolicy(add_lora(lm, LoRA(rank=2, alpha=7, target_modules=["q_proj", "down_proj", "embed_tokens"])))
+    change_adapters(policy)
+    streamed = dict(stream_weights(policy))
+    merged = policy.lm.float().merge_and_unload()
+    assert {name for name, _ in merged.named_parameters()} == streamed.keys()
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(streamed[name].float(), weight, atol=1e-6, rtol=1e-6)

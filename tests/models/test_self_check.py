@@ -14,6 +14,10 @@ from lit_async_rl.models.loading import context_length, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import UnsupportedModelError, check_policy, random_tokens
+from lit_async_rl.tasks import SortDigits
+
+
+HELD_OUT = SortDigits(8, size=2, split="held_out")
 
 
 class OtherHead(LlamaForCausalLM):
@@ -95,6 +99,28 @@ def test_lower_precision_is_no_reason_to_refuse(dtype, tmp_path):
     lm = load_policy(MODEL, dtype=dtype)
     check_policy(CausalPolicy(lm, packing=SharedPromptPacking()), 0.1)
     EmbeddedEngine.from_module(lm)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_large_logits_of_a_sharp_model_are_no_reason_to_refuse(seed):
+    """SmolLM2 after 15 steps of training: 0.12 nats in bfloat16, and the run ended at its second validation."""
+    lm = tiny_llama(seed=seed)
+    with torch.no_grad():
+        lm.lm_head.weight.mul_(100)
+    lm.to(torch.bfloat16)
+    check_policy(CausalPolicy(lm, packing=SharedPromptPacking()), 0.1)
+    EmbeddedEngine.from_module(lm)
+
+
+def test_validation_checks_a_model_once_and_not_where_the_check_is_off(monkeypatch):
+    checked = []
+    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.check_decoding", lambda slots, _: checked.append(slots.lm))
+    for self_check, times in ((True, 2), (False, 0)):
+        checked.clear()
+        module = make_module(lora=LoRA(rank=2, target_modules=["q_proj"]))
+        data = make_data(engine=EmbeddedEngine(device="cpu", self_check=self_check), val_prompts=HELD_OUT)
+        fit(module, data, 2, val_check_interval=1)
+        assert len(checked) == times  # the engine's model, and the policy's
 
 
 def test_random_tokens_are_no_special_ones():

@@ -7,7 +7,8 @@ cache is copied to every sample.
 | who | waits for | woken by |
 |---|---|---|
 | `poll` (producer's thread) | something to decode | `submit`, `close` |
-| `submit`, `abort`, `load_weights` (trainer's thread) | the current decode step | the loop, which yields the lock |
+| `submit`, `abort` (producer's thread) | the current decode step | the loop, which yields the lock |
+| `load_weights`, in flight | nothing: the loop takes the weights before its next step | |
 | `load_weights` without in-flight updates | one of two pending updates to be applied | the loop, `close`, an error |
 """
 
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.queue import NewBatch, RequestQueue, Update, check_request
+from lit_async_rl.engines.embedded.queue import NewBatch, NewestUpdate, RequestQueue, Update, check_request
 from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
@@ -93,6 +94,7 @@ class EmbeddedEngine(RolloutEngine):
         self._lock = FairLock(update_timeout_s, what)
         self._work = threading.Event()  # set while there may be something to decode
         self._update_room = Room(MAX_PENDING_UPDATES)
+        self._arrived = NewestUpdate()  # in flight: to be applied before the next token
         self._closed, self._threads_set, self._has_weights = False, False, True  # those of a module, until `setup`
         self._lane: Lane | None = None  # of a timeline
 
@@ -201,6 +203,7 @@ class EmbeddedEngine(RolloutEngine):
     def _step(self) -> list[Completion]:
         """Fills free slots from the queue, or samples one token for every active row."""
         slots = self._active_slots
+        self._take_arrived()
         while (barrier := self._queue.take_barrier(slots.num_active)) is not None:
             self._pass(barrier)
         began = time.monotonic()
@@ -234,6 +237,11 @@ class EmbeddedEngine(RolloutEngine):
                 f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
             )
         update = Update(version, receive_weights(self._active_slots.lm, weights))
+        if not waits and self._has_weights:
+            self._arrived.put(update)
+            with contextlib.suppress(StalledError), self._lock.hold(timeout_s=0.0):  # else the loop takes it next
+                self._take_arrived()
+            return
         with self._lock.hold():
             if waits and (self._queue or self._active_slots.num_active):
                 self._update_room.add(1)
@@ -241,6 +249,10 @@ class EmbeddedEngine(RolloutEngine):
                 self._work.set()
             else:
                 self._apply(update)
+
+    def _take_arrived(self) -> None:
+        if (update := self._arrived.take()) is not None:
+            self._apply(update)
 
     def _pass(self, barrier: Update | NewBatch) -> None:
         if isinstance(barrier, Update):
@@ -279,4 +291,4 @@ class EmbeddedEngine(RolloutEngine):
         # a thread that hangs in a token keeps what it works with; there is nothing that could end it
         with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
             self._slots = None
-            self._queue = RequestQueue(self.num_slots)
+            self._queue, self._arrived = RequestQueue(self.num_slots), NewestUpdate()

@@ -1,8 +1,9 @@
-"""FIFO request queue with priorities and barriers; not thread-safe (the engine's lock is held)."""
+"""FIFO request queue with priorities and barriers (not thread-safe: the engine's lock is held); updates that arrive."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,29 @@ class NewBatch:
     """Barrier: re-seeds the random number generator when all earlier requests are finished."""
 
     seed: int
+
+
+class NewestUpdate:
+    """Place of an update between the thread that brings it and the decode loop, which takes it before its next token.
+
+    An update that was not taken is joined with the next, which may leave unchanged weights out. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._update: Update | None = None
+
+    def put(self, update: Update) -> None:
+        """Takes the place of an earlier update."""
+        with self._lock:
+            earlier = {} if self._update is None else self._update.weights
+            self._update = Update(update.version, earlier | update.weights)
+
+    def take(self) -> Update | None:
+        """The update, which is gone then."""
+        with self._lock:
+            update, self._update = self._update, None
+        return update
 
 
 class RequestQueue:
