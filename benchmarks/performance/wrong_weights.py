@@ -12,17 +12,17 @@ writes docs/measurements/wrong_weights.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.models.loading import load_policy
 
 ROOT = Path(__file__).parents[2]
@@ -77,14 +77,17 @@ def main() -> None:
         errors = [error_with(lm, name, args.factor, ids, right) for lm in (exact, rounded)]
         rows.append([f"`{name}`", *errors])
         print(*rows[-1], flush=True)
-    found: dict[str, Any] = {"name": "wrong_weights", "value": round(min(row[1] for row in rows[1:]), 5)}
-    found |= {"unit": "nats, smallest error in float32", "interval": None}
-    found["command"] = "python benchmarks/performance/wrong_weights.py " + " ".join(sys.argv[1:])
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    found |= {"commit": commit.strip(), "date": date.today().isoformat(), "machine": f"one of {os.cpu_count()} cores"}
     columns = [f"tensor scaled by {args.factor:g}", "error in float32, nats", "error in bfloat16, nats"]
-    found["table"] = {"columns": columns, "rows": [[name, f"{a:.2g}", f"{b:.2g}"] for name, a, b in rows]}
-    (ROOT / "docs/measurements/wrong_weights.json").write_text(json.dumps(found, indent=1) + "\n")
+    found = measurement(
+        "wrong_weights",
+        round(min(row[1] for row in rows[1:]), 5),
+        "nats, smallest error in float32",
+        columns,
+        [[name, f"{a:.2g}", f"{b:.2g}"] for name, a, b in rows],
+        command="python benchmarks/performance/wrong_weights.py " + " ".join(sys.argv[1:]),
+        machine=f"one of {os.cpu_count()} cores",
+    )
+    write_measurement(ROOT / "docs/measurements/wrong_weights.json", found)
 
 
 if __name__ == "__main__":

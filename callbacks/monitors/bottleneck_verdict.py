@@ -22,7 +22,8 @@ from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-ESS, REWARD = "importance/ess_ratio", "reward/mean"
+ESS, REWARD, NO_SIGNAL = "importance/ess_ratio", "reward/mean", "rollout/no_signal_share"
+WITHOUT_SIGNAL = 10  # steps in a row from which a run is told that it learns nothing
 
 
 class BottleneckVerdict(pl.Callback):
@@ -36,7 +37,8 @@ class BottleneckVerdict(pl.Callback):
     gets no verdict.
 
     A run that collapses (`CollapseTrend`, on what `ImportanceMonitor` and `RolloutMonitor` log) is told so, and which
-    configuration helps, in place of a verdict on its speed.
+    configuration helps, in place of a verdict on its speed. A run in which all completions of each prompt had equal
+    rewards, for ten steps or more, is told that as well: a reward that is always 0, say.
 
     Args:
         every_n_steps: optimizer steps per window.
@@ -60,14 +62,14 @@ class BottleneckVerdict(pl.Callback):
         self._left_out = self._validation_began = NOTHING
         self._run: StepLoad | None = None
         self._window = StepLoad()
-        self._step = 0
+        self._step = self._without_signal = 0
         self._folder: Path | None = None
         self._run_began_at = self._window_began_at = 0.0  # seconds since 1970, as in the timeline
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "BottleneckVerdict")
         self._left_out, self._step, self._run = NOTHING, trainer.global_step, None
-        self._trend, self.collapse = CollapseTrend(), None
+        self._trend, self.collapse, self._without_signal = CollapseTrend(), None, 0
         self._staleness, self.advice = StalenessAdvice(), None
         folder = run_folder(trainer)  # a collective: asked for on all ranks
         self._folder = folder if trainer.is_global_zero else None
@@ -131,10 +133,15 @@ class BottleneckVerdict(pl.Callback):
         seen = trainer.callback_metrics
         ess = float(seen[ESS]) if ESS in seen else None
         self._staleness.observe(rollout_data(trainer, "BottleneckVerdict"), ess)
+        if NO_SIGNAL in seen:
+            self._without_signal = self._without_signal + 1 if float(seen[NO_SIGNAL]) == 1 else 0
         if ESS in seen and REWARD in seen:  # monitors that come before this one
             self.collapse = self._trend.observe(float(seen[ESS]), float(seen[REWARD]))
 
     def _words(self, trainer: AnyTrainer, pl_module: AnyModule, verdict: Verdict) -> str:
+        if self.collapse is None and self._without_signal >= WITHOUT_SIGNAL:
+            same = "all completions of a prompt had the same reward: look at data.reward and samples.jsonl"
+            return f"nothing was learned in the last {self._without_signal} steps, {same}. {verdict}"
         if self.collapse is None:
             return str(verdict)
         return f"training is collapsing: {self.collapse}; {stabilizing_setting(trainer, pl_module)}"

@@ -220,7 +220,7 @@ def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
     """
     kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
     parents = {name.rpartition(".")[0] for name in kinds}
-    for group in (name for name, kind in kinds.items() if kind is None and name in parents):
+    for group in sorted(name for name, kind in kinds.items() if kind is None and name in parents):
         if not isinstance(value := config.get(group), Namespace):
             raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
     for action in actions:

@@ -28,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
     `sys.argv` stays as it is, because Lightning starts further processes with it.
     """
     command, *rest = list(sys.argv[1:] if args is None else args) or ["--help"]
-    if command in ("-h", "--help"):
+    if command in ("-h", "--help", "help"):
         print(usage())
     elif command == "--version":
         print(f"lit-async-rl {__version__}")

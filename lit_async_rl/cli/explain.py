@@ -22,6 +22,7 @@ USUAL_NAMES = {  # of other programs
     "checkpoint": "ckpt_path",
 }
 REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
+OF_A_CLASS = ("class_path", "init_args")
 MOST_LISTED = 12
 PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
 NOISE = re.compile(
@@ -45,6 +46,8 @@ def explain(message: str, settings: Iterable[str]) -> str:
         return f"{match[1]} cannot be given here: it follows model.model"
     if "model.model" in message and message.rstrip().endswith("None"):
         return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
+    if match := re.match(r"Unexpected config: (\w+):\s*$", message):
+        return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
     key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
     for rule in (_unknown_argument, _missing_arguments, _unknown_class, _wrong_type):
         if key and (said := rule(key, message)):
@@ -85,7 +88,10 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def _unknown_argument(key: str, message: str) -> str | None:
-    """An argument that the class does not have, or of a class that is not chosen."""
+    """An argument that the class does not have, in the wrong place, or of a class that is not chosen."""
+    if "Option 'class_path' is not accepted" in message and (match := re.search(r"Given value: (\{.*\})", message)):
+        beside = ", ".join(one for one in re.findall(r"'(\w+)':", match[1]) if one not in OF_A_CLASS)
+        return f"{key}: {beside} must be in init_args, beside class_path: {{class_path: ..., init_args: {{...}}}}"
     nested = re.search(r"NestedArg\(key='([^']+)'", message)
     if match := re.search(r"given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
         parameters = inspect.signature(pkgutil.resolve_name(match[1])).parameters
@@ -119,11 +125,17 @@ def _unknown_class(key: str, message: str) -> str | None:
         return f"{key}={value}: there is no module {match[1]}{hint}"
     if "is not allowed, denied" in message:
         return f"{key} must not be {value}: its module is on the deny list of jsonargparse"
+    if re.search(r"Unexpected import object", message):
+        return f"{key} must be {_classes_for(key, message)[0]}, got {value}, which is neither"
     unknown = re.search(r"Expected a dot import path string: (.*)|Unexpected import path format: (.*)", message)
     if unknown is None and "does not correspond to a subclass" not in message:
         return None
     name = (unknown and (unknown[1] or unknown[2])) or value
     kind_name, names = _classes_for(key, message)
+    if match := re.fullmatch(
+        r"(?:\./)?([\w/.]+?)(?:\.py)?:(\w+)", str(name)
+    ):  # file.py:name, as other programs write it
+        return f"{key} must be {kind_name}, got {name}; did you mean {match[1].replace('/', '.')}.{match[2]}?"
     close = meant(_last(str(name)), names)
     listed = f"; there are {', '.join(names)}" if not close and len(names) <= MOST_LISTED else ""
     return f"{key} must be {kind_name}, got {name}{close or listed}"

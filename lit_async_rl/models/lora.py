@@ -40,7 +40,7 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
-        ValueError: an adapted weight is tied to another layer's.
+        ValueError: there are no such layers, or an adapted weight is tied to another layer's.
     """
     try:
         import peft
@@ -50,16 +50,17 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
     for name, module in lm.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
-    adapted: nn.Module = peft.get_peft_model(
-        lm,
-        peft.LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=lora.target_modules,
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
-        ),
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
     )
+    try:
+        adapted: nn.Module = peft.get_peft_model(lm, config)
+    except ValueError as error:
+        raise ValueError(f"model.lora.target_modules={lora.target_modules!r} cannot be used: {error}") from None
     for module in adapted.modules():
         if hasattr(module, "get_delta_weight"):
             base: Any = module.get_base_layer()  # type: ignore[operator]

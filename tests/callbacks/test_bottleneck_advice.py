@@ -1,6 +1,7 @@
 """Each kind of advice is applied: throughput must not fall. Virtual time or counted work where timing must be exact."""
 
 import dataclasses
+import itertools
 import time
 
 import lightning.pytorch as pl
@@ -9,7 +10,7 @@ import torch
 from flow import fit, make_data, make_module
 
 from lit_async_rl import Bounded, FixedLag
-from lit_async_rl.callbacks import BottleneckVerdict
+from lit_async_rl.callbacks import BottleneckVerdict, RolloutMonitor
 from lit_async_rl.callbacks.monitors import bottleneck_settings as advice
 from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, what_to_turn
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
@@ -181,3 +182,26 @@ def test_a_collapsing_run_is_told_so_with_the_file_that_helps_and_nothing_about_
         assert "training is collapsing" in line
         assert "--config configs/stabilizers/vcpo.yaml" in line
         assert "change" not in line
+
+
+def test_a_run_whose_rewards_are_all_equal_is_told_that_it_learns_nothing(capsys):
+    data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), groups_per_step=1, reward=always(0.0))
+    fit(make_module(), data, 20, callbacks=[RolloutMonitor(), BottleneckVerdict(every_n_steps=10)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "whole"))]
+    assert len(lines) == 3
+    for line, steps in zip(lines, (10, 20, 20), strict=True):
+        assert f"nothing was learned in the last {steps} steps, all completions of a prompt had the same reward" in line
+        assert "data.reward" in line
+
+
+def test_a_run_that_learns_now_and_then_is_not(capsys):
+    rewards = itertools.cycle([0.0] * 8 + [1.0])
+    data = make_data(
+        engine=SimulatedEngine(Constant(0.001), num_slots=16), groups_per_step=1, reward=lambda *_: next(rewards)
+    )
+    fit(make_module(), data, 20, callbacks=[RolloutMonitor(), BottleneckVerdict(every_n_steps=10)])
+    assert "nothing was learned" not in capsys.readouterr().out
+
+
+def always(value):
+    return lambda prompt, completion: value

@@ -119,7 +119,7 @@ def _enter(asked: dict, said: Path) -> None:
     os.dup2(output, 2)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  for the process's life
     os.chdir(asked["folder"])
-    sys.path[0] = asked["folder"]
+    sys.path[0] = asked["folder"] if asked["code"] else str(Path(sys.executable).parent)  # that of the console script
     for name, value in asked["environment"].items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     sys.argv = ["lit-async-rl", *asked["words"]]

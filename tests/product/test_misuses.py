@@ -141,3 +141,18 @@ def test_a_process_of_its_own_says_the_same(misuse, process, folder):
     check(done.stdout, done.returncode, misuse)
     assert done.stdout == process.run(words, folder).said
     assert not (folder / "runs").exists()
+
+
+OVERLAY = dict(files={"mine.yaml": "model: {model: lit_async_rl/assets/small_sort_policy, loss: PPOClip}\n"})
+
+
+def test_an_overlay_before_its_base_is_said(process, folder):
+    first = "train --config configs/stabilizers/vcpo.yaml --config configs/quickstart.yaml"
+    done = process.run(words_of(OVERLAY | dict(command=first, flags="--model.learning_rate 0"), folder), folder)
+    assert done.said.splitlines()[0] == (
+        "configs/quickstart.yaml sets model.baseline, model.packing again, behind configs/stabilizers/vcpo.yaml: the "
+        "last file wins, overlays come last"
+    )
+    last = "train --config configs/quickstart.yaml --config mine.yaml"
+    done = process.run(words_of(OVERLAY | dict(command=last, flags="--model.learning_rate 0"), folder), folder)
+    assert "again" not in done.said
