@@ -111,6 +111,7 @@ class Lane:
         self.pid, self.tid, self.cat = pid, tid, cat
         self._spans, self._merges, self._shows_idle = spans, merges, shows_idle
         self._lock = threading.Lock()
+        self._added: deque[tuple[str, float, float, Any, dict[str, Any]]] = deque()
         self._window: dict[str, tuple[list[float], dict[str, Any]]] = {}  # name -> seconds and arguments, merged
         self._key: Any = None
         self._began = self._ended = 0.0
@@ -118,10 +119,21 @@ class Lane:
         self._open: tuple[str, float, dict[str, Any]] | None = None
 
     def add(self, name: str, began: float, seconds: float, key: Any = None, **args: Any) -> None:
-        """Adds a span; one of another `key` is never merged with it."""
+        """Adds a span; one of another `key` is never merged with it.
+
+        Whoever takes the events merges them: between two steps of a model all of this would have to come back into the
+        processor's cache.
+        """
         if not self._spans.is_on:
             return
-        with self._lock:
+        if len(self._added) < MAX_PENDING:
+            self._added.append((name, began, seconds, key, args))
+        else:
+            self._spans.num_lost += 1
+
+    def _merge_added(self) -> None:
+        while self._added:
+            name, began, seconds, key, args = self._added.popleft()
             if self._open is not None:
                 self._close_open(began)
             if self._window:
@@ -142,6 +154,7 @@ class Lane:
         """Opens a span that lasts until the lane's next one begins."""
         if self._spans.is_on:
             with self._lock:
+                self._merge_added()
                 now = time.monotonic()
                 self._close_open(now)
                 self._open = name, now, args
@@ -154,6 +167,7 @@ class Lane:
     def flush(self, age_s: float) -> None:
         """Passes on what ended at least `age_s` ago."""
         with self._lock:
+            self._merge_added()
             now = time.monotonic()
             if age_s == 0.0:
                 self._close_open(now)

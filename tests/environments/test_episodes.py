@@ -182,10 +182,10 @@ def test_an_environment_that_breaks_or_hangs_ends_the_run_with_its_name():
 
 def test_a_validation_that_fails_leaves_no_thread():
     data = calculator_data(engine=EpisodeEngine(EmbeddedEngine(), Failing()), val_prompts=Addition(3, size=4))
-    module = make_module(model=MODEL)
+    module, before = make_module(model=MODEL), set(threading.enumerate())
     with pytest.raises(EnvironmentFailure, match="no such tool"):
         fit(module, data, max_steps=1, num_sanity_val_steps=1, limit_val_batches=1)
-    assert not [thread for thread in threading.enumerate() if thread.name == "environments"]
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "environments"]
 
 
 def test_settings_that_contradict_each_other_are_named():
