@@ -1,0 +1,49 @@
+"""Commands that measure timeline and report write what the pages show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KEYS = {"name", "value", "unit", "interval", "command", "commit", "date", "machine"}
+
+
+def measured(out: Path, *call: str) -> dict:
+    """What a benchmark writes, and prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *call, "--output", str(out)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1200)
+    found = json.loads(out.read_text())
+    assert set(found) >= KEYS
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_cost_of_the_timeline(tmp_path):
+    """Three times what the page says is allowed: a busy machine has cold caches."""
+    found = measured(tmp_path / "x.json", "benchmarks/performance/timeline.py", "--pairs", "1", "--steps", "20")
+    assert found["name"] == "timeline"
+    assert 0 < found["value"] < 1.5
+    print(json.dumps(found, indent=2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_cost_of_the_report(tmp_path):
+    browser = pytest.importorskip("browser", reason="selenium is not installed")
+    if not browser.is_there and not browser.IS_NEEDED:
+        pytest.skip(browser.MISSING)
+    found = measured(tmp_path / "x.json", "benchmarks/performance/report.py", "--steps", "200", "--rollouts", "16")
+    assert found["name"] == "report"
+    assert found["value"] < 60
+    rows = dict(found["table"]["rows"])
+    assert {"processor time", "time", "peak memory", "size"} <= set(rows)
+    assert len([name for name in rows if "interactions" in name]) == 4
+    print(json.dumps(found, indent=2))
