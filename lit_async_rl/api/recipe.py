@@ -1,4 +1,4 @@
-"""What `fit` does against stale data unless told otherwise."""
+"""The correction of stale data that `fit` makes unless told otherwise."""
 
 from __future__ import annotations
 

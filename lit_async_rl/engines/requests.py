@@ -1,4 +1,4 @@
-"""What goes into an engine and comes out: sampling parameters, requests, completions."""
+"""Input and output of an engine: sampling parameters, requests, completions."""
 
 from __future__ import annotations
 

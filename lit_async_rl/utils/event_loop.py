@@ -53,7 +53,7 @@ class LoopThread:
         return bool(concurrent.futures.wait([future], timeout_s).done)
 
     def begin(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs `coroutine` in the loop; nobody waits for it. Ignored after `close`."""
+        """Runs `coroutine` in the loop without waiting for it. Ignored after `close`."""
         if self._closed.is_set():
             coroutine.close()
         else:

@@ -121,8 +121,8 @@ class Lane:
     def add(self, name: str, began: float, seconds: float, key: Any = None, **args: Any) -> None:
         """Adds a span; one of another `key` is never merged with it.
 
-        Whoever takes the events merges them: between two steps of a model all of this would have to come back into the
-        processor's cache.
+        Spans are merged when the events are taken: between two steps of a model all of this would have to come back
+        into the processor's cache.
         """
         if not self._spans.is_on:
             return

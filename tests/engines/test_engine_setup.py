@@ -28,7 +28,7 @@ def test_validation_decodes_num_slots_rows_together(monkeypatch):
     monkeypatch.setattr(
         EmbeddedEngine,
         "from_module",
-        lambda lm, num_slots=256, seed=0: asked.append(num_slots) or make(lm, num_slots, seed),
+        lambda lm, num_slots=256, *args, **more: asked.append(num_slots) or make(lm, num_slots, *args, **more),
     )
     rl.fit(
         asset("small_sort_policy"),
