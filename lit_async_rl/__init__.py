@@ -7,6 +7,8 @@ Nothing downstream calls upstream, except `WeightSync`, which closes the circle:
 gives the producer its slots back. All public names are attributes of this package, imported when they are first used.
 """
 
+import warnings
+
 import lazy_loader
 
 from lit_async_rl.utils import moved
@@ -14,3 +16,4 @@ from lit_async_rl.utils import moved
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 moved.install()
+warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here

@@ -63,7 +63,8 @@ def test_wandb_gets_tables_of_samples_and_the_report(tmp_path):
 def test_mlflow(tmp_path):
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
-    main(flags("mlflow"))
+    database = f"sqlite:///{tmp_path}/mlflow.db"  # absolute: mlflow keeps connections by name, over changes of folder
+    main([*flags("mlflow"), "--trainer.logger.init_args.tracking_uri", database])
     names = {name for (name,) in rows(tmp_path / "mlflow.db", "select distinct key from metrics")}
     assert {METRIC, "val/pass1"} <= names
     assert rows(tmp_path / "mlflow.db", "select count(*) from params where key like 'data/max_staleness'") == [(1,)]
