@@ -155,7 +155,7 @@ def report(folder: Path, commit: str) -> dict[str, Any]:
         runs = sorted(path.parent for path in kind.glob("seed_*/measured.json"))
         rows += [row(run, before) for run in runs]
         times |= {f"{kind.name}/{run.name}": parts(run) for run in runs}
-        if kind.name == "asynchronous":
+        if kind.name == "asynchronous" and runs:
             after = [json.loads((run / "measured.json").read_text())["sampled"] for run in runs]
             value = gain(before["sampled"], after)
     columns = ["run", "held-out problems", "accuracy at temperature 1, ± standard error", "greedy"]
