@@ -89,7 +89,12 @@ def refusal(lm: PreTrainedModel, reason: str, side: str) -> UnsupportedModelErro
 
 
 def compare(
-    lm: PreTrainedModel, what: str, found: Sequence[Tensor], plain: Sequence[tuple[Tensor, float]], bound: float, side: str
+    lm: PreTrainedModel,
+    what: str,
+    found: Sequence[Tensor],
+    plain: Sequence[tuple[Tensor, float]],
+    bound: float,
+    side: str,
 ) -> None:
     """Compares log-probabilities of the last tokens of each sequence with those of `plain_pass`.
 

@@ -133,7 +133,8 @@ def check_folder(folder: Path, where: str) -> None:
         ValueError: it is damaged or contains code; the message names folder and file.
     """
     if not (folder / "meta.pt").is_file() or not (folder / ".metadata").is_file():
-        inside = next((one for one in (folder / "last.ckpt", folder / "checkpoints" / "last.ckpt") if one.exists()), None)
+        candidates = (folder / "last.ckpt", folder / "checkpoints" / "last.ckpt")
+        inside = next((one for one in candidates if one.exists()), None)
         hint = "" if inside is None else f"; did you mean {inside}?"
         raise ValueError(f"{where} is not a sharded checkpoint, whose folder has the files .metadata and meta.pt{hint}")
     if (folder / MANIFEST).is_file():

@@ -16,7 +16,6 @@ from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import UnsupportedModelError, check_policy, random_tokens
 from lit_async_rl.tasks import SortDigits
 
-
 HELD_OUT = SortDigits(8, size=2, split="held_out")
 
 
@@ -114,7 +113,8 @@ def test_large_logits_of_a_sharp_model_are_no_reason_to_refuse(seed):
 
 def test_validation_checks_a_model_once_and_not_where_the_check_is_off(monkeypatch):
     checked = []
-    monkeypatch.setattr("lit_async_rl.engines.embedded.engine.check_decoding", lambda slots, _: checked.append(slots.lm))
+    target = "lit_async_rl.engines.embedded.engine.check_decoding"
+    monkeypatch.setattr(target, lambda slots, _: checked.append(slots.lm))
     for self_check, times in ((True, 2), (False, 0)):
         checked.clear()
         module = make_module(lora=LoRA(rank=2, target_modules=["q_proj"]))
