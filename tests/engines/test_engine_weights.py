@@ -13,7 +13,7 @@ from tiny_models import ALL, save, tiny_gpt2, tiny_llama, tiny_qwen3
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import StalledError
-from lit_async_rl.models.loading import UNCHANGED
+from lit_async_rl.models.received import UNCHANGED
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3-tied", "gpt2"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -28,8 +28,8 @@ class RowParams:
     greedy: bool = True
 
     def __getitem__(self, rows: slice) -> RowParams:
-        values = dict(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
-        return replace(self, **{name: value[rows] for name, value in values.items()})
+        kept = (self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
+        return RowParams(*kept, self.truncates, self.greedy)
 
 
 def parts(logits: Float[Tensor, "n V"]) -> list[slice]:
