@@ -225,6 +225,8 @@ class Scorer:
         for worker in list(self._workers.values()):
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))
+        for drawn in self._drawn.values():
+            drawn.flush()  # a worker that finds more to do at its end has not
 
 
 def score_all(
