@@ -23,7 +23,7 @@ from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.sampling import draw, processed_logprobs
 from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.loading import context_length
+from lit_async_rl.models.architecture import context_length
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import FinishReason
 
