@@ -5,12 +5,12 @@ Producer, group book, intake, admission and the bookkeeping of listener and scor
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from lit_async_rl.errors import InvariantError, RewardError
+from lit_async_rl.rewards.retries import Retries
 from lit_async_rl.rewards.score import score
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
@@ -18,7 +18,6 @@ from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.clocks import AwakeClock
-from lit_async_rl.utils.log_limit import LimitedLog
 
 
 class _NoThread:
@@ -77,7 +76,7 @@ class VirtualScorer(Scorer):
         self.jobs: list[Any] = []
         self.given_up: list[int] = []  # groups
         self._busy_s, self._running, self._error, self._is_closed = 0.0, {}, None, False
-        self._workers, self._left_out, self._log = {}, [], LimitedLog(logging.getLogger(__name__))
+        self._workers, self._retries = {}, Retries(max_tries)
         self._jobs: Any = self
 
     def put(self, job: Any) -> None:
@@ -97,7 +96,7 @@ class VirtualScorer(Scorer):
                     self.given_up.append(job.give_up.args[0].index)
             else:
                 job.done(score(_reward, job.prompt, job.completion))
-                self._left_out = []
+                self._retries.succeed()
         except RewardError as error:
             self._error = error
 

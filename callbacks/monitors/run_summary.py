@@ -21,14 +21,18 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class RunSummary(pl.Callback):
-    """Collects the rows of `table`: accuracy before and after, steps, time, staleness, wait and idle shares."""
+    """Collects the rows of `table`: accuracy before and after, steps, time, staleness, wait and idle shares.
+
+    Of the last fit, if a Trainer or this callback fits several times.
+    """
 
     def __init__(self) -> None:
-        self.accuracy: list[float] = []  # of each validation
+        self.accuracy: list[float] = []  # of each validation since the last one before the fit
+        self._num_before = 0  # of `accuracy`, those of an earlier fit
         self.stats: ProducerStats | None = None
         self.wall_s = 0.0
         self.num_steps = 0
-        self._began = 0.0
+        self._began: float | None = None  # None outside of training
         self._is_replay = False
         self._folder: Path | None = None
 
@@ -36,13 +40,21 @@ class RunSummary(pl.Callback):
         if "val/pass@1" in trainer.callback_metrics:
             self.accuracy.append(float(trainer.callback_metrics["val/pass@1"]))
 
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Forgets an earlier fit, but not a validation since, which is the accuracy before this one."""
+        self.accuracy, self._num_before = self.accuracy[self._num_before :][-1:], 0
+        self.stats, self.wall_s, self.num_steps, self._began = None, 0.0, 0, None
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._began, self.num_steps = time.monotonic(), -trainer.global_step
         self._folder = run_folder(trainer)  # a collective: asked for on all ranks
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Reads clock and statistics before the engine is closed."""
-        self.wall_s = time.monotonic() - self._began
+        if self._began is None:  # without `on_train_start` there is nothing to summarize
+            return
+        self.wall_s, self._began = time.monotonic() - self._began, None
+        self._num_before = len(self.accuracy)
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
@@ -50,7 +62,7 @@ class RunSummary(pl.Callback):
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Ends the run after SIGTERM or Ctrl-C, like `on_train_end`."""
-        if isinstance(exception, SIGTERMException) and self._began and not self.wall_s:
+        if isinstance(exception, SIGTERMException):
             self.on_train_end(trainer, pl_module)
 
     def table(self, trainer: AnyTrainer) -> Table:

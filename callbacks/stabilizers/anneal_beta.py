@@ -19,7 +19,7 @@ class AnnealBeta(pl.Callback):
     """Anneals `model.loss.beta` linearly to `final` within `steps` optimizer steps.
 
     As in TBA (arXiv:2503.18929), for losses with a `beta`. A function of the step only, so a resumed run continues it.
-    Logs `loss/beta`.
+    The loss has its own beta again when training has ended. Logs `loss/beta`.
 
     Args:
         final: final value of beta.
@@ -38,8 +38,20 @@ class AnnealBeta(pl.Callback):
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Reads the initial beta from the loss."""
         module = policy_module(pl_module, "AnnealBeta")
-        if self._first is None or self._first[0] is not module:
-            self._first = module, _loss(module).beta
+        self._first = module, _loss(module).beta
+
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        self._restore()
+
+    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        """Otherwise another fit would begin with an annealed beta."""
+        if self._first is not None:
+            module, first = self._first
+            module.objective.loss = dataclasses.replace(_loss(module), beta=first)
+            self._first = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch, batch_idx: int

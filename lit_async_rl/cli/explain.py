@@ -12,6 +12,7 @@ import lightning.pytorch.loggers
 import torch
 
 import lit_async_rl
+from lit_async_rl.cli.python_names import meant_in_file
 from lit_async_rl.utils.suggestions import closest
 
 USUAL_NAMES = {  # of other programs
@@ -49,7 +50,7 @@ def explain(message: str, settings: Iterable[str]) -> str:
     if match := re.match(r"Unexpected config: (\w+):\s*$", message):
         return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
     key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
-    for rule in (_unknown_argument, _missing_arguments, _unknown_class, _wrong_type):
+    for rule in (_python_file, _unknown_argument, _missing_arguments, _unknown_class, _wrong_type):
         if key and (said := rule(key, message)):
             return said
     return _shortened(message)
@@ -112,6 +113,16 @@ def _missing_arguments(key: str, message: str) -> str | None:
     return f"{key}: {_last(next(filter(None, where.groups())))} needs {needed}"
 
 
+def _python_file(key: str, message: str) -> str | None:
+    """A file instead of the dotted path of what is in it."""
+    value = _given(message)
+    if value is None or not re.search(r"import|No module named|there is no|attribute", message):
+        return None
+    kind = _classes_for(key, message)[0]
+    meant = meant_in_file(value, is_class="function" not in kind)
+    return f"{key} must be {kind}, got {value}{meant}" if meant else None
+
+
 def _unknown_class(key: str, message: str) -> str | None:
     """A name that is no class, or one of another kind."""
     value = _given(message)
@@ -127,15 +138,13 @@ def _unknown_class(key: str, message: str) -> str | None:
         return f"{key} must not be {value}: its module is on the deny list of jsonargparse"
     if re.search(r"Unexpected import object", message):
         return f"{key} must be {_classes_for(key, message)[0]}, got {value}, which is neither"
+    if "Spaces not allowed in keys" in message:  # code, which YAML reads as a dictionary
+        return f"{key} must be {_classes_for(key, message)[0]}, got {value}"
     unknown = re.search(r"Expected a dot import path string: (.*)|Unexpected import path format: (.*)", message)
     if unknown is None and "does not correspond to a subclass" not in message:
         return None
     name = (unknown and (unknown[1] or unknown[2])) or value
     kind_name, names = _classes_for(key, message)
-    if match := re.fullmatch(
-        r"(?:\./)?([\w/.]+?)(?:\.py)?:(\w+)", str(name)
-    ):  # file.py:name, as other programs write it
-        return f"{key} must be {kind_name}, got {name}; did you mean {match[1].replace('/', '.')}.{match[2]}?"
     close = meant(_last(str(name)), names)
     listed = f"; there are {', '.join(names)}" if not close and len(names) <= MOST_LISTED else ""
     return f"{key} must be {kind_name}, got {name}{close or listed}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +24,6 @@ from transformers.utils import logging as transformers_logging
 from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
-
-log = logging.getLogger(__name__)
-# settings of configurations beyond whose number of tokens some layers do not attend to all of them
-WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "attention_chunk_size", "index_topk")
 
 
 def load_policy(
@@ -65,7 +59,7 @@ def load_policy(
     if device == "meta":
         with parameters_on_meta():
             lm = AutoModelForCausalLM.from_config(config, **kwargs)
-        lm.generation_config = _generation_config(model) or lm.generation_config
+        lm.generation_config = load_generation_config(model) or lm.generation_config
     elif random_init:
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
@@ -113,6 +107,14 @@ def load_config(model: str) -> PreTrainedConfig:
     return _load(AutoConfig, model)
 
 
+def load_generation_config(model: str) -> GenerationConfig | None:
+    """Loads what the model's files say about generation; None if there are no such files."""
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:  # many models have no such file; transformers, too, then asks the configuration
+        return None
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model.
 
@@ -135,29 +137,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
         )
 
 
-def context_length(lm: PreTrainedModel) -> int:
-    """Context length in tokens: number of positions, or the shortest attention window if that is shorter."""
-    config = lm.config.get_text_config()
-    length = getattr(config, "max_position_embeddings", None) or 2**20
-    names = WINDOWS if getattr(config, "use_sliding_window", True) else ()
-    windows = [getattr(config, name, None) for name in names]
-    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; other families have a window of another kind
-        windows.append(config.window_size)
-    return min(length, *(window or length for window in windows), length)
-
-
-def other_layers(lm: PreTrainedModel) -> str:
-    """Kinds of layers that are neither full nor sliding attention, as the configuration calls them; empty if none."""
-    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
-    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
-
-
-def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """Token ids that end a completion, see `stored_eos_token_ids`."""
-    return _first_eos(lm.name_or_path or "", lm.generation_config, lm.config.get_text_config())
-
-
 def stored_dtype(model: str) -> str:
     """Name of the dtype of a model's files; float32 where its configuration does not say.
 
@@ -166,38 +145,6 @@ def stored_dtype(model: str) -> str:
     """
     dtype = getattr(load_config(model), "dtype", None)
     return "float32" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def stored_eos_token_ids(model: str) -> tuple[int, ...]:
-    """Token ids that end a completion, read from the files of a model that is not loaded.
-
-    They are those of the generation configuration; if it names none, of the configuration, and then of the tokenizer.
-    An empty list says that nothing ends a completion. Warns if there are none.
-    """
-    return _first_eos(model, _generation_config(model), load_config(model).get_text_config())
-
-
-def _first_eos(model: str, *configs: Any) -> tuple[int, ...]:
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    with contextlib.suppress(FileNotFoundError):  # a model may come without a tokenizer, or from memory
-        if model and (token := load_tokenizer(model).eos_token_id) is not None:
-            return (int(token),)
-    log.warning(
-        "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends a "
-        "text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
-        model,
-    )
-    return ()
-
-
-def _generation_config(model: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except OSError:  # many models have no such file; transformers, too, then asks the configuration
-        return None
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
-from lit_async_rl.models.loading import context_length, other_layers
+from lit_async_rl.models.architecture import context_length, other_layers
 from lit_async_rl.models.packed_rows import PackedRows, pack
 from lit_async_rl.models.routers import Replaying
 from lit_async_rl.utils.checks import check_range

@@ -19,17 +19,16 @@ from functools import partial
 
 from lit_async_rl.errors import RewardError, SetupError, StalledError
 from lit_async_rl.rewards.awaiting import Awaiter
+from lit_async_rl.rewards.retries import Retries
 from lit_async_rl.rewards.score import Reward, reward_name, score
 from lit_async_rl.rewards.score_spans import MAX_LANES, ScoreSpans
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.clocks import AwakeClock
-from lit_async_rl.utils.log_limit import LimitedLog
 from lit_async_rl.utils.spans import Spans
 
 CLOSE_S = 5.0
 POLL_S = 0.2
-MAX_LEFT_OUT = 10  # prompts in a row
 log = logging.getLogger(__name__)
 
 
@@ -52,9 +51,8 @@ class Scorer:
         reward: `reward(prompt, completion) -> float`; None if nothing is submitted.
         num_workers: completions scored concurrently.
         timeout_s: seconds per completion.
-        max_tries: attempts after which a completion is given up, with a log line; the error is raised after
-            `MAX_LEFT_OUT` consecutive prompts without a reward. None raises at the first failure. A call that times out
-            is abandoned, and its worker replaced.
+        max_tries: attempts after which a completion is given up, with a log line, see `Retries`. A call that times
+            out is abandoned, and its worker replaced.
 
     Attributes:
         clock: clock of the timeouts.
@@ -67,13 +65,12 @@ class Scorer:
         check_range("data.scoring", "positive", timeout_s=timeout_s)
         self.reward = reward
         self.clock = AwakeClock()
-        self.timeout_s, self.max_tries, self.num_workers = timeout_s, max_tries, num_workers
+        self.timeout_s, self.num_workers = timeout_s, num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
-        self._left_out: list[Prompt] = []  # since the last reward
+        self._retries = Retries(max_tries)
         self._awaiter = Awaiter(timeout_s)
-        self._log = LimitedLog(log)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
         self._busy_s, self._cpu_s, self._is_closed = 0.0, 0.0, False
@@ -142,7 +139,7 @@ class Scorer:
                 drawn.add(began, seconds, job.group, failure is None)
             try:
                 if failure is None:
-                    self._left_out = []
+                    self._retries.succeed()
                     job.done(reward)
                 else:
                     self._fail(job, failure)
@@ -155,22 +152,11 @@ class Scorer:
         if not job.is_wanted():
             return
         job.num_tries += 1
-        if self.max_tries is None:
-            raise error
-        if job.num_tries < self.max_tries:
-            self._log.warning(
-                "try %d of data.scoring.tries=%d failed, there is another: %s", job.num_tries, self.max_tries, error
-            )
+        if self._retries.may_try_again(job.prompt, job.num_tries, error):
             job.is_said_to_be_slow = False
             self._jobs.put(job)
-            return
-        if not any(prompt is job.prompt for prompt in self._left_out):
-            self._left_out.append(job.prompt)
-        if len(self._left_out) >= MAX_LEFT_OUT:
-            tries = f"data.scoring.tries={self.max_tries} tries each, and nothing in between"
-            raise RewardError(f"{MAX_LEFT_OUT} prompts in a row could not be scored in {tries}; the last: {error}")
-        self._log.warning("a prompt is left out after data.scoring.tries=%d: %s", self.max_tries, error)
-        job.give_up()
+        else:
+            job.give_up()
 
     @property
     def busy_s(self) -> float:
@@ -225,6 +211,8 @@ class Scorer:
         for worker in list(self._workers.values()):
             if worker is not threading.current_thread():
                 worker.join(max(0.0, deadline - time.monotonic()))
+        for drawn in self._drawn.values():
+            drawn.flush()  # a worker that finds more to do at its end has not
 
 
 def score_all(

@@ -8,7 +8,8 @@ import torch
 from launch import launch
 from tiny_models import ALL, save, tiny_llama
 
-from lit_async_rl.models.loading import eos_token_ids, load_policy
+from lit_async_rl.models.end_tokens import eos_token_ids
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta, parameters_on_meta
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.training.module import PolicyModule

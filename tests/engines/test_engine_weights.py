@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replays import assert_exact, collect, full_logprobs, key, own_engine, replayed_logprobs, requests_of
-from tiny_models import ALL, save, tiny_gpt2, tiny_llama, tiny_qwen3
+from tiny_models import ALL, save, tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.errors import StalledError
 from lit_async_rl.models.received import UNCHANGED
 
 
@@ -202,15 +201,6 @@ def test_weights_of_another_dtype_are_cast(tmp_path):
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=0.15, rtol=0)
 
 
-def engine_without_room(lm, tmp_path, **settings):
-    """A completion runs, and as many updates wait for it as may."""
-    engine = own_engine(lm, tmp_path, in_flight_weight_updates=False, **settings)
-    engine.submit(requests_of([4]))
-    engine.load_weights(1, lm.named_parameters())
-    engine.load_weights(2, lm.named_parameters())
-    return engine
-
-
 def test_an_in_flight_update_waits_for_no_token_and_the_next_token_is_of_it(tmp_path):
     """Two updates come while a token is computed; the second leaves out what the first changed."""
     lms = [tiny_gpt2(seed=seed) for seed in range(3)]
@@ -243,42 +233,3 @@ def test_an_in_flight_update_waits_for_no_token_and_the_next_token_is_of_it(tmp_
                 weight.copy_(lms[1].get_parameter(name))
     expected = replayed_logprobs(lms, request.prompt_ids, completion)
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
-
-
-def test_updates_that_nobody_uses_do_not_pile_up(tmp_path):
-    lm = tiny_qwen3()
-    engine = engine_without_room(lm, tmp_path, update_timeout_s=0.2)
-    with pytest.raises(StalledError, match=r"update_timeout_s=0\.2"):
-        engine.load_weights(3, lm.named_parameters())
-    collect(engine, 3)
-    engine.poll(0.0)
-    engine.load_weights(3, lm.named_parameters())
-
-
-def test_an_update_waits_for_room_and_goes_on_when_there_is(tmp_path):
-    lm = tiny_qwen3()
-    engine = engine_without_room(lm, tmp_path)
-    thread = threading.Thread(target=engine.load_weights, args=(3, lm.named_parameters()))
-    thread.start()
-    time.sleep(0.1)
-    assert thread.is_alive()
-    collect(engine, 3)
-    engine.poll(0.0)
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_an_engine_that_broke_lets_nobody_wait(tmp_path):
-    lm = tiny_gpt2()
-    engine = engine_without_room(lm, tmp_path)
-
-    def out_of_memory(*args):
-        raise MemoryError("no memory left")
-
-    engine._slots.lm.transformer.register_forward_pre_hook(out_of_memory)
-    with pytest.raises(MemoryError, match="no memory left"):
-        engine.poll(1.0)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="no memory left"):
-        engine.load_weights(3, lm.named_parameters())
-    assert time.monotonic() - began < 5.0

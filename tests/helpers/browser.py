@@ -11,6 +11,8 @@ from pathlib import Path
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -21,6 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 IS_NEEDED = bool(os.environ.get("NEEDS_BROWSER"))  # as in CI: without one the tests fail
 MISSING = "chromium and chromium-driver are not installed: make browser"
+WAIT_S = 30
 is_there = CHROMIUM is not None and DRIVER is not None
 
 
@@ -59,6 +62,21 @@ def show(driver: webdriver.Chrome, path: Path, tab: str = "overview") -> None:
 def errors(driver: webdriver.Chrome) -> list[str]:
     """Messages on the console since the last call, of any level."""
     return [entry["message"] for entry in driver.get_log("browser")]
+
+
+def until(driver: webdriver.Chrome, script: str, *values: object) -> object:
+    """Waits until an expression of JavaScript is true; its value."""
+    return WebDriverWait(driver, WAIT_S, 0.05).until(lambda d: d.execute_script(f"return {script}", *values))
+
+
+def css(driver: webdriver.Chrome, selector: str) -> WebElement:
+    """The first element of a selector."""
+    return driver.find_element("css selector", selector)
+
+
+def count(driver: webdriver.Chrome, selector: str) -> int:
+    """Number of elements of a selector."""
+    return len(driver.find_elements("css selector", selector))
 
 
 # Milliseconds from an action to the second frame after it, in which its effect is on the screen.

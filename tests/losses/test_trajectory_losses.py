@@ -1,5 +1,6 @@
 """Trajectory balance and OAPL: the papers' own formulas, their closed-form gradients, and what moves around them."""
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -123,6 +124,24 @@ def test_beta_falls_in_a_line_and_stays():
     assert betas == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1])
     with pytest.raises(ValueError, match=r"PPOClip has no beta"):
         fit(make_module(loss=PPOClip()), make_data(), 1, [AnnealBeta(0.1, 4)])
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_another_fit_of_a_module_anneals_its_own_beta(breaks):
+    betas = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            betas.append(pl_module.objective.loss.beta)
+            if breaks and len(betas) == 3:
+                raise OSError("no more")
+
+    module = make_module(loss=TrajectoryBalance(0.5))
+    with pytest.raises(OSError, match="no more") if breaks else contextlib.nullcontext():
+        fit(module, regression_data(), 3, [AnnealBeta(0.1, 4), Watch()])
+    fit(module, regression_data(), 3, [AnnealBeta(0.1, 4), Watch()])
+    assert betas == pytest.approx([0.5, 0.4, 0.3] * 2)
+    assert module.objective.loss.beta == 0.5
 
 
 def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):

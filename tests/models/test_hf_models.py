@@ -7,14 +7,9 @@ import torch
 from tiny_models import ALL, save, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lit_async_rl.models.loading import (
-    check_vocabulary,
-    context_length,
-    eos_token_ids,
-    load_policy,
-    load_tokenizer,
-    stored_eos_token_ids,
-)
+from lit_async_rl.models.architecture import context_length
+from lit_async_rl.models.end_tokens import eos_token_ids, stored_eos_token_ids
+from lit_async_rl.models.loading import check_vocabulary, load_policy, load_tokenizer
 
 
 @pytest.mark.parametrize("tied", [False, True])

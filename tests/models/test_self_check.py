@@ -10,7 +10,8 @@ from transformers import LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from lit_async_rl import SharedPromptPacking
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.models.loading import context_length, load_policy
+from lit_async_rl.models.architecture import context_length
+from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import UnsupportedModelError, check_policy, random_tokens

@@ -58,6 +58,7 @@ def folder(tmp_path: Path, made: Path) -> Path:
 
 def words_of(misuse: dict[str, Any], folder: Path) -> list[str]:
     for name, text in misuse.get("files", {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     words = shlex.split(f"{misuse['command']} {misuse.get('flags', '')}")
     if body := misuse.get("reward"):

@@ -11,6 +11,7 @@ from color_vision import CONE_LOSS, contrast, distance, linear, luminance, seen
 from made_runs import make_run, rollout, write_metrics, write_samples, write_timeline
 
 browser = pytest.importorskip("browser", reason="selenium is not installed")
+from browser import WAIT_S, count, css, until  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
@@ -19,7 +20,6 @@ from lit_async_rl.report.run_data import RunData  # noqa: E402
 from lit_async_rl.report.server import ReportServer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not browser.is_there and not browser.IS_NEEDED, reason=browser.MISSING)
-WAIT_S = 30
 HOSTILE = (
     "<img src=x onerror=\"window.hacked='img'\"><script>window.hacked='script'</script></script>"
     "<style>body{display:none}</style>{{constructor.constructor('window.hacked=1')()}}${window.hacked=2}"
@@ -69,20 +69,8 @@ def desktop(driver):
     browser.errors(driver)
 
 
-def until(driver, script: str, *values):
-    return WebDriverWait(driver, WAIT_S, 0.05).until(lambda d: d.execute_script(f"return {script}", *values))
-
-
 def color(driver, name: str):
     return linear(driver.execute_script("report.forgetColors(); return report.color(arguments[0])", name))
-
-
-def css(driver, selector: str):
-    return driver.find_element("css selector", selector)
-
-
-def count(driver, selector: str) -> int:
-    return len(driver.find_elements("css selector", selector))
 
 
 def all_drawn(driver) -> bool:

@@ -88,3 +88,30 @@ def test_so_many_workers_are_drawn():
     score_all(scorer, [(PROMPT, "")] * (MAX_LANES + 2), lambda: None)
     scorer.close()
     assert len({event["tid"] for event in drawn(spans)}) == MAX_LANES
+
+
+def test_the_last_span_is_drawn_if_the_run_ends_with_work_left():
+    """The worker never waits for a job, and is told to end when there are more."""
+    spans, is_filled, is_closed, left = Spans(), threading.Event(), threading.Event(), []
+
+    def reward(prompt: Prompt, completion: str) -> float:
+        assert is_filled.wait(30.0)
+        return 1.0
+
+    def done(number: int) -> None:
+        if number == 5:
+            scorer.close()
+            is_closed.set()
+        elif number > 5:
+            left.append(number)
+
+    scorer = Scorer(reward)
+    scorer.observe(spans)
+    for n in range(10):
+        scorer.submit(PROMPT, str(n), lambda _, n=n: done(n))
+    is_filled.set()
+    assert is_closed.wait(30.0)
+    assert not left, "it was to end with work left"
+    events = drawn(spans)
+    assert sum(event["args"]["completions"] for event in events) == 6
+    assert sum(event["dur"] for event in events) / 1e6 == pytest.approx(scorer.busy_s, abs=1e-6 * len(events))

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from lit_async_rl.errors import RewardError
-from lit_async_rl.rewards.scorer import CLOSE_S, MAX_LEFT_OUT, Scorer, score_all
+from lit_async_rl.rewards.retries import MAX_LEFT_OUT
+from lit_async_rl.rewards.scorer import CLOSE_S, Scorer, score_all
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils import log_limit
 from lit_async_rl.utils.log_limit import LimitedLog

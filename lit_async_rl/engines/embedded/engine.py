@@ -31,7 +31,9 @@ from lit_async_rl.engines.embedded.queue import NewBatch, NewestUpdate, RequestQ
 from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
-from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode
+from lit_async_rl.models.architecture import context_length
+from lit_async_rl.models.end_tokens import eos_token_ids
+from lit_async_rl.models.loading import build_policy, evaluation_mode
 from lit_async_rl.models.received import apply_weights, receive_weights
 from lit_async_rl.utils.checks import check_device, check_dtype, check_range
 from lit_async_rl.utils.locks import FairLock, Room

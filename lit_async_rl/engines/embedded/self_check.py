@@ -12,7 +12,8 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.engines.logprob_error import default_bound
-from lit_async_rl.models.loading import evaluation_mode, other_layers
+from lit_async_rl.models.architecture import other_layers
+from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.self_check import (
     NUM_PROMPT_TOKENS,
     NUM_SAMPLED,

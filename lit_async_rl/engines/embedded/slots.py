@@ -22,7 +22,7 @@ from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.loading import context_length
+from lit_async_rl.models.architecture import context_length
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import FinishReason
 

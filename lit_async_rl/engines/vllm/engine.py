@@ -30,7 +30,8 @@ from lit_async_rl.engines.vllm.sleep import Sleep, check_can_sleep, check_sleep_
 from lit_async_rl.engines.vllm.startup import start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
-from lit_async_rl.models.loading import stored_dtype, stored_eos_token_ids
+from lit_async_rl.models.end_tokens import stored_eos_token_ids
+from lit_async_rl.models.loading import stored_dtype
 from lit_async_rl.utils.checks import check_range
 
 

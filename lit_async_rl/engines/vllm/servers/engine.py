@@ -27,7 +27,7 @@ from lit_async_rl.engines.vllm.servers.membership import Membership, server_url,
 from lit_async_rl.engines.vllm.servers.sleep import FleetSleep
 from lit_async_rl.engines.vllm.sleep import check_sleep_level, free_cached_memory
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.models.end_tokens import stored_eos_token_ids
 from lit_async_rl.models.stop_strings import StopStrings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.event_loop import LoopThread

@@ -1,0 +1,26 @@
+"""What limits a loaded model: its context length, and layers other than attention."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+# settings of configurations beyond whose number of tokens some layers do not attend to all of them
+WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "attention_chunk_size", "index_topk")
+
+
+def context_length(lm: PreTrainedModel) -> int:
+    """Context length in tokens: number of positions, or the shortest attention window if that is shorter."""
+    config = lm.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None) or 2**20
+    names = WINDOWS if getattr(config, "use_sliding_window", True) else ()
+    windows = [getattr(config, name, None) for name in names]
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; other families have a window of another kind
+        windows.append(config.window_size)
+    return min(length, *(window or length for window in windows), length)
+
+
+def other_layers(lm: PreTrainedModel) -> str:
+    """Kinds of layers that are neither full nor sliding attention, as the configuration calls them; empty if none."""
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")

@@ -1,0 +1,54 @@
+"""The table at the end of a run, of a callback that sees several."""
+
+import os
+import signal
+import time
+
+import lightning.pytorch as pl
+import pytest
+from flow import fit, make_data, make_module
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_async_rl.callbacks import RunSummary
+from lit_async_rl.tasks import SortDigits
+
+
+def rows(summary, trainer):
+    table = summary.table(trainer)
+    return dict(zip(*(column.cells for column in table.columns), strict=True))
+
+
+class Terminate(pl.Callback):
+    """Ends the run half a second after its first step began."""
+
+    def on_train_batch_end(self, trainer, *_):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_run_that_is_ended_has_its_own_time_and_steps():
+    summary = RunSummary()
+    trainer = fit(make_module(), make_data(), 3, [summary])
+    first = summary.wall_s
+    assert rows(summary, trainer)["optimizer steps"] == "3"
+    summary.wall_s = 1e9  # of a long run
+    with pytest.raises(SIGTERMException):
+        fit(make_module(), make_data(), 3, [summary, Terminate()])
+    assert rows(summary, trainer)["optimizer steps"] == "1"
+    assert 0.5 <= summary.wall_s < 100 + first
+    assert summary.stats.num_tokens > 0
+
+
+def test_accuracy_before_is_that_of_the_same_fit():
+    """Each fit is between two validations; the last one before it is where it begins."""
+    summary = RunSummary()
+    prompts = SortDigits(8, size=4, split="held_out")
+    for learning_rate in (1e-3, 1e-5):
+        data, module = make_data(val_prompts=prompts), make_module(learning_rate=learning_rate)
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[summary])
+        trainer.validate(module, data, verbose=False)
+        before = summary.accuracy[-1]
+        fit(module, data, 2, [summary], limit_val_batches=0)
+        trainer.validate(module, data, verbose=False)
+        assert rows(summary, trainer)["held-out accuracy before, after"] == f"{before:.3f}, {summary.accuracy[-1]:.3f}"
+        assert len(summary.accuracy) == 2

@@ -1,0 +1,18 @@
+"""Calls into an event loop of another thread."""
+
+import asyncio
+import threading
+
+import pytest
+
+from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.utils.event_loop import LoopThread
+
+
+def test_a_call_into_the_loop_ends_in_time():
+    thread = LoopThread("a loop")
+    with pytest.raises(StalledError, match=r"sleeping did not end within 0\.2 s"):
+        thread.call(asyncio.sleep(60), 0.2, "sleeping")
+    threading.Timer(0.2, lambda: thread.close(asyncio.sleep(0))).start()
+    with pytest.raises(EngineError, match="a loop was closed during sleeping"):
+        thread.call(asyncio.sleep(60), 30.0, "sleeping")
