@@ -3,15 +3,17 @@
     python benchmarks/performance/memory.py --model models/smollm2 --out memory.json
     python benchmarks/performance/memory.py --table memory.json --write docs/measurements/memory.json
 
-Runs in float32 on the CPU: full fine-tuning, then LoRA in a process of its own. Sizes are counted on the tensors. Peaks
-are the process's own (VmHWM of Linux, reset before each phase), less what it has after its imports; the engine decodes
-during all of them. Pauses are processor time of the trainer's thread.
+Runs in float32 on the CPU: full fine-tuning, LoRA, and full fine-tuning with an allocator that returns freed memory to
+the system at once, each in a process of its own. Sizes are counted on the tensors. Peaks are the process's own (VmHWM
+of Linux, reset before each phase), less what it has after its imports; the engine decodes during all of them. Pauses are
+processor time of the trainer's thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -31,6 +33,7 @@ import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
 
 TARGET, NUM_STEPS = 7e9, 4
+PARTS = {"full": {}, "lora": {}, "returned": {"MALLOC_MMAP_THRESHOLD_": "65536"}}  # with variables of the environment
 ROWS = {
     "weights": "master weights",
     "gradients": "gradients",
@@ -39,8 +42,10 @@ ROWS = {
     "monitor": "kept by GradientMonitor",
     "states": "all of these",
     "activations": "activations that the backward pass needs",
+    "formula": "16 bytes + engine copy + activations",
     "load_peak": "peak while the model is loaded",
     "pass_peak": "peak of forward and backward passes",
+    "returned_peak": "the same, if the allocator keeps no freed memory",
     "update_peak": "peak of optimizer step and publication",
     "save_peak": "peak while a checkpoint is taken and written",
     "checkpoint": "checkpoints on disk (one step)",
@@ -176,6 +181,8 @@ def table(found: dict[str, Any], commit: str, date: str) -> dict[str, Any]:
     full = found["full"] | {"lora_checkpoint": found["lora"]["checkpoint"]}
     full["states"] = sum(full[name] for name in ("weights", "gradients", "moments", "engine", "monitor"))
     number, rows = full["num_parameters"], []
+    full["formula"] = 16 * number + full["engine"] + full["activations"]
+    full["returned_peak"] = found["returned"]["pass_peak"]
     for name, text in ROWS.items():
         per = full[name] / number
         size = per * TARGET if per > 0.1 else full[name]  # small ones do not grow with the model
@@ -195,12 +202,23 @@ def table(found: dict[str, Any], commit: str, date: str) -> dict[str, Any]:
     )
 
 
+def in_process(part: str, model: str) -> dict[str, float]:
+    """One of `PARTS`, measured in a process of its own."""
+    command = [sys.executable, __file__, "--part", part, "--model", model]
+    environment = os.environ | PARTS[part]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        sys.exit(done.stderr)
+    found: dict[str, float] = json.loads(done.stdout.rpartition("RESULT ")[2].splitlines()[0])
+    return found
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/smollm2")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--lora", action="store_true", help="measure LoRA in this process, and print")
+    parser.add_argument("--part", choices=list(PARTS), help="measure this in this process, and print")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--commit", default="")
@@ -209,15 +227,10 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.table:
         write_measurement(args.write, table(json.loads(args.table.read_text()), args.commit, args.date))
-    elif args.lora:
-        print("RESULT", json.dumps(measure(args.model, lora=True)))
+    elif args.part:
+        print("RESULT", json.dumps(measure(args.model, lora=args.part == "lora")))
     else:
-        command = [sys.executable, __file__, "--lora", "--model", args.model]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-        if done.returncode:
-            sys.exit(done.stderr)
-        lora = json.loads(done.stdout.rpartition("RESULT ")[2].splitlines()[0])
-        args.out.write_text(json.dumps({"full": measure(args.model, lora=False), "lora": lora}, indent=1) + "\n")
+        args.out.write_text(json.dumps({part: in_process(part, args.model) for part in PARTS}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,17 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from engine import own_engine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.policy import CausalPolicy
 
-# The shipped policy's shape, one of ten times its size, and those of Qwen2.5-0.5B and -1.5B, with random weights.
+# The shapes of the shipped policy, one of ten times its size, SmolLM2-135M, Qwen2.5-0.5B and -1.5B; random weights.
 _QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936}
 MODELS: dict[str, dict[str, int]] = {
     "0.5M": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, vocab_size=98),
     "5M": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, vocab_size=512),
+    "135M": dict(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49_152,
+    ),
     "0.5B": _QWEN | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
     "1.5B": _QWEN | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
 }
@@ -70,6 +79,11 @@ class Shape:
         attention = 2 * self.layers * self.width * length * length * rows  # scores and values, half of them masked
         forward = 2 * self.body * rows * length + 2 * self.head * rows * completion + attention
         return Work(3 * forward, 3 * self.item * (self.body + self.head))
+
+    def products(self, rows: int) -> Work:
+        """Matrix products of one decode step, without attention."""
+        size = self.body + self.head
+        return Work(2.0 * rows * size, float(self.item * size))
 
     def decoding(self, rows: int, prompt: int, completion: int) -> Work:
         """All decode steps: each reads the weights once, and the KV cache of every row once."""
@@ -120,7 +134,7 @@ def measure(lm: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, tuple[f
     def train() -> None:
         policy(ids, mask).logprobs.sum().backward()
 
-    engine = EmbeddedEngine.from_module(lm, num_slots=args.rows)
+    engine = own_engine(lm, args.rows, args)
     sampling = SamplingParams(max_tokens=args.completion)
     prompts = ids[:, : args.prompt].tolist()
     requests = [
@@ -133,10 +147,18 @@ def measure(lm: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, tuple[f
         for target, source in zip(copy, lm.parameters(), strict=True):
             target.copy_(source.detach())
 
+    linears = [p.detach() for p in lm.parameters() if p.dim() == 2]  # the embedding is the head, too
+    inputs = {p.shape[1]: torch.randn(args.rows, p.shape[1]).to(p) for p in linears}
+
+    def multiply() -> None:
+        for weight in linears:
+            F.linear(inputs[weight.shape[1]], weight)
+
     num_bytes = 2 * sum(p.nbytes for p in copy)
     return {
-        "training pass": (median_s(train, args.device), shape.training(*sizes)),
-        "decoding": (median_s(lambda: engine.run(requests), args.device, 3), shape.decoding(*sizes)),
+        "training pass": (median_s(train, args.device, args.repeats), shape.training(*sizes)),
+        "decoding": (median_s(lambda: engine.run(requests), args.device, args.repeats), shape.decoding(*sizes)),
+        "its matrix products alone": (median_s(multiply, args.device), shape.products(args.rows)),
         "copy of weights": (median_s(publish, args.device), Work(0.0, num_bytes)),
     }
 
@@ -150,14 +172,16 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=48)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--num_threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("roof.json"))
     args = parser.parse_args()
     if args.device == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(args.num_threads)
     dtype = getattr(torch, args.dtype)
     rate, bandwidth = probe(args.device, dtype)
     print(f"roof: {rate / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'model':>6} {'phase':>16} {'ms':>9} {'GFLOP':>9} {'of rate':>8} {'MB':>9} {'of bw':>7} {'of limit':>9}")
+    print(f"{'model':>6} {'phase':>25} {'ms':>9} {'GFLOP':>9} {'of rate':>8} {'MB':>9} {'of bw':>7} {'of limit':>9}")
     results = []
     for name in args.models:
         torch.manual_seed(0)
@@ -166,7 +190,7 @@ def main() -> None:
         for phase, (seconds, work) in measure(lm, args).items():
             of_rate, of_bandwidth = work.flops / rate / seconds, work.num_bytes / bandwidth / seconds
             print(
-                f"{name:>6} {phase:>16} {1e3 * seconds:9.1f} {work.flops / 1e9:9.2f} {of_rate:8.0%} "
+                f"{name:>6} {phase:>25} {1e3 * seconds:9.1f} {work.flops / 1e9:9.2f} {of_rate:8.0%} "
                 f"{work.num_bytes / 1e6:9.1f} {of_bandwidth:7.0%} {max(of_rate, of_bandwidth):9.0%}",
                 flush=True,
             )
