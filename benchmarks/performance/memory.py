@@ -5,8 +5,8 @@
 
 Runs in float32 on the CPU: full fine-tuning, LoRA, and full fine-tuning with an allocator that returns freed memory to
 the system at once, each in a process of its own. Sizes are counted on the tensors. Peaks are the process's own (VmHWM
-of Linux, reset before each phase), less what it has after its imports; the engine decodes during all of them. Pauses are
-processor time of the trainer's thread.
+of Linux, reset before each phase), less what it has after its imports; the engine decodes during all of them. Pauses
+are processor time of the trainer's thread.
 """
 
 from __future__ import annotations

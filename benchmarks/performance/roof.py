@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,8 +87,8 @@ class Shape:
         return Work(2.0 * rows * size, float(self.item * size))
 
     def decoding(self, rows: int, prompt: int, completion: int) -> Work:
-        """All decode steps: each reads the weights once, and the KV cache of every row once."""
-        flops = num_bytes = 0.0
+        """Prompts, and all decode steps: each reads the weights once, and the KV cache of every row once."""
+        flops, num_bytes = 2.0 * self.body * rows * prompt, float(self.item * self.body)
         for position in range(prompt, prompt + completion):
             flops += rows * (2 * self.body + 2 * self.head + 4 * self.layers * self.width * position)
             num_bytes += self.item * (self.body + self.head + 2 * rows * self.layers * self.kv_width * position)
@@ -155,10 +156,14 @@ def measure(lm: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, tuple[f
             F.linear(inputs[weight.shape[1]], weight)
 
     num_bytes = 2 * sum(p.nbytes for p in copy)
+    generate = partial(engine.run, requests)
     return {
         "training pass": (median_s(train, args.device, args.repeats), shape.training(*sizes)),
-        "decoding": (median_s(lambda: engine.run(requests), args.device, args.repeats), shape.decoding(*sizes)),
-        "its matrix products alone": (median_s(multiply, args.device), shape.products(args.rows)),
+        "prompts and decoding": (
+            median_s(generate, args.device, args.repeats),
+            shape.decoding(*sizes),
+        ),
+        "products of one token alone": (median_s(multiply, args.device), shape.products(args.rows)),
         "copy of weights": (median_s(publish, args.device), Work(0.0, num_bytes)),
     }
 
@@ -181,7 +186,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     rate, bandwidth = probe(args.device, dtype)
     print(f"roof: {rate / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'model':>6} {'phase':>25} {'ms':>9} {'GFLOP':>9} {'of rate':>8} {'MB':>9} {'of bw':>7} {'of limit':>9}")
+    print(f"{'model':>6} {'phase':>27} {'ms':>9} {'GFLOP':>9} {'of rate':>8} {'MB':>9} {'of bw':>7} {'of limit':>9}")
     results = []
     for name in args.models:
         torch.manual_seed(0)
@@ -190,7 +195,7 @@ def main() -> None:
         for phase, (seconds, work) in measure(lm, args).items():
             of_rate, of_bandwidth = work.flops / rate / seconds, work.num_bytes / bandwidth / seconds
             print(
-                f"{name:>6} {phase:>25} {1e3 * seconds:9.1f} {work.flops / 1e9:9.2f} {of_rate:8.0%} "
+                f"{name:>6} {phase:>27} {1e3 * seconds:9.1f} {work.flops / 1e9:9.2f} {of_rate:8.0%} "
                 f"{work.num_bytes / 1e6:9.1f} {of_bandwidth:7.0%} {max(of_rate, of_bandwidth):9.0%}",
                 flush=True,
             )

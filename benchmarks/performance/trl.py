@@ -6,13 +6,17 @@ TRL needs an environment of its own:
     OMP_NUM_THREADS=1 python benchmarks/performance/trl.py --trl_python /tmp/trl/bin/python --output trl.json
 
 All processes live at the same time and take turns of a few steps each (`workers/segments.py`), so that what else the
-machine does hits all alike; ratios are medians over rounds. Two workloads: `equal`, the quick start (all completions
-are 9 tokens long), and `mixed`, an untrained model of the same shape whose completions end at random (geometric, 33
-tokens in the mean, at most 128).
+machine does hits all alike; ratios are medians over rounds. Three workloads: `equal`, the quick start (all completions
+are 9 tokens long), `mixed`, an untrained model of the same shape whose completions end at random (geometric, 33
+tokens in the mean, at most 128), and `smollm2`, a real chat model (`make smollm2`) with prompts of 40 to 100 tokens and
+completions that it ends itself, at most 64; each system takes 4 to 6 GB there, so it is run by itself:
+
+    OMP_NUM_THREADS=1 python benchmarks/performance/trl.py --workloads smollm2 --systems trl 0 2 --rounds 3
 
 Where other programs use the cores, wall time says little about two threads that need two of them. The table therefore
 also counts trained tokens by CPU seconds of the critical path: of all threads where phases follow each other, of the
-busier of the two threads where they overlap. An idle machine's wall time comes close to it.
+busier of the two threads where they overlap. An idle machine's wall time comes close to it. `tok/all cpu` counts the
+seconds of all threads.
 """
 
 from __future__ import annotations
@@ -29,20 +33,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
-
-from lit_async_rl.assets import asset
-from lit_async_rl.tasks import SortDigits
+from trl_workloads import WORKLOADS, make_model, make_prompts
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
-TURN_TIMEOUT_S = 300.0
+TURN_TIMEOUT_S = 1200.0
 NAMES = {
     "trl": "TRL GRPOTrainer",
     "trl2": "TRL, 2 x threads",
     "0": "synchronous",
     "1": "max_staleness 1",
+    "2": "max_staleness 2",
     "4": "max_staleness 4",
 }
 TRL = ("trl", "trl2")  # trainer and engine of asynchronous runs have a thread each: so has `trl2` two
@@ -51,40 +52,19 @@ COLUMNS = {
     "ratio": "ratio",
     "tokens_per_critical_cpu_s": "tok/cpu-s",
     "ratio_critical_cpu": "ratio",
+    "tokens_per_cpu_s": "tok/all cpu",
+    "ratio_cpu": "ratio",
     "step_ms": "step ms",
     "waiting_ms": "waiting ms",
     "publish_ms": "publish ms",
     "generation_cpu_ms": "gen cpu ms",
     "training_cpu_ms": "train cpu ms",
 }
-WORKLOADS: dict[str, dict[str, Any]] = {
-    "equal": {"groups": 32, "max_tokens": 12, "steps": 3, "ours": []},
-    "mixed": {
-        "groups": 16,
-        "max_tokens": 128,
-        "steps": 2,
-        "ours": ["--model.packing", "null", "--data.micro_batches_per_step", "6"],
-    },
-}
-
-
-def make_model(workload: str, folder: Path) -> str:
-    """The shipped policy, or an untrained one of its shape that ends each token with probability 3 / 98."""
-    shipped = asset("sort_policy")
-    if workload == "equal":
-        return shipped
-    config = AutoConfig.from_pretrained(shipped)
-    config.eos_token_id = [1, 2, 3]
-    torch.manual_seed(0)
-    lm = LlamaForCausalLM(config)
-    lm.generation_config.eos_token_id, lm.generation_config.pad_token_id = [1, 2, 3], 0
-    lm.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(shipped).save_pretrained(folder)
-    return str(folder)
 
 
 def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str, folder: Path) -> list[str]:
     """The quick start's configuration without validation and checkpoints; all monitors stay on."""
+    source = {"path": str(folder.parent / "prompts.jsonl"), "answer_field": None}
     flags = {
         "--config": str(ROOT / "configs/quickstart.yaml"),
         "--num_threads": args.num_threads,
@@ -96,7 +76,7 @@ def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str
         "--defaults.ess_learning_rate": "null",
         "--data.aggregation": "TokenMean",
         "--data.validation.prompts": "null",
-        "--data.prompts.init_args.size": args.num_prompts,
+        "--data.prompts": json.dumps({"class_path": "JsonlPrompts", "init_args": source}),
         "--data.reward": "our_run.odd_length",
         "--data.groups_per_step": workload["groups"],
         "--data.group_size": args.group_size,
@@ -113,16 +93,20 @@ def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str
 
 def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: str, folder: Path) -> subprocess.Popen:
     """Starts a worker, which runs until its first stop."""
-    rounds = {"warmup": 3, "steps": workload["steps"], "num_segments": args.rounds, "output": f"{folder}/{name}.json"}
+    rounds = {
+        "warmup": workload.get("warmup", 3),
+        "steps": workload["steps"],
+        "num_segments": args.rounds,
+        "output": f"{folder}/{name}.json",
+    }
     max_steps = rounds["warmup"] + rounds["steps"] * rounds["num_segments"]
     num_threads = args.num_threads * (2 if name == "trl2" else 1)
     if name in TRL:
         command = [args.trl_python, str(WORKERS / "trl_run.py")]
-        prompts = SortDigits(8, size=args.num_prompts)
         settings: dict[str, Any] = {
             "model": model,
             "folder": f"{folder}/{name}_output",
-            "prompts": [prompts[n].text for n in range(args.num_prompts)],
+            "prompts": [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open()],
             "groups_per_step": workload["groups"],
             "group_size": args.group_size,
             "max_tokens": workload["max_tokens"],
@@ -188,6 +172,7 @@ def summarize(name: str, segments: list[dict[str, float]], base: list[dict[str, 
 
     walls = [s["tokens"] / s["wall_s"] for s in segments]
     criticals = [s["tokens"] / critical(s, overlaps=name not in (*TRL, "0")) for s in segments]
+    all_threads = [s["tokens"] / critical(s, overlaps=False) for s in segments]
     base_walls = [s["tokens"] / s["wall_s"] for s in base]
     base_criticals = [s["tokens"] / critical(s, overlaps=False) for s in base]
     if name in TRL:
@@ -203,6 +188,8 @@ def summarize(name: str, segments: list[dict[str, float]], base: list[dict[str, 
         "ratio": median([x / y for x, y in zip(walls, base_walls, strict=True)]),
         "tokens_per_critical_cpu_s": median(criticals),
         "ratio_critical_cpu": median([x / y for x, y in zip(criticals, base_criticals, strict=True)]),
+        "tokens_per_cpu_s": median(all_threads),
+        "ratio_cpu": median([x / y for x, y in zip(all_threads, base_criticals, strict=True)]),
         "step_ms": 1e3 * median([s["wall_s"] / s["steps"] for s in segments]),
         "waiting_ms": 1e3 * median(waiting),
         "publish_ms": 1e3 * median([s.get("sync_s", 0.0) / s["steps"] for s in segments]),
@@ -215,9 +202,10 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl_python", default="/tmp/trl/bin/python", help="Python of TRL's environment")
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--systems", nargs="+", choices=list(NAMES), default=list(NAMES))
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["equal", "mixed"])
+    parser.add_argument("--systems", nargs="+", choices=list(NAMES), default=["trl", "trl2", "0", "1", "4"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smollm2", default="models/smollm2", help="folder of that model")
     parser.add_argument("--group_size", type=int, default=8)
     parser.add_argument("--num_prompts", type=int, default=4096)
     parser.add_argument("--learning_rate", type=float, default=1e-6, help="small: lengths stay what they are")
@@ -228,7 +216,10 @@ def main() -> None:
     for name in args.workloads:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            segments = take_turns(args, WORKLOADS[name], make_model(name, folder / "model"), folder)
+            model = make_model(name, folder / "model", args.smollm2)
+            lines = [json.dumps({"prompt": text}) + "\n" for text in make_prompts(name, model, args.num_prompts)]
+            (folder / "prompts.jsonl").write_text("".join(lines))
+            segments = take_turns(args, WORKLOADS[name], model, folder)
         base = segments["trl"] if "trl" in segments else next(iter(segments.values()))
         results[name] = {system: summarize(system, found, base) for system, found in segments.items()}
         print(f"\n{name:16}" + "".join(f"{title:>12}" for title in COLUMNS.values()))

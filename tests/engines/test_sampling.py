@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_async_rl.engines.embedded.sampling import RowParams, draw, processed_logprobs
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.embedded.rows import RowState
+from lit_async_rl.engines.embedded.sampling import RowParams, draw, parts, processed_logprobs
 
 
 def row_params(n, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> RowParams:
@@ -132,3 +134,19 @@ def test_only_the_given_generator_is_used():
     again = draw(log_p, params, torch.Generator().manual_seed(5))[0]
     assert torch.equal(first, again)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.6}, {"top_k": 50}])
+def test_a_large_vocabulary_is_sampled_from_in_parts_with_the_same_tokens_as_at_once(kwargs):
+    n, size = 23, 70_000
+    logits = torch.randn(n, size, generator=torch.Generator().manual_seed(2)) * 3
+    assert len(parts(logits)) > 3
+    rows = RowState(n, torch.device("cpu"))
+    rows.open(rows.all_rows, SamplingParams(max_tokens=2, head=3, **kwargs), (), (1, 2))
+    tokens, logprobs = rows.sample(slice(0, n), logits, torch.Generator().manual_seed(3))
+    log_p = processed_logprobs(logits, row_params(n, **kwargs))
+    expected, their_logprobs = draw(log_p, row_params(n, **kwargs), torch.Generator().manual_seed(3))
+    assert torch.equal(tokens, expected)
+    assert torch.equal(logprobs, their_logprobs)
+    for row in range(n):
+        assert torch.equal(rows.heads.of(row, 1, 3).logprobs[0], log_p[row].topk(3).values)
