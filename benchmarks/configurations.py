@@ -129,7 +129,7 @@ def main() -> None:
     """Command line; exits with status 1 if an overlay broke or ended below."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=225)
     parser.add_argument("--only", nargs="+", help="overlays by name, such as stabilizers/vcpo; two are added")
     parser.add_argument("--num_processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/configurations"))

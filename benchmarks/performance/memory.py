@@ -1,11 +1,11 @@
 """Bytes per parameter of a training run with the default callbacks, and what they amount to for 7 billion parameters.
 
-    python benchmarks/performance/memory.py --model models/smollm2 --out after.json
-    python benchmarks/performance/memory.py --table before.json after.json --write docs/measurements/memory.json
+    python benchmarks/performance/memory.py --model models/smollm2 --out memory.json
+    python benchmarks/performance/memory.py --table memory.json --write docs/measurements/memory.json
 
-Runs in float32 on the CPU: full fine-tuning, then LoRA in a process of its own. Sizes are counted on the tensors; the
-peak is the process's own (VmHWM), less what it has after its imports. Pauses are processor time of the trainer's
-thread.
+Runs in float32 on the CPU: full fine-tuning, then LoRA in a process of its own. Sizes are counted on the tensors. Peaks
+are the process's own (VmHWM of Linux, reset before each phase), less what it has after its imports; the engine decodes
+during all of them. Pauses are processor time of the trainer's thread.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
 
-TARGET = 7e9
+TARGET, NUM_STEPS = 7e9, 4
 ROWS = {
     "weights": "master weights",
     "gradients": "gradients",
@@ -37,7 +38,11 @@ ROWS = {
     "engine": "engine copy",
     "monitor": "kept by GradientMonitor",
     "states": "all of these",
-    "peak": "peak of the process",
+    "activations": "activations that the backward pass needs",
+    "load_peak": "peak while the model is loaded",
+    "pass_peak": "peak of forward and backward passes",
+    "update_peak": "peak of optimizer step and publication",
+    "save_peak": "peak while a checkpoint is taken and written",
     "checkpoint": "checkpoints on disk (one step)",
     "lora_checkpoint": "the same with LoRA, rank 16",
 }
@@ -46,10 +51,38 @@ ROWS = {
 class Probe(Callback):
     """Counts the bytes of tensors, and times saving."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int) -> None:
         self.found: dict[str, float] = {}
+        self._before = before  # bytes of the process that do not count
+        self._saved: dict[int, int] = {}  # bytes by address
+        self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
+
+    def ends(self, phase: str) -> None:
+        """The memory used at most since the last call belongs to this phase."""
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 - self._before
+        Path("/proc/self/clear_refs").write_text("5")  # resets it to what is in use now
+        self.found[f"{phase}_peak"] = max(peak, self.found.get(f"{phase}_peak", 0))
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if "load_peak" not in self.found:
+            self.ends("load")
+        self._saved.clear()
+        self._hooks.__enter__()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self._hooks.__exit__()
+        own = {p.untyped_storage().data_ptr() for p in pl_module.parameters()}
+        size = sum(size for place, size in self._saved.items() if place not in own)
+        self.found["activations"] = max(size, self.found.get("activations", 0))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.ends("pass")
         self.found["gradients"] = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -88,8 +121,9 @@ def rss() -> int:
 
 
 def measure(model: str, lora: bool) -> dict[str, float]:
-    """Two steps and a checkpoint."""
-    before, probe, folder = rss(), Probe(), Path(tempfile.mkdtemp())
+    """Four steps, and a checkpoint after the last."""
+    before, folder = rss(), Path(tempfile.mkdtemp())
+    probe = Probe(before)
     numbers = [(a, b) for a in range(2, 12) for b in range(2, 12)]
     prompts = [
         {
@@ -101,18 +135,19 @@ def measure(model: str, lora: bool) -> dict[str, float]:
     settings: dict[str, Any] = dict(lora=rl.LoRA(target_modules="all-linear")) if lora else {}
     trainer = rl.Trainer(
         accelerator="cpu",
-        max_steps=2,
+        max_steps=NUM_STEPS,
         callbacks=[probe],
         enable_progress_bar=False,
         default_root_dir=str(folder),
         logger=rl.CSVLog(str(folder)),
     )
     saver = next(c for c in trainer.callbacks if isinstance(c, ModelCheckpoint))
-    saver.dirpath, saver._every_n_train_steps = str(folder / "checkpoints"), 2
+    saver.dirpath, saver._every_n_train_steps = str(folder / "checkpoints"), NUM_STEPS
     pauses: list[tuple[float, float]] = []
     save = saver.on_train_batch_end
 
     def timed(*args: Any) -> None:
+        probe.ends("update")
         began = time.thread_time(), time.monotonic()
         save(*args)
         pauses.append((time.thread_time() - began[0], time.monotonic() - began[1]))
@@ -127,41 +162,33 @@ def measure(model: str, lora: bool) -> dict[str, float]:
         engine=rl.EmbeddedEngine(num_slots=16),
     )
     trainer.fit(module, data)
+    probe.ends("save")
     files = [file for file in (folder / "checkpoints").iterdir() if not file.is_symlink()]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     return probe.found | {
-        "peak": peak,
         "checkpoint": sum(file.stat().st_size for file in files),
         "pause_cpu_s": max(cpu for cpu, _ in pauses),
         "pause_s": max(wall for _, wall in pauses),
     }
 
 
-def table(before: dict[str, Any], after: dict[str, Any], commit: str, date: str) -> dict[str, Any]:
+def table(found: dict[str, Any], commit: str, date: str) -> dict[str, Any]:
     """The measurement file."""
-    for found in (before, after):
-        full = found["full"]
-        full["states"] = sum(full[name] for name in ("weights", "gradients", "moments", "engine", "monitor"))
-        full["lora_checkpoint"] = found["lora"]["checkpoint"]
-    number = after["full"]["num_parameters"]
-    rows = []
+    full = found["full"] | {"lora_checkpoint": found["lora"]["checkpoint"]}
+    full["states"] = sum(full[name] for name in ("weights", "gradients", "moments", "engine", "monitor"))
+    number, rows = full["num_parameters"], []
     for name, text in ROWS.items():
-        per = [found["full"][name] / number for found in (before, after)]
-        sizes = [
-            x * TARGET / 1e9 if x > 0.1 else x * number / 1e9 for x in per
-        ]  # small ones do not grow with the model
-        rows.append([text, *(round(x, 2) for x in per), *(round(x, 1) for x in sizes)])
-    for name, text in (("pause_cpu_s", "saving pauses training, CPU s"),):
-        per_s = [found["full"][name] for found in (before, after)]
-        rows.append([text, *(round(x, 2) for x in per_s), *(round(x * TARGET / number, 1) for x in per_s)])
-    full = after["full"]
+        per = full[name] / number
+        size = per * TARGET if per > 0.1 else full[name]  # small ones do not grow with the model
+        rows.append([text, round(per, 2), round(size / 1e9, 1)])
+    pause = full["pause_cpu_s"]
+    rows.append(["saving pauses training, CPU s", round(pause, 2), round(pause * TARGET / number, 1)])
     return measurement(
         "memory",
-        round(full["peak"] / number, 2),
-        "bytes of peak memory per parameter",
-        ["", "bytes/parameter before", "after", "7B before, GB", "7B after, GB"],
+        round(max(full["pass_peak"], full["update_peak"]) / number, 2),
+        "bytes of memory per parameter, at most, in a step without a checkpoint",
+        ["", "bytes/parameter", "7B, GB"],
         rows,
-        command="python benchmarks/performance/memory.py --model models/smollm2 --out after.json",
+        command="python benchmarks/performance/memory.py --model models/smollm2 --out memory.json",
         machine="one thread of a shared machine; SmolLM2-135M, float32, 2 prompts x 8 completions of 16 tokens",
         commit=commit,
         date=date,
@@ -174,15 +201,14 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--lora", action="store_true", help="measure LoRA in this process, and print")
-    parser.add_argument("--table", nargs=2, type=Path)
+    parser.add_argument("--table", type=Path)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--commit", default="")
     parser.add_argument("--date", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.table:
-        before, after = (json.loads(path.read_text()) for path in args.table)
-        write_measurement(args.write, table(before, after, args.commit, args.date))
+        write_measurement(args.write, table(json.loads(args.table.read_text()), args.commit, args.date))
     elif args.lora:
         print("RESULT", json.dumps(measure(args.model, lora=True)))
     else:

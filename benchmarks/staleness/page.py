@@ -12,9 +12,7 @@ import argparse
 import json
 import math
 import re
-import subprocess
 from collections.abc import Callable
-from datetime import date
 from functools import cache, partial
 from pathlib import Path
 
@@ -24,11 +22,10 @@ import pandas as pd
 from benchmarks.staleness.comparisons import at_best_rate, compare
 from benchmarks.staleness.statistics import gain_share, interval, per_cell, summarize, synchronous, warning_time
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
-from benchmarks.staleness.table import read_cells, read_table, write_table
+from benchmarks.staleness.table import SOURCES, collect, read_table
 
 ROOT = Path(__file__).parents[2]
 FOLDER, PAGE = ROOT / "docs/results", ROOT / "docs/results.md"
-SOURCES = FOLDER / "sources.json"
 BLOCK = re.compile(r"(?<=<!-- results: )(?P<name>\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 ENGINES = {"bf16": "bfloat16", "int8": "INT8 weights", "int8_cache": "INT8 keys, values", "noise": "noise of 2 %"}
 TRIED_WITH_GAC = (
@@ -193,6 +190,19 @@ def mismatch() -> str:
     return _markdown(["method", *(f"{ENGINES[engine]}, lag {lag}" for engine, lag in columns)], rows)
 
 
+def very_stale() -> str:
+    """Share of the synchronous gain kept at lag 256, at each rate."""
+    runs = runs_of("very_stale")
+    if runs is None:
+        return _not_run("very_stale")
+    reference, stale = synchronous(runs, "very_stale")["final"], runs[runs["lag"] > 0]
+    rows = []
+    for (method, scale), group in stale.groupby(["method", "learning_rate_scale"]):
+        share = gain_share(group["final"], float(group["start"].mean()), reference)
+        rows.append([str(method), f"{scale:g}", str(len(group)), _pm(*interval(group["final"]), 3), _pm(*share)])
+    return _markdown(["method", "rate ×", "seeds", "accuracy", "share of the gain kept"], rows)
+
+
 def warning() -> str:
     """How often the effective sample size falls first."""
     fallen, first, ahead = warning_time(old()[old()["lag"] > 0])
@@ -205,7 +215,7 @@ def warning() -> str:
 def sources() -> str:
     """Which command at which commit made which table."""
     rows = []
-    for name, source in json.loads(SOURCES.read_text()).items():
+    for name, source in json.loads((FOLDER / SOURCES).read_text()).items():
         runs = runs_of(name)
         cells = [f"[`{name}.parquet`](results/{name}.parquet)", "" if runs is None else str(len(runs))]
         rows.append([*cells, f"`{source['command']}`", source["commit"]])
@@ -213,7 +223,7 @@ def sources() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    block.__name__: block for block in (decision, lags, ranking, gac_before, mismatch, warning, sources)
+    block.__name__: block for block in (decision, lags, ranking, gac_before, mismatch, very_stale, warning, sources)
 } | {
     "gac": partial(paired, "gac", "quickstart_constant", "ppo_clip"),
     "equal_tuning": partial(paired, "equal_tuning", "heavy_tails", "ppo_clip"),
@@ -225,24 +235,12 @@ def fill(text: str) -> str:
     return BLOCK.sub(lambda block: f"{block['name']} -->\n\n{BLOCKS[block['name']]()}\n\n", text)
 
 
-def collect(name: str, out: Path) -> None:
-    """Writes the table of what a grid has finished, and where it is from."""
-    write_table(read_cells(out), FOLDER / f"{name}.parquet")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    known = json.loads(SOURCES.read_text()) if SOURCES.is_file() else {}
-    command = f"python scripts/staleness_bench.py --suite {name}"
-    known[name] = {"command": command, "commit": commit.stdout.strip(), "date": date.today().isoformat()}
-    SOURCES.write_text(json.dumps(known, indent=2) + "\n")
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collect", nargs=2, metavar=("SUITE", "FOLDER"), help="a suite, and its folder of results")
     if collected := parser.parse_args().collect:
-        collect(collected[0], Path(collected[1]))
+        collect(collected[0], Path(collected[1]), FOLDER)
     PAGE.write_text(fill(PAGE.read_text()))
 
 

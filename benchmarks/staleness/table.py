@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 
 import pandas as pd
@@ -11,6 +13,7 @@ import pandas as pd
 from benchmarks.common.process import RESULT
 from benchmarks.staleness.suite import Cell
 
+SOURCES = "sources.json"  # which command at which commit made which table
 CELL = ["regime", "method", "lag", "learning_rate_scale", "seed"]
 COLUMNS = {
     "val/pass@1": "accuracy",
@@ -85,3 +88,15 @@ def read_table(path: Path) -> pd.DataFrame:
     if missing := {*CELL, "step", *COLUMNS.values(), "error"} - set(table):
         raise ValueError(f"{path}: not a table of the staleness benchmark, it has no columns {sorted(missing)}")
     return table.astype(dict.fromkeys(table.select_dtypes("float32").columns, "float64"))
+
+
+def collect(name: str, out: Path, tables: Path) -> None:
+    """Writes the table of what a grid has finished to the folder `tables`, and where it is from."""
+    write_table(read_cells(out), tables / f"{name}.parquet")
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    sources = tables / SOURCES
+    known = json.loads(sources.read_text()) if sources.is_file() else {}
+    command = f"python scripts/staleness_bench.py --suite {name}"
+    known[name] = {"command": command, "commit": commit.stdout.strip(), "date": date.today().isoformat()}
+    sources.write_text(json.dumps(known, indent=2) + "\n")

@@ -7,8 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module
-from lit_async_rl.models.loading import receive_weights
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.received import apply_weights, receive_weights
 from lit_async_rl.models.weights import is_sharded
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -51,7 +51,7 @@ class ReferenceReset(pl.Callback):
         self._last = trainer.global_step
         lm = _reference(pl_module).causal_lm
         weights = policy_module(pl_module, "ReferenceReset").stream_weights()
-        lm.load_state_dict(receive_weights(lm, weights), strict=False)  # tied names come once
+        apply_weights(lm, receive_weights(lm, weights))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

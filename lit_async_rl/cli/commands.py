@@ -76,7 +76,7 @@ def export(args: Sequence[str] | None = None) -> None:
         cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
         check_writable(Path(cli.config["out"]), "out")
         lm = cli.model.policy.causal_lm
-        weights = {name: tensor.contiguous() for name, tensor in stream_weights(cli.model.policy)}
+        weights = {name: tensor.detach().contiguous() for name, tensor in stream_weights(cli.model.policy)}
         lm.save_pretrained(cli.config["out"], state_dict=weights)
         cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
         print(f"version {cli.model.version} written to {cli.config['out']}")

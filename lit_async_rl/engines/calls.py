@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest, RolloutEngine
 from lit_async_rl.errors import StalledError
-from lit_async_rl.models.loading import UNCHANGED
+from lit_async_rl.models.received import lasts
 from lit_async_rl.utils.guarded_calls import LastKnown, Limit, call, feed
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class EngineCalls:
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
         limit = self._limit("load_weights")
-        feed(lambda fed: self.engine.load_weights(version, fed), weights, limit, lambda item: item[1] is UNCHANGED)
+        feed(lambda fed: self.engine.load_weights(version, fed), weights, limit, lasts)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.ask("submit", lambda: self.engine.submit(requests))

@@ -23,8 +23,6 @@ from lit_async_rl.models.pretrained import load_pretrained
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
 
-UNCHANGED = torch.empty(0, device="meta")  # in place of a weight that the receiver has; compare by identity
-
 
 def load_policy(
     model: str,
@@ -145,40 +143,6 @@ def stored_dtype(model: str) -> str:
     """
     dtype = getattr(load_config(model), "dtype", None)
     return "float32" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies `weights` to the devices and dtypes of the parameters of `lm`, without changing `lm`.
-
-    Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
-    exhausted, because other ranks take part in it.
-
-    `UNCHANGED` in place of a tensor leaves the weight out of the result.
-
-    Raises:
-        ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
-    """
-    own, known = dict(lm.named_parameters()), lm.state_dict().keys()
-    received: dict[str, Tensor] = {}
-    unchanged: set[str] = set()
-    problem = ""
-    for name, tensor in weights:
-        if tensor is UNCHANGED and name in known:
-            unchanged.add(name)
-        elif name not in known:
-            problem = problem or f"the engine's model has no weight {name!r}: policy and engine differ"
-        elif name in own and tensor.shape != own[name].shape:
-            problem = problem or (
-                f"weight {name!r} has shape {tuple(tensor.shape)} in the policy and {tuple(own[name].shape)} in the "
-                "engine"
-            )
-        elif name in own:
-            like = own[name]
-            received[name] = tensor.detach().to(like.device, like.dtype, copy=True)
-    missing = own.keys() - received.keys() - unchanged
-    if problem or missing:
-        raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")
-    return received
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lit_async_rl.models.loading import UNCHANGED
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.received import LORA_A, LORA_B, UNCHANGED, LowRankSum
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 
@@ -43,10 +43,12 @@ def stream_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor) of every parameter; tied ones once, LoRA merged.
 
+    What is neither sharded nor merged is the live parameter itself; all else is valid until the next is asked for.
+
     Args:
         policy: policy whose weights are streamed.
         root: outermost module, where FSDP1 wraps it (`trainer.strategy.model`).
-        adapters: LoRA is not merged; the factors of the change of `LAYER.weight` follow it as `LAYER.lora_A` and
+        adapters: LoRA is not merged; the factors of the change of `LAYER.weight` come before it as `LAYER.lora_A` and
             `LAYER.lora_B`, to be added as `lora_B @ lora_A`. Layers for which this cannot be said are merged.
         known: frozen weights that the receiver has, with torch's counts of their changes in place. While the count is
             the same they come as `UNCHANGED`, unless an adapter changes them or they are sharded; others are added.
@@ -72,19 +74,16 @@ def stream_weights(
                 yield name, UNCHANGED
                 continue
             known[name] = parameter._version
-        full = _gather(parameter.detach())
+        full = _gather(parameter)
         if owner in lora:
             if leaf == "weight":
                 layer = lora[owner]
                 factors = low_rank_factors(layer)
                 if adapters and factors is not None:
-                    yield f"{owner}.{leaf}", full
-                    yield f"{owner}.lora_A", factors[0]
-                    yield f"{owner}.lora_B", factors[1]
-                    continue
-                if factors is not None:  # one pass over the weight, where PEFT's difference takes four
-                    dtype = torch.promote_types(full.dtype, factors[0].dtype)
-                    full = torch.addmm(full.to(dtype), factors[1].to(dtype), factors[0].to(dtype))
+                    yield f"{owner}{LORA_A}", factors[0]
+                    yield f"{owner}{LORA_B}", factors[1]
+                elif factors is not None:
+                    full = LowRankSum(full.detach(), *factors).value()
                 else:
                     full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
             yield f"{owner}.{leaf}", full

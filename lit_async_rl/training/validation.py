@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.models.loading import evaluation_mode, load_policy, receive_weights
+from lit_async_rl.models.loading import evaluation_mode, load_policy
+from lit_async_rl.models.received import apply_weights, receive_weights
 from lit_async_rl.models.weights import is_sharded
 from lit_async_rl.rewards.metrics import pass_at_k
 from lit_async_rl.types import Prompt, PromptBatch
@@ -151,7 +152,5 @@ def _whole_copy(module: Any, dtype: str) -> PreTrainedModel:
     """The unsharded policy on this device, LoRA merged. A collective."""
     data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
     lm = load_policy(data.model, dtype=dtype, random_init=True, device=str(module.device))
-    received = receive_weights(lm, module.stream_weights())
-    for name, parameter in lm.named_parameters():
-        parameter.copy_(received.pop(name))
+    apply_weights(lm, receive_weights(lm, module.stream_weights()))
     return lm

@@ -33,7 +33,8 @@ from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
 from lit_async_rl.models.architecture import context_length
 from lit_async_rl.models.end_tokens import eos_token_ids
-from lit_async_rl.models.loading import build_policy, evaluation_mode, receive_weights
+from lit_async_rl.models.loading import build_policy, evaluation_mode
+from lit_async_rl.models.received import apply_weights, receive_weights
 from lit_async_rl.utils.checks import check_device, check_dtype, check_range
 from lit_async_rl.utils.locks import FairLock, Room
 from lit_async_rl.utils.spans import ENGINE, Lane, Spans
@@ -65,7 +66,7 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
-    records_heads = records_entropy = records_experts = takes_changes = True
+    records_heads = records_entropy = records_experts = takes_adapters = takes_changes = True
     cache_class: type[SlotCache] = SlotCache
 
     def __init__(
@@ -240,9 +241,7 @@ class EmbeddedEngine(RolloutEngine):
             )
         update = Update(version, receive_weights(self._active_slots.lm, weights))
         if not waits and self._has_weights:
-            self._arrived.put(update)
-            with contextlib.suppress(StalledError), self._lock.hold(timeout_s=0.0):  # else the loop takes it next
-                self._take_arrived()
+            self._arrived.put(update)  # the trainer does not wait for the merging of adapters either
             return
         with self._lock.hold():
             if waits and (self._queue or self._active_slots.num_active):
@@ -263,11 +262,8 @@ class EmbeddedEngine(RolloutEngine):
         else:
             self._active_slots.begin_batch(barrier.seed)
 
-    @torch.no_grad()
     def _apply(self, update: Update) -> None:
-        parameters = dict(self._active_slots.lm.named_parameters())
-        for name, weight in update.weights.items():
-            parameters[name].copy_(weight)
+        apply_weights(self._active_slots.lm, update.weights)
         if self.self_check and not self._has_weights:
             check_decoding(self._active_slots, self.num_slots)
         self._version, self._has_weights = update.version, True

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.models.received import LowRankSum
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Update:
     """Barrier: new weights, applied when all earlier requests are finished."""
 
     version: int
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor | LowRankSum]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.heads import HeadRecorder
-from lit_async_rl.engines.embedded.sampling import RowParams
+from lit_async_rl.engines.embedded.sampling import RowParams, draw, parts, processed_logprobs
 
 NO_TOKEN = -1
 Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
@@ -64,9 +64,15 @@ class RowState:
         self.stops[rows] = NO_TOKEN
         self.stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=rows.device)
 
-    def record(self, rows: slice | Tensor, log_p: Tensor) -> None:
-        """Records the distributions of the tokens that `append` adds next, if a request asks for them."""
-        self.heads.append(self.all_rows[rows], self.count[rows], log_p)
+    def sample(self, rows: slice | Tensor, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draws the tokens that `append` adds next, with log-probabilities; records what requests ask for."""
+        params, index, drawn = self.params(rows), self.all_rows[rows], []
+        for part in parts(logits):
+            log_p = processed_logprobs(logits[part], params[part])
+            drawn.append(draw(log_p, params[part], generator))
+            self.heads.append(index[part], self.count[index[part]], log_p)
+        tokens, logprobs = zip(*drawn, strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
 
     def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
         """Appends one token per row; returns the finished rows, and which of them ended with a stop token."""

@@ -20,7 +20,6 @@ from lit_async_rl.engines.embedded.forward import CachedForward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.rows import RowState
-from lit_async_rl.engines.embedded.sampling import draw, processed_logprobs
 from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import context_length
@@ -156,10 +155,7 @@ class Slots:
 
     def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
         """Samples a token for each of `rows`, appends it, and closes the finished rows."""
-        params = self._rows.params(rows)
-        log_p = processed_logprobs(logits, params)
-        tokens, logprobs = draw(log_p, params, self.generator)
-        self._rows.record(rows, log_p)
+        tokens, logprobs = self._rows.sample(rows, logits, self.generator)
         done, stopped = self._rows.append(rows, tokens, logprobs, version)
         if (at_stop := self._stop_check.stopped(rows, tokens, self._owners)) is not None:
             done, stopped = done | at_stop, stopped | at_stop
