@@ -63,10 +63,10 @@ def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
     for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
         remove_stale_parts(earlier)
     step = None if resumed_from is None else checkpoint_step(resumed_from)
-    if resumed_from is not None:
-        for name in TABLES if step is not None else ():
+    if step is not None:
+        for name in TABLES:
             cut(log_dir / name, step)
-    elif sum(set_aside(log_dir / name) for name in (*TABLES, "config.yaml")):
+    elif resumed_from is None and sum(set_aside(log_dir / name) for name in (*TABLES, "config.yaml")):
         log.warning("trainer.logger: %s holds an earlier run, whose files are kept, such as metrics.1.csv", log_dir)
 
 
