@@ -91,7 +91,7 @@ class RunSummary(pl.Callback):
             if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)
             elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
-                table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
+                table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to gain")
         if self._folder is not None:
             table.add_row("metrics and samples", str(self._folder))
         saved = trainer.checkpoint_callback
