@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--num_processes", type=int, default=1, help="runs at a time: each needs two cores to itself")
     parser.add_argument("--report_only", action="store_true", help="train nothing")
     parser.add_argument(
-        "--documents", metavar="COMMIT", help="also writes picture and table of docs/when_async_pays.md"
+        "--documents", metavar="COMMIT", help="also writes the suite's picture and table of docs/when_async_pays.md"
     )
     args = parser.parse_args()
     out = args.out or Path("runs/tta", args.suite)
@@ -48,7 +48,7 @@ def main() -> None:
     table.to_parquet(out / "curves.parquet", compression="zstd", index=False)
     command = f"python scripts/time_to_accuracy.py --suite {args.suite}"
     if args.documents:
-        write_documents(table, command, args.documents, Path())
+        write_documents(table, args.suite, command, args.documents, Path())
     print(write_report(table, out, command))
     print(f"\nreport: {out / 'report.html'}")
 

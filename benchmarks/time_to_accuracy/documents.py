@@ -1,4 +1,4 @@
-"""What the documentation shows of the results: one picture, and one table as a measurement."""
+"""What the documentation shows of a suite's results: a picture, and a table as a measurement."""
 
 from __future__ import annotations
 
@@ -22,30 +22,51 @@ TITLES = {
     "lengths": "completions of 3 to 30 digits",
     "quickstart": "quick start",
 }
-COLOURS = {"synchronous": "0.35", "plain": "C1", "default": "C0", "redundant": "C2", "vcpo": "C3"}
+COLOURS = {
+    **{"synchronous": "0.35", "plain": "C1", "default": "C0", "redundant": "C2", "vcpo": "C3"},
+    **{
+        "quickstart_plain_sync": "0.35",
+        "quickstart_sync": "0.65",
+        "quickstart_plain": "C1",
+        "quickstart_default": "C0",
+    },
+}
 NAMES = {
     "plain": "plain GRPO",
     "default": "recipe",
     "redundant": "recipe, 4 of 20 groups redundant",
     "vcpo": "VCPO, exact norms",
+    "quickstart_plain_sync": "plain GRPO, synchronous",
+    "quickstart_sync": "recipe, synchronous",
+    "quickstart_plain": "plain GRPO, `max_staleness` 4",
+    "quickstart_default": "recipe, `max_staleness` 4",
+    "periodic": "Periodic Asynchrony",
+    "pipeline": "PipelineRL",
 }
-SHOWN = {  # in the picture; the table has all
+SHOWN = {  # in the pictures; the tables have all
     "tools_0.1": ("synchronous", "plain_4", "default_4"),
     "tools_0.4": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "tools_1.6": ("synchronous", "plain_8", "default_8", "redundant_8"),
+    "lengths": ("synchronous", "plain_4", "default_4"),
+    "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_default"),
 }
-HEADLINE = ("tools_1.6", "redundant_8")
+HEADLINES = {  # of a suite
+    "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),
+    "lengths": ("lengths", "default_4", "completions of 3 to 30 digits, recipe, max_staleness 4"),
+    "quickstart": ("quickstart", "quickstart_default", "the quick start, against synchronous plain GRPO"),
+}
 
 
 def kind(system: str) -> str:
     """`plain` of `plain_8`."""
-    return system.rpartition("_")[0] or system
+    name, _, bound = system.rpartition("_")
+    return name if bound.isdigit() else system
 
 
 def title(system: str) -> str:
     """A system for readers: `recipe, max_staleness 8`."""
-    name, _, bound = system.rpartition("_")
-    return f"{NAMES.get(name, name)}, `max_staleness` {bound}" if bound.isdigit() else system.replace("_", " ")
+    name = NAMES.get(kind(system), kind(system).replace("_", " "))
+    return name if kind(system) == system else f"{name}, `max_staleness` {system.rpartition('_')[2]}"
 
 
 def comparable(table: pd.DataFrame) -> list[str]:
@@ -98,19 +119,20 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
     return found
 
 
-def write_documents(table: pd.DataFrame, command: str, commit: str, root: Path) -> None:
-    """Writes `docs/assets/time_to_accuracy.png` and `docs/measurements/time_to_accuracy.json` under `root`."""
-    names = comparable(table)
-    save(picture(table, [name for name in names if name in SHOWN]), str(root / "docs/assets/time_to_accuracy.png"))
-    workload, system = HEADLINE
-    best = summarize(table, workload, "synchronous").set_index("system").loc[system, "time_speedup_0.95"]
+def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, root: Path) -> None:
+    """Writes a picture to `docs/assets` and a measurement to `docs/measurements` under `root`."""
+    names, (workload, system, said) = comparable(table), HEADLINES[suite]
+    file = "time_to_accuracy" if suite == "tools" else f"time_to_accuracy_{suite}"
+    save(picture(table, names), str(root / f"docs/assets/{file}.png"))
+    summary = summarize(table, workload, workloads()[workload].reference)
+    best = summary.set_index("system").loc[system, "time_speedup_0.95"]
     columns = ["workload", "system", "seeds", "seconds per step", *(f"S({share})" for share in SHARES)]
     columns += ["over steps: S(0.95)", "final accuracy", "less synchronous", "mean staleness", "waiting"]
     columns += ["processor s per step", "cores it got", "load"]
     found = measurement(
-        "time_to_accuracy",
+        file,
         round(best[0], 2),
-        "times as fast to 95 % of the synchronous rise (tools of 1.6 s, recipe with redundant groups, max_staleness 8)",
+        f"times as fast to 95 % of the synchronous rise ({said})",
         columns,
         [row for name in names for row in rows_of(table, name)],
         interval=[round(best[1], 2), round(best[2], 2)],
@@ -118,4 +140,4 @@ def write_documents(table: pd.DataFrame, command: str, commit: str, root: Path) 
         commit=commit,
         machine="two cores shared with other programs (load average in the table)",
     )
-    write_measurement(root / "docs/measurements/time_to_accuracy.json", found)
+    write_measurement(root / f"docs/measurements/{file}.json", found)

@@ -70,7 +70,9 @@ class RunSummary(pl.Callback):
         table = Table(show_header=False, title="run summary")
         if len(self.accuracy) > 1:
             table.add_row("held-out accuracy before, after", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
-        table.add_row("optimizer steps", str(self.num_steps))
+        step, last = trainer.global_step, trainer.max_steps
+        none_left = f"0: step {step} of trainer.max_steps={last} was reached before"
+        table.add_row("optimizer steps", none_left if not self.num_steps and 0 <= last <= step else str(self.num_steps))
         table.add_row("wall time", f"{self.wall_s:.1f} s")
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(monitor, StalenessMonitor) and self.num_steps:
@@ -89,7 +91,7 @@ class RunSummary(pl.Callback):
             if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)
             elif isinstance(judge, BottleneckVerdict) and judge.verdict is not None:
-                table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to win")
+                table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to gain")
         if self._folder is not None:
             table.add_row("metrics and samples", str(self._folder))
         saved = trainer.checkpoint_callback

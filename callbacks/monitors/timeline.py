@@ -49,6 +49,7 @@ class Timeline(pl.Callback):
     that of rank 0 when training starts, by exchanging the time after barriers, and corrected by the median difference.
 
     A file is written every `flush_s` seconds, and can be read whenever the run is killed; a resumed run goes on in it.
+    Of several timelines in one Trainer the first writes.
 
     Args:
         max_mb: of a file. Beyond half of it only one of ten steps is recorded, beyond three quarters one of a hundred.
@@ -75,6 +76,8 @@ class Timeline(pl.Callback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Begins before `WeightSync` starts the engine."""
+        if next(c for c in trainer.callbacks if isinstance(c, Timeline)) is not self:  # type: ignore[attr-defined]
+            return
         data, folder = rollout_data(trainer, "Timeline"), run_folder(trainer)  # a collective: asked for on all ranks
         offset_s = clock_offset(trainer)
         if folder is None:

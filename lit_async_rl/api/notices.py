@@ -14,6 +14,7 @@ IRRELEVANT = (
     ".*in eval mode at the start of training.*",
     ".*Total length of `list` across ranks is zero.*",  # there are no held-out prompts
     ".*The dirpath has changed.*",
+    ".*Checkpoint directory .* exists and is not empty.*",  # said of the run's folder, `api.run_folders`
     ".*your dataloader is not resumable.*",
     ".*sync_dist=True.*",  # held-out accuracy is reduced over ranks already
     ".*method of metric .* was called before the ``update`` method.*",  # a rank without held-out prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ CHECKPOINTS = "ModelCheckpoint.dirpath"  # Lightning warns where it is not empty
 LOCKS = (".run.lock", ".run.json", ".checkpoints.run.lock", ".checkpoints.run.json")
 ONLY_SETTINGS = (*LOCKS, "config.yaml", "hparams.yaml", WANDB_ID)
 TABLES = ("metrics.csv", "samples.jsonl", "held_out.jsonl", "verdicts.jsonl")
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -61,11 +63,11 @@ def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
     for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
         remove_stale_parts(earlier)
     step = None if resumed_from is None else checkpoint_step(resumed_from)
-    for name in TABLES:
-        if resumed_from is None:
-            set_aside(log_dir / name)
-        elif step is not None:
+    if step is not None:
+        for name in TABLES:
             cut(log_dir / name, step)
+    elif resumed_from is None and sum(set_aside(log_dir / name) for name in (*TABLES, "config.yaml")):
+        log.warning("trainer.logger: %s holds an earlier run, whose files are kept, such as metrics.1.csv", log_dir)
 
 
 def remove_unused(trainer: Trainer) -> None:
@@ -121,14 +123,15 @@ def _number(step: object) -> float:
         return math.inf
 
 
-def set_aside(path: Path) -> None:
-    """Renames an existing file to `name.1.suffix`, or the next free number."""
+def set_aside(path: Path) -> bool:
+    """Renames an existing file to `name.1.suffix`, or the next free number; whether there was one."""
     if not path.exists():
-        return
+        return False
     number = 1
     while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     path.rename(target)
+    return True
 
 
 def _folders(trainer: Trainer) -> list[tuple[str, Path]]:

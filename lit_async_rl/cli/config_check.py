@@ -37,7 +37,9 @@ def check_config_files(args: Sequence[str]) -> None:
             raise ValueError(f"{argument}: settings begin with two dashes, -{argument}")
     for file in config_files(args):
         if file.is_dir():
-            raise ValueError(f"config={str(file)!r} is a folder, not a file")
+            inside = file / "config.yaml"
+            hint = f"; did you mean {inside}?" if inside.is_file() else ""
+            raise ValueError(f"config={str(file)!r} is a folder, not a file{hint}")
         if not file.is_file():
             raise ValueError(f"config={str(file)!r}: there is no such file{_meant_file(file)}")
         _check_yaml(file)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterable
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
@@ -94,7 +96,9 @@ def _unknown_argument(key: str, message: str) -> str | None:
         beside = ", ".join(one for one in re.findall(r"'(\w+)':", match[1]) if one not in OF_A_CLASS)
         return f"{key}: {beside} must be in init_args, beside class_path: {{class_path: ..., init_args: {{...}}}}"
     nested = re.search(r"NestedArg\(key='([^']+)'", message)
-    if match := re.search(r"given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
+    first = message[message.find("given class_path") :]  # of a union, the class that was named; then its bases
+    chain = r"(?:given class_path '([\w.]+)':\s+(?:Parser key \"\w+\":\s+Problem with )?)+"
+    if match := re.match(chain + r"Option '(\w+)' is not accepted", first):
         parameters = inspect.signature(pkgutil.resolve_name(match[1])).parameters
         return f"there is no setting {key}.{match[2]} of {_last(match[1])}{meant(match[2], parameters)}"
     if nested and "is abstract" in message:
@@ -159,11 +163,27 @@ def _classes_for(key: str, message: str) -> tuple[str, list[str]]:
     public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
     for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
         public |= {name: one for name, one in vars(module).items() if inspect.isclass(one)}
-    for path in re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:])):
-        base = pkgutil.resolve_name(path)
+    for base in _expected(key, message):
         kinds = [name for name, one in public.items() if inspect.isclass(one) and _is_kind(one, base)]
         return f"{'an' if base.__name__[0] in 'AEIO' else 'a'} {base.__name__}", kinds or list(public)
     return "a class", list(public)
+
+
+def _expected(key: str, message: str) -> list[type]:
+    """Classes of which a setting may be; of a class's argument, those of its annotation."""
+    owners = re.findall(r"given class_path '([\w.]+)':\s+Parser key \"(\w+)\":", message)
+    if owners and key.endswith(f".{owners[-1][1]}"):
+        hint = typing.get_type_hints(pkgutil.resolve_name(owners[-1][0]).__init__).get(owners[-1][1])
+        if found := [one for one in _parts(hint) if inspect.isclass(one) and one not in (list, tuple, type(None))]:
+            return found
+    paths = re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:]))
+    return [pkgutil.resolve_name(path) for path in paths]
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type, those of which it is a union, and those of its items."""
+    arguments = typing.get_args(hint)
+    yield from [part for argument in arguments for part in _parts(argument)] or [hint]
 
 
 def _is_kind(one: type, base: type) -> bool:
@@ -180,7 +200,11 @@ def _wrong_type(key: str, message: str) -> str | None:
     ]
     if not (kinds or choices) or "does not correspond" in message:
         return None
-    rule = f"one of {', '.join(dict.fromkeys(choices))}" if choices else f"of type {' or '.join(dict.fromkeys(kinds))}"
+    rule = (
+        f"one of {', '.join(dict.fromkeys(choices))}"
+        if choices
+        else f"of type {' or '.join(dict.fromkeys(kinds)).replace('tuple', 'list')}"
+    )
     return f"{key} must be {rule}, got {_given(message)}"
 
 
@@ -189,6 +213,9 @@ def _given(message: str) -> str | None:
     values = re.findall(r"(?:Given value:|Got value:) (.*)", message)
     nested = re.search(r"NestedArg\(key='[^']+', val='?(.*?)'?\)\s*$", message)
     plain = [value for value in values if not value.startswith(("NestedArg(", "Namespace("))]
+    classes = re.findall(r"given class_path '([\w.]+)':", message)
+    if len(classes) > 1 and plain and plain[0].startswith("{'class_path'"):  # one of its arguments
+        return str(classes[-1])
     return plain[0].strip() if plain else nested[1] if nested else None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,6 @@ def _goes_on(log: CSVLogger, checkpoint: Path) -> bool:
 
 def _overwrite_checkpoints(trainer: AnyTrainer) -> None:
     """Later checkpoints of the run that is gone on with give way, as rows of its tables do, and not to `last-v1`."""
-    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
     for callback in trainer.callbacks:  # type: ignore[union-attr]
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback._enable_version_counter = False

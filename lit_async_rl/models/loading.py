@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -19,9 +17,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
+from lit_async_rl.models.pretrained import load_pretrained
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
 
@@ -64,7 +62,7 @@ def load_policy(
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
         with announced(f"model {model!r} to be read, or downloaded"):
-            lm = _load(AutoModelForCausalLM, model, **kwargs)
+            lm = load_pretrained(AutoModelForCausalLM, model, **kwargs)
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
@@ -104,7 +102,7 @@ def load_config(model: str) -> PreTrainedConfig:
     Raises:
         FileNotFoundError: there is no such model.
     """
-    return _load(AutoConfig, model)
+    return load_pretrained(AutoConfig, model)
 
 
 def load_generation_config(model: str) -> GenerationConfig | None:
@@ -121,7 +119,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer.
     """
-    return _load(AutoTokenizer, model)
+    return load_pretrained(AutoTokenizer, model)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
@@ -165,42 +163,6 @@ def find_device(name: str) -> torch.device:
         return torch.device(name)
     accelerator = torch.accelerator.current_accelerator()
     return accelerator if accelerator is not None and torch.accelerator.is_available() else torch.device("cpu")
-
-
-def _load(loader: Any, model: str, **kwargs: Any) -> Any:
-    if not model:
-        raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
-    is_folder = Path(model).is_dir()
-    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
-        raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
-    try:
-        with _without_bar():
-            return loader.from_pretrained(model, **kwargs)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
-            raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
-        what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
-        raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
-
-
-def _is_about_attention(error: Exception) -> bool:
-    return "attn_implementation" in str(error) or "attention" in str(error).lower()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def _without_bar() -> Iterator[None]:
-    """Without transformers' own progress bar: in a notebook it recurses endlessly inside of Lightning's."""
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()
 
 
 def _remove_dropout(lm: nn.Module) -> None:

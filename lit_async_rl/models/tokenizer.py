@@ -102,12 +102,16 @@ class TextCodec:
             self._texts[token] = f" {text}" if leads and not text.startswith(" ") else text
         return self._texts[token]
 
-    def check_stop(self, stop: Sequence[str]) -> None:
-        """Checks stop strings.
+    def check_stop(self, stop: Sequence[str], token_ids: Sequence[int] = ()) -> None:
+        """Checks stop strings and stop tokens.
 
         Raises:
-            ValueError: one is a special token, which decoded text does not contain.
+            ValueError: a string is a special token, which decoded text does not contain; the model has no such token.
         """
+        if unknown := [token for token in token_ids if token >= self.vocab_size]:
+            raise ValueError(
+                f"sampling.stop_token_ids: {self.model!r} has the tokens 0 to {self.vocab_size - 1}, and not {unknown}"
+            )
         for text in stop:
             if text in self.tokenizer.all_special_tokens:
                 token = self.tokenizer.convert_tokens_to_ids(text)

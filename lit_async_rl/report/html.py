@@ -56,8 +56,12 @@ def write_report(
     share = 1.0 if other is None else 0.5
     runs = [RunData(run, tape, share)] + ([] if other is None else [RunData(other, share=share)])
     path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page([data.payload() for data in runs]))
+    text = page([data.payload() for data in runs])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise OSError(f"out={str(out)!r} cannot be written: {error.strerror}") from error
     return path
 
 

@@ -26,13 +26,16 @@ class RunData:
         share: of the page's budget for rollouts, where there are several runs on it.
 
     Raises:
-        ValueError: the folder is not that of a run.
+        ValueError: the folder is not that of a run, or there is no such tape.
     """
 
     def __init__(self, folder: str | Path, tape: str | Path | None = None, share: float = 1.0) -> None:
         self.folder = Path(folder)
-        if not any((self.folder / name).exists() for name in FILES):
-            raise ValueError(f"{str(folder)!r} is not the folder of a run: it has none of {', '.join(FILES)}")
+        if not _is_run(self.folder):
+            none = f"{str(folder)!r} is not the folder of a run: it has none of {', '.join(FILES)}"
+            raise ValueError(none + _meant_folder(self.folder))
+        if tape is not None and not Path(tape).is_dir():
+            raise ValueError(f"tape={str(tape)!r}: there is no such folder")
         self._max_bytes = int(MAX_BYTES * share)
         self._tape = self.folder / "tape" if tape is None else Path(tape)
         self._curves, self._timeline = Curves(self.folder), Timeline(self.folder)
@@ -149,3 +152,17 @@ class RunData:
         if len(tokens := self._curves.values("sample/total_tokens")):
             rows.append(["tokens generated", f"{tokens[-1]:,.0f}"])
         return rows
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in FILES)
+
+
+def _meant_folder(folder: Path) -> str:
+    """`; did you mean ...?` for a file of a run, or the newest run below a folder."""
+    if folder.is_file():
+        near = [folder.parent, folder.parent.parent]
+    else:
+        below = [path for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_dir()]
+        near = sorted(below, key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((f"; did you mean {path}?" for path in near if _is_run(path)), "")

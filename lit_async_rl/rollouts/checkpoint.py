@@ -90,12 +90,13 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     if (found := state.get("format")) != FORMAT:
         raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
     saved = unpack_groups(state["groups"])
-    are_usable = _check_settings(state["settings"], _settings(producer))
+    changed = _changed_settings(state["settings"], _settings(producer))
     deadlines = {group.index: group.deadline for group in saved}
-    kept = producer.admission.restore(state["admission"], deadlines if are_usable else {})
+    kept = producer.admission.restore(state["admission"], {} if changed else deadlines)
     again = [group.position for group in saved if group.index not in kept]
     if again:
-        log.warning("resume: settings have changed, so %d groups of the checkpoint are sampled anew", len(again))
+        why = "; ".join(changed) or "data.max_staleness and data.admission allow less than in the checkpoint"
+        log.warning("resume: %s, so %d groups of the checkpoint are sampled anew", why, len(again))
     num_finished = sum(group.is_finished for group in saved if group.index in kept)
     log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
@@ -141,11 +142,11 @@ def _settings(producer: Producer) -> dict[str, Any]:
     }
 
 
-def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Checks the settings on which the order of prompts depends.
+def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings that differ, with both values; groups of the checkpoint are of no use then.
 
     Raises:
-        ValueError: one of them changed.
+        ValueError: one on which the order of prompts depends changed.
     """
     for name in ("data.intake.seed", "number of data.prompts"):
         if saved[name] != now[name]:
@@ -153,5 +154,13 @@ def _check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
                 f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
                 "could not go on. " + START_ANEW
             )
-    known = dict(saved) | {"data.sampling": {**_LATER_SETTINGS, **saved["data.sampling"]}}
-    return all(known[name] == value for name, value in now.items())
+    before, after = _flat(saved), _flat(now)
+    return [
+        f"{name} is {value!r} and was {before[name]!r}" for name, value in after.items() if before.get(name) != value
+    ]
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    sampling = _LATER_SETTINGS | dict(settings["data.sampling"])
+    rest = {name: value for name, value in settings.items() if name != "data.sampling"}
+    return rest | {f"data.sampling.{name}": value for name, value in sampling.items()}

@@ -55,7 +55,7 @@ class GroupBook:
     def __init__(
         self, codec: TextCodec, group_size: int, sampling: SamplingParams, replicate_prompts: bool = False
     ) -> None:
-        codec.check_stop(sampling.stop)
+        codec.check_stop(sampling.stop, sampling.stop_token_ids)
         self.codec, self.group_size, self.sampling = codec, group_size, sampling
         self.requests = SampleRequests(group_size, sampling, replicate_prompts)
         self.unfinished: dict[int, OpenGroup] = {}

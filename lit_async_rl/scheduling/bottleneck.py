@@ -133,7 +133,7 @@ class Verdict:
             return f"{shares}: neither waits for the other; only faster hardware or less work would help{free}"
         what = "they wait for each other" if self.side == "staleness bound" else f"the {self.side} is the bottleneck"
         advice = _NO_SETTING[self.side] if self.setting is None else str(self.setting)
-        won = f"up to {self.won_s:.3g} s of {i.wall_s:.3g} s ({self.share_won:.0%}) to win"
+        won = f"up to {self.won_s:.3g} s of {i.wall_s:.3g} s ({self.share_won:.0%}) to gain"
         return f"{shares}: {what}, {won}; {advice}{free}"
 
 

@@ -111,7 +111,7 @@ def test_the_live_view_survives_a_resize(tmp_path):
     streams = dict(stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
     process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     try:
-        for text in ("lit-async-rl", "engine is busy", "staleness", "samples in the", "to win", "tokens/s"):
+        for text in ("lit-async-rl", "engine is busy", "staleness", "samples in the", "to gain", "tokens/s"):
             terminal.wait_for(text)
         for columns, lines in ((40, 10), (15, 4), (200, 60)):
             before = len(terminal.text)

@@ -52,3 +52,11 @@ def test_accuracy_before_is_that_of_the_same_fit():
         trainer.validate(module, data, verbose=False)
         assert rows(summary, trainer)["held-out accuracy before, after"] == f"{before:.3f}, {summary.accuracy[-1]:.3f}"
         assert len(summary.accuracy) == 2
+
+
+def test_a_run_with_nothing_left_to_train_says_so(tmp_path):
+    trainer = fit(make_module(), make_data(), 2)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    summary = RunSummary()
+    trainer = fit(make_module(), make_data(), 2, [summary], ckpt_path=str(tmp_path / "last.ckpt"))
+    assert rows(summary, trainer)["optimizer steps"] == "0: step 2 of trainer.max_steps=2 was reached before"

@@ -114,6 +114,14 @@ def test_settings_are_checked(setting):
         Timeline(**{setting: 0.0})
 
 
+def test_of_two_timelines_one_writes(tmp_path):
+    log = CSVLog(tmp_path, name="run")
+    fit(make_module(), make_data(groups_per_step=8), 3, [Timeline(), Timeline()], logger=log)
+    assert [path.name for path in Path(log.log_dir).glob("timeline*")] == ["timeline"]
+    (file,) = trace_files(Path(log.log_dir) / "timeline")
+    assert len(named(read_trace(file), "optimizer")) == 3
+
+
 @pytest.mark.slow
 def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
     """From the command line, where it is a default; no logger, no file."""

@@ -100,7 +100,7 @@ def test_the_documentation_shows_what_the_curves_say(tmp_path):
     runs += [curve(0.5, 0.5, system="plain_8", seed=0)]  # of another workload, without a reference
     for folder in ("assets", "measurements"):
         (tmp_path / "docs" / folder).mkdir(parents=True)
-    write_documents(pd.concat(runs, ignore_index=True), "the command", "abc", tmp_path)
+    write_documents(pd.concat(runs, ignore_index=True), "tools", "the command", "abc", tmp_path)
     found = json.loads((tmp_path / "docs/measurements/time_to_accuracy.json").read_text())
     assert 6 < found["value"] < 8
     assert found["interval"] == [found["value"]] * 2

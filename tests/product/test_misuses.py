@@ -58,7 +58,7 @@ def folder(tmp_path: Path, made: Path) -> Path:
 
 def words_of(misuse: dict[str, Any], folder: Path) -> list[str]:
     for name, text in misuse.get("files", {}).items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     words = shlex.split(f"{misuse['command']} {misuse.get('flags', '')}")
     if body := misuse.get("reward"):
@@ -113,6 +113,18 @@ def test_a_folder_that_another_run_uses(process, folder, tmp_path):
     check(done.said, done.status, misuse)
     done = process.run(words_of(misuse, folder), folder)
     assert done.status == 0, f"a lock whose owner is gone holds nobody up: {done.said}"
+
+
+def test_a_second_run_in_the_folder_of_an_earlier_one_keeps_its_files(process, folder):
+    flags = "--trainer.logger.save_dir runs --trainer.logger.name '' --trainer.logger.version fixed --seed_everything"
+    for seed in (5, 6):
+        done = process.run(words_of(dict(command=SMALL, flags=f"{flags} {seed}"), folder), folder)
+        assert done.status == 0, done.said
+    assert "trainer.logger: runs/fixed holds an earlier run, whose files are kept, such as metrics.1.csv" in done.said
+    assert "Warning" not in done.said
+    seeds = [yaml.safe_load((folder / "runs/fixed" / name).read_text()) for name in ("config.1.yaml", "config.yaml")]
+    assert [settings["seed_everything"] for settings in seeds] == [5, 6]
+    assert len((folder / "runs/fixed/metrics.1.csv").read_text()) > 100
 
 
 def test_a_port_that_is_in_use(process, folder):

@@ -43,7 +43,7 @@ def test_the_words_say_shares_time_and_setting():
     setting = Setting(name="data.engine.num_slots", present=32, suggested=64)
     assert str(diagnose(intervals(wait=4.1, busy=10, sync=0.2), Settings(engine=setting))) == (
         "the trainer waits 41% of the time, the engine is busy 100%, publishing takes 2%: "
-        "the engine is the bottleneck, up to 4.1 s of 10 s (41%) to win; change data.engine.num_slots from 32 to 64"
+        "the engine is the bottleneck, up to 4.1 s of 10 s (41%) to gain; change data.engine.num_slots from 32 to 64"
     )
 
 

@@ -8,8 +8,7 @@ cache is copied to every sample.
 |---|---|---|
 | `poll` (producer's thread) | something to decode | `submit`, `close` |
 | `submit`, `abort` (producer's thread) | the current decode step | the loop, which yields the lock |
-| `load_weights`, in flight | nothing: the loop takes the weights before its next step | |
-| `load_weights` without in-flight updates | one of two pending updates to be applied | the loop, `close`, an error |
+| `load_weights` | see `WeightUpdates` | the loop, `close`, an error |
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.queue import NewBatch, NewestUpdate, RequestQueue, Update, check_request
+from lit_async_rl.engines.embedded.limits import check_requests, model_length
+from lit_async_rl.engines.embedded.queue import RequestQueue
 from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
+from lit_async_rl.engines.embedded.updates import WeightUpdates
+from lit_async_rl.engines.embedded.work_record import WorkRecord
 from lit_async_rl.errors import InvariantError, SetupError, StalledError
-from lit_async_rl.models.architecture import context_length
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode
-from lit_async_rl.models.received import apply_weights, receive_weights
 from lit_async_rl.utils.checks import check_device, check_dtype, check_range
-from lit_async_rl.utils.locks import FairLock, Room
-from lit_async_rl.utils.spans import ENGINE, Lane, Spans
+from lit_async_rl.utils.locks import FairLock
+from lit_async_rl.utils.spans import Spans
 
-MAX_PENDING_UPDATES = 2
 CLOSE_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -59,8 +58,7 @@ class EmbeddedEngine(RolloutEngine):
         num_threads: torch threads of the thread that polls, and of threads started later; None leaves it alone.
         max_model_len: tokens of prompt and completion together; None is the model's own limit.
         update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step.
-        self_check: compare a few tokens with full forward passes of the model once its first weights are there, and
-            refuse models that are decoded wrongly.
+        self_check: compare a few tokens with full forward passes once there are weights; refuse wrong ones.
 
     Raises:
         ValueError: a setting is out of range.
@@ -91,15 +89,12 @@ class EmbeddedEngine(RolloutEngine):
         self.update_timeout_s, self._max_model_len, self.self_check = update_timeout_s, max_model_len, self_check
         self._slots: Slots | None = None
         self._queue = RequestQueue(num_slots)
-        self._version = self._num_tokens = 0
-        self._busy_s = 0.0
+        self._record = WorkRecord()
         what = f"the token that the embedded engine computes (data.engine.update_timeout_s={update_timeout_s:g})"
         self._lock = FairLock(update_timeout_s, what)
         self._work = threading.Event()  # set while there may be something to decode
-        self._update_room = Room(MAX_PENDING_UPDATES)
-        self._arrived = NewestUpdate()  # in flight: to be applied before the next token
-        self._closed, self._threads_set, self._has_weights = False, False, True  # those of a module, until `setup`
-        self._lane: Lane | None = None  # of a timeline
+        self._updates = WeightUpdates(in_flight_weight_updates, update_timeout_s, self_check)
+        self._closed = self._threads_set = False
 
     @classmethod
     def from_module(
@@ -124,16 +119,13 @@ class EmbeddedEngine(RolloutEngine):
     def setup(self, model: str) -> None:
         """Builds the architecture without reading weights from disk; `load_weights` loads them."""
         self._adopt(build_policy(model, self.dtype, self.device), owns_weights=True)
-        self._has_weights = False
+        self._updates.are_loaded = False
 
     def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
-        limit = context_length(lm)
-        if self._max_model_len is not None and self._max_model_len > limit:
-            raise ValueError(f"data.engine.max_model_len={self._max_model_len} exceeds the model's context of {limit}")
-        self._max_model_len = self._max_model_len or limit
+        self._max_model_len = model_length(lm, self._max_model_len)
         self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights, self.cache_class)
         if self.self_check and not owns_weights:
-            check_decoding(self._slots, self.num_slots)
+            check_decoding(self._slots)
 
     @property
     def max_model_len(self) -> int:
@@ -143,11 +135,11 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def busy_s(self) -> float:
-        return self._busy_s
+        return self._record.busy_s
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens
+        return self._record.num_tokens
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests atomically.
@@ -155,10 +147,9 @@ class EmbeddedEngine(RolloutEngine):
         Raises:
             ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
         """
-        if not self._has_weights:
+        if not self._updates.are_loaded:
             raise SetupError("the engine was used before load_weights")
-        for request in requests:
-            check_request(request, self.max_model_len, self._active_slots.vocab_size)
+        check_requests(requests, self.max_model_len, self._active_slots.vocab_size)
         with self._lock.hold():
             self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.seed)
             self._work.set()
@@ -170,7 +161,6 @@ class EmbeddedEngine(RolloutEngine):
             self._active_slots.drop(gone)
 
     def partial_completions(self) -> list[Completion]:
-        """Partial completions of the active rows."""
         with self._lock.hold():
             return self._active_slots.partial_completions()
 
@@ -179,7 +169,7 @@ class EmbeddedEngine(RolloutEngine):
         return 0 if self._slots is None else self._slots.num_active
 
     def observe(self, spans: Spans) -> bool:
-        self._lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+        self._record.observe(spans)
         return True
 
     def random_state(self) -> Tensor:
@@ -195,7 +185,7 @@ class EmbeddedEngine(RolloutEngine):
             self._threads_set = True
         deadline = time.monotonic() + timeout_s
         while not self._closed:
-            with self._lock.hold(), self._update_room.closed_by_errors():
+            with self._lock.hold(), self._updates.room.closed_by_errors():
                 finished = [] if self._closed else self._step()
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
@@ -206,23 +196,16 @@ class EmbeddedEngine(RolloutEngine):
     def _step(self) -> list[Completion]:
         """Fills free slots from the queue, or samples one token for every active row."""
         slots = self._active_slots
-        self._take_arrived()
-        while (barrier := self._queue.take_barrier(slots.num_active)) is not None:
-            self._pass(barrier)
+        self._updates.apply_due(self._queue, slots)
         began = time.monotonic()
         if pending := self._queue.take_requests(slots.num_active):
-            name, finished = "prefill", slots.admit(pending, self._version)
+            name, finished = "prefill", slots.admit(pending, self._updates.version)
         elif slots.num_active:
-            name, finished = "decode", slots.decode(self._version)
+            name, finished = "decode", slots.decode(self._updates.version)
         else:
             self._work.clear()
             return []
-        num_tokens, self._num_tokens = slots.num_tokens - self._num_tokens, slots.num_tokens
-        seconds = time.monotonic() - began
-        self._busy_s += seconds
-        if self._lane is not None:
-            done = dict(version=self._version, slots=slots.num_active, tokens=num_tokens)
-            self._lane.add(name, began, seconds, self._version, **done)
+        self._record.add(name, began, slots, self._updates.version)
         return finished
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -233,41 +216,16 @@ class EmbeddedEngine(RolloutEngine):
             StalledError: older updates were not used within `update_timeout_s`.
             RuntimeError: `poll` has raised; its error is the cause.
         """
-        waits = not self.in_flight_weight_updates
-        if waits and not self._update_room.wait(self.update_timeout_s):
-            raise StalledError(
-                f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
-                f"{len(self._queue)} items queued, {self._active_slots.num_active} rows active"
-            )
-        update = Update(version, receive_weights(self._active_slots.lm, weights))
-        if not waits and self._has_weights:
-            self._arrived.put(update)  # the trainer does not wait for the merging of adapters either
+        update = self._updates.receive(version, weights, self._active_slots, len(self._queue))
+        if update is None:
             return
         with self._lock.hold():
-            if waits and (self._queue or self._active_slots.num_active):
-                self._update_room.add(1)
+            if not self.in_flight_weight_updates and (self._queue or self._active_slots.num_active):
+                self._updates.room.add(1)
                 self._queue.push_barrier(update)
                 self._work.set()
             else:
-                self._apply(update)
-
-    def _take_arrived(self) -> None:
-        if (update := self._arrived.take()) is not None:
-            self._apply(update)
-
-    def _pass(self, barrier: Update | NewBatch) -> None:
-        if isinstance(barrier, Update):
-            self._apply(barrier)
-            self._update_room.add(-1)
-        else:
-            self._active_slots.begin_batch(barrier.seed)
-
-    def _apply(self, update: Update) -> None:
-        apply_weights(self._active_slots.lm, update.weights)
-        if self.self_check and not self._has_weights:
-            check_decoding(self._active_slots, self.num_slots)
-        self._version, self._has_weights = update.version, True
-        self._active_slots.forget_prompts()
+                self._updates.apply(update, self._active_slots)
 
     @property
     def _active_slots(self) -> Slots:
@@ -285,8 +243,8 @@ class EmbeddedEngine(RolloutEngine):
         """Unblocks `poll` and `load_weights` and releases the model."""
         self._closed = True
         self._work.set()
-        self._update_room.close()
+        self._updates.room.close()
         # a thread that hangs in a token keeps what it works with; there is nothing that could end it
         with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
-            self._slots = None
-            self._queue, self._arrived = RequestQueue(self.num_slots), NewestUpdate()
+            self._slots, self._queue = None, RequestQueue(self.num_slots)
+            self._updates.forget()

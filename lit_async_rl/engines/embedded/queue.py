@@ -1,9 +1,8 @@
-"""FIFO request queue with priorities and barriers (not thread-safe: the engine's lock is held); updates that arrive."""
+"""FIFO request queue with priorities and barriers (not thread-safe: the engine's lock is held)."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,29 +36,6 @@ class NewBatch:
     """Barrier: re-seeds the random number generator when all earlier requests are finished."""
 
     seed: int
-
-
-class NewestUpdate:
-    """Place of an update between the thread that brings it and the decode loop, which takes it before its next token.
-
-    An update that was not taken is joined with the next, which may leave unchanged weights out. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._update: Update | None = None
-
-    def put(self, update: Update) -> None:
-        """Takes the place of an earlier update."""
-        with self._lock:
-            earlier = {} if self._update is None else self._update.weights
-            self._update = Update(update.version, earlier | update.weights)
-
-    def take(self) -> Update | None:
-        """The update, which is gone then."""
-        with self._lock:
-            update, self._update = self._update, None
-        return update
 
 
 class RequestQueue:
@@ -143,24 +119,3 @@ class RequestQueue:
                 return not isinstance(item, Pending)
             free -= item.num_samples
         return True
-
-
-def check_request(request: GenerationRequest, max_model_len: int, vocab_size: int) -> None:
-    """Refuses a request that can never be served.
-
-    Raises:
-        ValueError: prompt and completion do not fit, or a token of the prompt is not in the vocabulary.
-    """
-    if request.num_samples < 1:
-        raise InvariantError(f"a request for no samples: {request}")
-    ids, max_tokens = request.prompt_ids, request.sampling.max_tokens
-    if not ids or len(ids) + max_tokens > max_model_len:
-        raise ValueError(
-            f"a prompt of {len(ids)} tokens and sampling.max_tokens={max_tokens} need {len(ids) + max_tokens} "
-            f"positions, at least one of them for the prompt; the engine has max_model_len={max_model_len}"
-        )
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"a prompt holds the tokens {min(ids)} to {max(ids)}, the model's vocabulary has only {vocab_size}: "
-            "tokenizer and model do not belong together"
-        )

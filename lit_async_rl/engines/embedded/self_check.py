@@ -28,14 +28,13 @@ from lit_async_rl.models.self_check import (
 _RIGHT: WeakSet[PreTrainedModel] = WeakSet()  # validation borrows the same one again and again
 
 
-def check_decoding(slots: Slots, num_slots: int) -> None:
+def check_decoding(slots: Slots) -> None:
     """Decodes completions of a short prompt and of a prompt of one token, and compares them with full forward passes.
 
     Random numbers and counters are afterwards as they were; a model is checked once.
 
     Args:
         slots: without requests.
-        num_slots: requests that they hold.
 
     Raises:
         UnsupportedModelError: log-probabilities differ, or cannot be computed.
@@ -52,19 +51,21 @@ def check_decoding(slots: Slots, num_slots: int) -> None:
         GenerationRequest(id=n, prompt_ids=prompt, num_samples=1, sampling=params) for n, prompt in enumerate(prompts)
     ]
     with evaluation_mode(lm), named(lm, what, side):
-        completions = _decode(slots, requests, num_slots)
+        completions = _decode(slots, requests)
         plain = [plain_pass(lm, prompts[c.request_id] + c.token_ids) for c in completions]
     found = [torch.tensor(completion.logprobs) for completion in completions]
     compare(lm, what, found, plain, default_bound(compute_dtype(lm)), side)
     _RIGHT.add(lm)
 
 
-def _decode(slots: Slots, requests: Sequence[GenerationRequest], num_slots: int) -> list[Completion]:
+def _decode(slots: Slots, requests: Sequence[GenerationRequest]) -> list[Completion]:
     """One completion of each request, decoded together as far as there are slots; nothing of it stays in them."""
     state, num_tokens = slots.generator.get_state(), slots.num_tokens
     found: list[Completion] = []
-    for begin in range(0, len(requests), num_slots):
-        found += slots.admit([Pending(request, 0, 1) for request in requests[begin : begin + num_slots]], version=0)
+    for begin in range(0, len(requests), slots.num_slots):
+        found += slots.admit(
+            [Pending(request, 0, 1) for request in requests[begin : begin + slots.num_slots]], version=0
+        )
         while slots.num_active:
             found += slots.decode(version=0)
     slots.begin_batch(seed=0)

@@ -52,7 +52,7 @@ class Slots:
         self.num_tokens = 0  # sampled so far
         self._policy = CausalPolicy(lm)
         self._eos_token_ids = tuple(eos_token_ids)
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self.device = next(lm.parameters()).device
         self._cache = cache_class(num_slots, self.device, context_length(lm))
         self._forward = CachedForward(lm, self._cache, owns_weights)
@@ -78,7 +78,7 @@ class Slots:
 
     def forget_prompts(self) -> None:
         """Invalidates cached prompts after a change of weights."""
-        self._prompts = [None] * self._num_slots
+        self._prompts = [None] * self.num_slots
 
     def begin_batch(self, seed: int) -> None:
         """Re-seeds and clears all state, so that what follows is independent of earlier requests."""
@@ -102,7 +102,7 @@ class Slots:
             self.forget_prompts()  # they were read without being recorded
         num_rows = sum(item.num_samples for item in pending)
         free = [row for row, owner in enumerate(self._owners) if owner is None]
-        free = (free + list(range(len(self._owners), self._num_slots)))[:num_rows]
+        free = (free + list(range(len(self._owners), self.num_slots)))[:num_rows]
         self._owners += [None] * (max(free) + 1 - len(self._owners))
         self._fit(max(len(item.request.prompt_ids) for item in pending))
         slot_of = {prompt: slot for slot, prompt in enumerate(self._prompts) if prompt is not None}

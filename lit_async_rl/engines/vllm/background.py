@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.engines.embedded.queue import check_request
+from lit_async_rl.engines.embedded.limits import check_request
 from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, StalledError

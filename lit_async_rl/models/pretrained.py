@@ -1,0 +1,71 @@
+"""Loading by classes of transformers, with errors that name the setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+
+def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
+    """Loads something of a model by a class of transformers.
+
+    Args:
+        loader: class with `from_pretrained`.
+        model: name on the Hugging Face hub, or folder.
+        **kwargs: of `from_pretrained`.
+
+    Raises:
+        FileNotFoundError: there is no such model, or its folder holds none.
+        ValueError: the model does not support `attn_implementation`.
+    """
+    if not model:
+        raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
+    is_folder = Path(model).is_dir()
+    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
+        raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
+    if is_folder and not Path(model, "config.json").is_file():
+        raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
+    try:
+        with _without_bar():
+            return loader.from_pretrained(model, **kwargs)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
+            raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
+        what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
+        raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
+
+
+def _is_about_attention(error: Exception) -> bool:
+    return "attn_implementation" in str(error) or "attention" in str(error).lower()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Without transformers' own progress bar: in a notebook it recurses endlessly inside of Lightning's."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
+
+
+def _how_to_export(folder: Path) -> str:
+    """The command that makes a model of a run's folder; empty if it is none."""
+    config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
+    if not (config.is_file() and checkpoint.exists()):
+        return ""
+    return (
+        f"; it is the folder of a run, whose model is made by: lit-async-rl export --config {config} "
+        f"--ckpt_path {checkpoint} --out FOLDER"
+    )
