@@ -52,7 +52,7 @@ def check_decoding(slots: Slots) -> None:
     ]
     with evaluation_mode(lm), named(lm, what, side):
         completions = _decode(slots, requests)
-        plain = [plain_pass(lm, prompts[c.request_id] + c.token_ids) for c in completions]
+        plain = plain_pass(lm, [prompts[c.request_id] + c.token_ids for c in completions])
     found = [torch.tensor(completion.logprobs) for completion in completions]
     compare(lm, what, found, plain, default_bound(compute_dtype(lm)), side)
     _RIGHT.add(lm)
