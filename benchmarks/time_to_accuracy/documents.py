@@ -91,7 +91,7 @@ def picture(table: pd.DataFrame, names: list[str]) -> Any:
             for one in each:
                 axis.plot(one["wall_s"], smoothed(one), color=colour, alpha=0.3, linewidth=0.8)
             mean = pd.concat([one.assign(smooth=smoothed(one)) for one in each]).groupby("step").mean(numeric_only=True)
-            said = "synchronous" if system == reference else title(str(system)).replace("`", "")
+            said = title(str(system)).replace("`", "")
             factor = summary.loc[system, "time_speedup_0.95"][0]
             if system != reference and factor > 0:
                 said += f": {factor:.1f} times as fast"
