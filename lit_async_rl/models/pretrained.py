@@ -10,6 +10,8 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+FETCHED = "models/smollm2"  # where configs/smollm2.yaml expects what has to be fetched first
+
 
 def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     """Loads something of a model by a class of transformers.
@@ -28,6 +30,9 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     is_folder = Path(model).is_dir()
     if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
+    if not is_folder and model.startswith(FETCHED):
+        how = f"`make smollm2`, or `lit-async-rl fetch smollm2 --out {model}`, makes it"
+        raise FileNotFoundError(f"model.model={model!r}: there is no such folder; {how}")
     if is_folder and not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
     try:
