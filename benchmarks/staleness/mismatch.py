@@ -44,14 +44,16 @@ class MismatchedEngine(EmbeddedEngine):
         ValueError: a setting is out of range.
     """
 
-    takes_changes = False  # noise is drawn anew for all weights
+    takes_changes = takes_adapters = False  # what is changed are all weights, merged
 
     def __init__(self, int8: bool = False, int8_cache: bool = False, sigma: float = 0.0, **settings: Any) -> None:
         check_range("data.engine", ">= 0", sigma=sigma)
+        if int8_cache:
+            settings["self_check"] = False
         super().__init__(**settings)
         self.int8, self.sigma = int8, sigma
         if int8_cache:
-            self.cache_class, self.self_check = RoundedCache, False
+            self.cache_class = RoundedCache
         self._noise = torch.Generator().manual_seed(self.seed)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

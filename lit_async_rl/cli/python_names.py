@@ -1,4 +1,4 @@
-"""What is meant by a Python file where a setting expects the dotted path of a function or a class."""
+"""Suggestions for a Python file given where a setting expects the dotted path of a function or a class."""
 
 from __future__ import annotations
 

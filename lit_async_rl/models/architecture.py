@@ -1,4 +1,4 @@
-"""What limits a loaded model: its context length, and layers other than attention."""
+"""Properties of a loaded model's architecture: its context length, and layers other than attention."""
 
 from __future__ import annotations
 

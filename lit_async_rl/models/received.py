@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class LowRankSum:
         return torch.addmm(self.base.to(dtype), self.up.to(dtype), self.down.to(dtype), out=out)
 
 
-def lasts(item: tuple[str, Tensor]) -> bool:
+def lasts(item: tuple[str, Any]) -> bool:
     """Whether a streamed weight stays valid when the next is asked for: it is a live one, or has memory of its own."""
     name, tensor = item
     return tensor is UNCHANGED or isinstance(tensor, nn.Parameter) or name.endswith((LORA_A, LORA_B))

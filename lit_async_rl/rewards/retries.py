@@ -1,4 +1,4 @@
-"""What follows a failed attempt to score a completion."""
+"""Retries of a reward that failed for a completion."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PROVOKED = {
         *("--data.admission", "Bounded", "--data.admission.async_ratio", "0"),
     ],
     "slots": [*SIMULATED, *CONSTANT, "{0.15}", "--data.engine.num_slots", "2"],
-    "reward": [*SIMULATED, *CONSTANT, "0.001", "--data.reward", "hostile_rewards.sleeps_30_ms"],
+    "reward": [*SIMULATED, *CONSTANT, "0.001", "--data.reward", "hostile_rewards.sleeps_{30}_ms"],
     "weight sync": [*SIMULATED, *CONSTANT, "0.001", "--data.engine.load_s", "{0.3}"],
 }
 NAMES = {
@@ -61,7 +61,9 @@ def train(folder, arguments):
 @pytest.mark.parametrize("kind", PROVOKED)
 def test_advice_followed_word_for_word_makes_the_run_faster(kind, tmp_path, capsys):
     for times in (1, 8):  # seconds of sleep that a busy machine's training does not exceed
-        provoked = [re.sub(r"{(.*)}", lambda s, times=times: str(times * float(s[1])), word) for word in PROVOKED[kind]]
+        provoked = [
+            re.sub(r"{(.*)}", lambda s, times=times: f"{times * float(s[1]):g}", word) for word in PROVOKED[kind]
+        ]
         before = train(tmp_path / f"before{times}", provoked)
         verdict = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("whole run"))
         change = re.search(r"change (\S+) from (\S+) to ([^\s.;]+)", verdict)

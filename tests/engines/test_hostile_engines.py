@@ -1,6 +1,7 @@
 """Whatever an engine returns, and wherever it hangs: nothing wrong is trained on, and nobody waits for ever."""
 
 import gc
+import os
 import re
 import threading
 import time
@@ -110,6 +111,7 @@ def test_a_poll_that_returns_no_list_is_named(result):
         attack(engine, engine_restarts=0)
 
 
+LIMIT_S = 1.0 + os.getloadavg()[0] // 4  # what works needs as many times longer on a busy machine
 HANGS = ["load_weights", "submit", "poll", "poll with the lock"]
 
 
@@ -118,13 +120,13 @@ def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, caplog, monke
     monkeypatch.setattr("lit_async_rl.data.replaceable_engine.CLOSE_S", 0.2)
     engine = hostile(hangs=[where])
     began = time.monotonic()
-    attack(engine, rollout_timeout_s=1.0)
-    assert time.monotonic() - began < 30
+    attack(engine, rollout_timeout_s=LIMIT_S)
+    assert time.monotonic() - began < 30 * LIMIT_S
     (line,) = said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=3 in a row)")
     assert "StalledError" in line
-    assert "rollout_timeout_s=1" in line
+    assert f"rollout_timeout_s={LIMIT_S:g}" in line
     if where in ("load_weights", "submit"):
-        assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s=1 s" in line
+        assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s={LIMIT_S:g} s" in line
 
 
 def test_a_run_goes_on_though_its_engine_does_not_say_how_many_tokens_it_has_sampled(monkeypatch):
@@ -137,10 +139,10 @@ def test_a_run_goes_on_though_its_engine_does_not_say_how_many_tokens_it_has_sam
 def test_a_checkpoint_does_not_wait_for_ever_for_an_engine_that_hangs(where, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lit_async_rl.data.replaceable_engine.CLOSE_S", 0.2)
     engine, keep = hostile(hangs=[where]), ModelCheckpoint(tmp_path, every_n_train_steps=2)
-    attack(engine, 8, callbacks=[keep], enable_checkpointing=True, rollout_timeout_s=1.0)
+    attack(engine, 8, callbacks=[keep], enable_checkpointing=True, rollout_timeout_s=LIMIT_S)
     assert engine.hangs == []
     (line,) = said(caplog, "the engine was restarted (")
-    assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s=1 s" in line
+    assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s={LIMIT_S:g} s" in line
 
 
 def test_a_run_ends_though_its_engine_does_not_close(caplog, monkeypatch):

@@ -118,3 +118,9 @@ def sleeps_30_ms(prompt, completion):
     """Waits, like a call to another machine."""
     time.sleep(0.03)
     return float(len(completion) % 2)
+
+
+def sleeps_240_ms(prompt, completion):
+    """Waits for longer than a busy machine computes."""
+    time.sleep(0.24)
+    return float(len(completion) % 2)

@@ -83,6 +83,7 @@ def test_weights_that_are_frozen_get_new_noise_with_every_update() -> None:
     seen = []
     for version in range(2):
         engine.load_weights(version, stream_weights(module.policy, known=known))
+        engine.poll(timeout_s=0.0)  # in flight, an update is applied before the next token
         seen.append([p.detach().clone() for p in engine._active_slots.lm.parameters() if p.dim() > 1])
     engine.close()
     assert not any(torch.equal(first, second) for first, second in zip(*seen, strict=True))

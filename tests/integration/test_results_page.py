@@ -54,7 +54,7 @@ def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
         finished(out, "ppo_clip+gac", seed, GAC[seed])
     finished(out, "ppo_clip", 3, 0.1)  # its partner is not finished
     finished(out, "ppo_clip+gac", 3, 0.9, done=False)
-    page.collect("gac", out)
+    page.collect("gac", out, page.FOLDER)
     (row,) = [line for line in page.BLOCKS["gac"]().splitlines() if line.startswith("| ppo_clip+gac ")]
     p = ttest_rel(GAC, PLAIN).pvalue
     assert "| 16 | 3 | 0.700 ± " in row

@@ -1,4 +1,4 @@
-"""What the embedded engine has done so far, for metrics and for a timeline."""
+"""Busy time and tokens of the embedded engine, for metrics and for a timeline."""
 
 from __future__ import annotations
 
