@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 RESULT = "result.json"
 
 
@@ -32,6 +34,8 @@ def recorded(folder: Path, arguments: list[str]) -> Iterator[dict[str, Any]]:
     result: dict[str, Any] = {"command": ["scripts/train.py", *arguments], "error": None}
     try:
         yield result
+    except SIGTERMException:  # a SystemExit, too; ended from outside, it has not finished
+        raise
     except (Exception, SystemExit) as error:  # the parser exits
         result["error"] = f"{type(error).__name__}: {error}"
     result["wall_s"] = time.monotonic() - began

@@ -185,6 +185,18 @@ def test_nothing_is_trained_when_the_suite_is_unknown(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_that_is_ended_from_outside_has_no_result(tmp_path):
+    """Its half of a run counted as one that collapsed."""
+    code = (
+        "import sys; from pathlib import Path; from benchmarks.common.process import recorded\n"
+        "from lightning.pytorch.utilities.exceptions import SIGTERMException\n"
+        "with recorded(Path(sys.argv[1]), []):\n    raise SIGTERMException  # as Lightning does after the signal"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "cell")], cwd=ROOT, timeout=100, check=False)
+    assert (tmp_path / "cell/log.txt").is_file()
+    assert not (tmp_path / "cell" / RESULT).exists()
+
+
 def test_runs_end_with_their_grid(tmp_path):
     code = "import sys; from pathlib import Path; from benchmarks.common.grid import Grid; "
     code += "from benchmarks.staleness.cell import Cell, run_cell; "
