@@ -210,8 +210,7 @@ def main() -> None:
     direct = [direct_share(args.steps) for _ in range(DIRECT_RUNS)]
     low, high = interval(shares)
     print(f"in the timeline's code {', '.join(f'{share:.3%}' for share in sorted(direct))} of a step")
-    spread = f"quartiles {', '.join(f'{share:+.2%}' for share in statistics.quantiles(shares * 2 if len(shares) == 1 else shares))}"
-    print(f"median of pairs {statistics.median(shares):+.2%}, 95 % interval {low:+.2%} .. {high:+.2%}, {spread}")
+    print(f"median of pairs {statistics.median(shares):+.2%}, 95 % interval {low:+.2%} .. {high:+.2%}")
     if args.output is not None:
         write_measurement(args.output, summary(direct, shares, args.pairs))
 
