@@ -81,8 +81,8 @@ def decision() -> str:
         ["16 to 64 versions old", "VCPO, or its baseline alone (`opob`), at the rate of a synchronous run",
          f"lag 32: {kept(tails, 'vcpo', 32)} and {kept(tails, 'opob', 32)}; "
          f"lag 64: {kept(tails, 'vcpo', 64)} and {kept(tails, 'opob', 64)}"],
-        ["128 versions or more", "VCPO", f"lag 128: {kept('very_stale', 'vcpo', 128)}; "
-         f"lag 256: {kept('very_stale', 'vcpo', 256)}"],
+        ["128 versions or more", "VCPO; from 256 at half of the rate", f"lag 128: {kept('very_stale', 'vcpo', 128)}; "
+         f"lag 256: {kept('very_stale', 'vcpo', 256)}, at half of the rate see [every lag](#every-lag)"],
         ["of several versions, as weights change in flight", "VCPO",
          f"{kept('mixed_lag', 'vcpo', 16)}; without correction {kept('mixed_lag', 'uncorrected', 16)}"],
         [f"stale, with {clip}", "a third of the learning rate",
