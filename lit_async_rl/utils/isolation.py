@@ -33,7 +33,7 @@ from lit_async_rl.utils.processes import die_with_parent
 
 START_S = 300.0  # for what the child imports
 POLL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
-EXIT_S = 10.0  # from the end of the child's pipe to that of the child
+EXIT_S = 1.0  # from the end of the child's pipe to that of the child
 REAP_S = 5.0
 MAX_REPLY = 2**24  # bytes
 MAX_MESSAGE = 1000  # characters

@@ -95,7 +95,8 @@ def test_a_port_in_use_is_one_line(tmp_path):
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
     folder = make_run(tmp_path / "run" / "v0", steps=2)
     before = states(folder)
-    code = f"from lit_async_rl.cli.console import main; main(['watch', {str(folder)!r}, '--port', '0'])"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's job may ignore it
+    code += f"from lit_async_rl.cli.console import main; main(['watch', {str(folder)!r}, '--port', '0'])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
