@@ -41,12 +41,16 @@ def measurement(
         date: empty is today.
         more: further entries, which no page shows.
     """
-    if not commit:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
+    commit = commit or checked_out()
     found = dict(name=name, value=value, unit=unit, interval=interval, command=command, commit=commit)
     found |= dict(date=date or time.strftime("%Y-%m-%d"), machine=machine)
     return found | {"table": {"columns": list(columns), "rows": list(rows)}} | more
+
+
+def checked_out() -> str:
+    """Short name of the commit that is checked out; empty outside of a git repository."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
 
 
 def write_measurement(path: Path, found: dict[str, Any]) -> None:

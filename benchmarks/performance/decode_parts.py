@@ -9,13 +9,18 @@ embedding, activation, bookkeeping and Python.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
+import sys
 import time
-from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.common.meter import Meter
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded import llama
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -33,27 +38,6 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "writing keys and values": [(SlotCache, "write")],
     "sampling": [(RowState, "sample")],
 }
-
-
-def time_parts() -> Counter[str]:
-    """Wraps all parts; their seconds are added up in what it returns."""
-    seconds: Counter[str] = Counter()
-
-    def wrap(owner: Any, name: str, part: str) -> None:
-        function = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            result = function(*args, **kwargs)
-            seconds[part] += time.thread_time() - began
-            return result
-
-        setattr(owner, name, timed)
-
-    for part, places in PARTS.items():
-        for owner, name in places:
-            wrap(owner, name, part)
-    return seconds
 
 
 def main() -> None:
@@ -75,13 +59,19 @@ def main() -> None:
         [GenerationRequest(id=n, prompt_ids=tuple(p), num_samples=8, sampling=sampling) for n, p in enumerate(prompts)]
     )
     engine.poll(0.0)
-    seconds, tokens = time_parts(), []
-    for _ in range(NUM_TOKENS):
-        seconds.clear()
-        began = time.thread_time()
-        engine.poll(0.0)
-        whole = time.thread_time() - began
-        tokens.append({**seconds, "rest": whole - sum(seconds.values()), "all": whole})
+    meters, tokens = {part: Meter() for part in PARTS}, []
+    with contextlib.ExitStack() as stack:
+        for part, places in PARTS.items():
+            for owner, name in places:
+                stack.enter_context(meters[part].over(owner, name))
+        for _ in range(NUM_TOKENS):
+            for meter in meters.values():
+                meter.spent.clear()
+            began = time.thread_time()
+            engine.poll(0.0)
+            whole = time.thread_time() - began
+            seconds = {part: sum(map(sum, meter.spent.values())) for part, meter in meters.items()}
+            tokens.append({**seconds, "rest": whole - sum(seconds.values()), "all": whole})
     medians = {part: statistics.median(token[part] for token in tokens) for part in tokens[0]}
     for part, value in medians.items():
         print(f"{part:25} {1e3 * value:7.1f} ms {value / medians['all']:5.0%}")

@@ -19,18 +19,18 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.measurement import measurement, write_measurement
+from benchmarks.common.meter import Meter
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.rewards.score_spans import ScoreSpans
@@ -69,10 +69,8 @@ class Alternation(pl.Callback):
         self.shares: list[float] = []
         self._timeline, self._stretch, self._order = timeline, stretch, random.Random(0)
         self._seconds: dict[bool, float] = {}
-        self._began, self._is_on = 0.0, True
+        self._began = 0.0
         self._lane: Any = None
-        self._score = ScoreSpans.add
-        ScoreSpans.add = lambda *args: self._score(*args) if self._is_on else None  # type: ignore[method-assign]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Ends a stretch; what it recorded is written in its own time."""
@@ -85,13 +83,14 @@ class Alternation(pl.Callback):
             self._seconds = {}
             self._switch(self._order.random() < 0.5)
         else:
-            self._switch(not self._is_on)
+            self._switch(not self._timeline._spans.is_on)
         self._began = time.process_time()
 
     def _end_stretch(self) -> None:
-        if self._is_on:
-            self._timeline._writer._write(self._timeline._spans.take(all_of_it=True))
-        self._seconds[self._is_on] = time.process_time() - self._began
+        spans = self._timeline._spans
+        if spans.is_on:
+            self._timeline._writer._write(spans.take(all_of_it=True))
+        self._seconds[spans.is_on] = time.process_time() - self._began
         if len(self._seconds) == 2:
             self.shares.append(self._seconds[True] / self._seconds[False] - 1)
 
@@ -99,7 +98,6 @@ class Alternation(pl.Callback):
         self._lane = self._lane or self._timeline._lane
         self._timeline._lane = self._lane if is_on else None
         self._timeline._spans.record(is_on)
-        self._is_on = is_on
 
 
 def made(steps: int, folder: str) -> AsyncRLCLI:
@@ -134,46 +132,14 @@ def alternating(pairs: int, stretch: int) -> list[float]:
         timeline = next(one for one in callbacks_of(cli) if isinstance(one, Timeline))
         return Alternation(timeline, stretch)
 
-    scored = ScoreSpans.add
-    try:
+    add = ScoreSpans.add
+
+    def add_if_on(scores: ScoreSpans, *args: Any) -> None:
+        if scores._spans.is_on:
+            add(scores, *args)
+
+    with patch.object(ScoreSpans, "add", add_if_on):
         return one_run(2 * pairs * stretch, watch).shares
-    finally:
-        ScoreSpans.add = scored  # type: ignore[method-assign]
-
-
-class Meter:
-    """Processor time inside of methods, in all threads. Of methods that call each other the outer one counts.
-
-    Attributes:
-        spent: seconds of each call by name, less those of reading the clock.
-    """
-
-    def __init__(self) -> None:
-        self.spent: defaultdict[str, list[float]] = defaultdict(list)
-        self._inside = threading.local()
-
-    @contextlib.contextmanager
-    def over(self, owner: Any, name: str) -> Iterator[None]:
-        """Context in which the calls of a method are measured."""
-        method, clock = getattr(owner, name), time.thread_time
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "is_so", False):
-                return method(*args, **kwargs)
-            self._inside.is_so = True
-            clock()  # into the processor's cache
-            before, began = clock(), clock()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.spent[f"{owner.__name__}.{name}"].append(clock() - began - (began - before))
-                self._inside.is_so = False
-
-        setattr(owner, name, wrapper)
-        try:
-            yield
-        finally:
-            setattr(owner, name, method)
 
 
 def direct_share(steps: int) -> float:

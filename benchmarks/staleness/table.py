@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.common.measurement import checked_out
 from benchmarks.common.process import RESULT
 from benchmarks.staleness.suite import Cell
 
@@ -93,10 +93,8 @@ def read_table(path: Path) -> pd.DataFrame:
 def collect(name: str, out: Path, tables: Path) -> None:
     """Writes the table of what a grid has finished to the folder `tables`, and where it is from."""
     write_table(read_cells(out), tables / f"{name}.parquet")
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
     sources = tables / SOURCES
     known = json.loads(sources.read_text()) if sources.is_file() else {}
     command = f"python scripts/staleness_bench.py --suite {name}"
-    known[name] = {"command": command, "commit": commit.stdout.strip(), "date": date.today().isoformat()}
+    known[name] = {"command": command, "commit": checked_out(), "date": date.today().isoformat()}
     sources.write_text(json.dumps(known, indent=2) + "\n")

@@ -23,13 +23,15 @@ TITLES = {
     "quickstart": "quick start",
 }
 COLOURS = {
-    **{"synchronous": "0.35", "plain": "C1", "default": "C0", "redundant": "C2", "vcpo": "C3"},
-    **{
-        "quickstart_plain_sync": "0.35",
-        "quickstart_sync": "0.65",
-        "quickstart_plain": "C1",
-        "quickstart_default": "C0",
-    },
+    "synchronous": "0.35",
+    "plain": "C1",
+    "default": "C0",
+    "redundant": "C2",
+    "vcpo": "C3",
+    "quickstart_plain_sync": "0.35",
+    "quickstart_sync": "0.65",
+    "quickstart_plain": "C1",
+    "quickstart_default": "C0",
 }
 NAMES = {
     "plain": "plain GRPO",

@@ -66,8 +66,10 @@ def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
     if step is not None:
         for name in TABLES:
             cut(log_dir / name, step)
-    elif resumed_from is None and sum(set_aside(log_dir / name) for name in (*TABLES, "config.yaml")):
-        log.warning("trainer.logger: %s holds an earlier run, whose files are kept, such as metrics.1.csv", log_dir)
+    elif resumed_from is None:
+        older = [set_aside(log_dir / name) for name in (*TABLES, "config.yaml")]
+        if any(older):
+            log.warning("trainer.logger: %s holds an earlier run, whose files are kept, such as metrics.1.csv", log_dir)
 
 
 def remove_unused(trainer: Trainer) -> None:

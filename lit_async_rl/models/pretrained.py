@@ -28,11 +28,8 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     if not model:
         raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
     is_folder = Path(model).is_dir()
-    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()):
-        raise FileNotFoundError(f"model.model={model!r}: there is no such folder")
-    if not is_folder and model.startswith(FETCHED):
-        how = f"`make smollm2`, or `lit-async-rl fetch smollm2 --out {model}`, makes it"
-        raise FileNotFoundError(f"model.model={model!r}: there is no such folder; {how}")
+    if not is_folder and (model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1 or Path(model).exists()):
+        raise FileNotFoundError(f"model.model={model!r}: there is no such folder{_how_to_fetch(model)}")
     if is_folder and not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
     try:
@@ -63,6 +60,12 @@ def _without_bar() -> Iterator[None]:
     finally:
         if was_on:
             transformers_logging.enable_progress_bar()
+
+
+def _how_to_fetch(model: str) -> str:
+    """The command that fetches a shipped configuration's model; empty if it is another one."""
+    command = f"`make smollm2`, or `lit-async-rl fetch smollm2 --out {model}`, makes it"
+    return f"; {command}" if model.startswith(FETCHED) else ""
 
 
 def _how_to_export(folder: Path) -> str:

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ADAPTER = (".lora_A", ".lora_B")
+from lit_async_rl.models.received import LORA_A, LORA_B
+
+ADAPTER = (LORA_A, LORA_B)
 INDEX, MASK, VALUE = "index:", "mask:", "value:"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
