@@ -30,11 +30,15 @@ def children() -> set:
 def sampled_over_updates(
     engine: VLLMEngine, lms: dict[int, Any], requests: Sequence[GenerationRequest], versions: Iterable[int]
 ) -> list[Completion]:
-    """Completions of requests while which weights change, each time after 200 more tokens."""
+    """Completions of requests while which weights change, each time after 150 more tokens.
+
+    Raises AssertionError if they end before: they have to be long enough for a busy machine that stops the caller.
+    """
     engine.submit(requests)
     for version in versions:
         seen = engine.num_tokens
-        while engine.num_tokens < seen + 200:
+        while engine.num_tokens < seen + 150:
+            assert engine.num_running, f"all ended before version {version}, after {engine.num_tokens} tokens"
             time.sleep(0.001)
         engine.load_weights(version, lms[version].named_parameters())
     return collect(engine, sum(request.num_samples for request in requests))

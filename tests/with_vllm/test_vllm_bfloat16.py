@@ -23,7 +23,7 @@ def test_it_survives_updates_while_it_samples_and_has_the_new_weights(tmp_path, 
         engine.load_weights(0, lms[0].named_parameters())
         # A first step of few tokens multiplies matrices without AMX, and attention uses it: vLLM died of SIGILL.
         assert len(run_requests(engine, requests_of([3], num_samples=1, first_id=100))[0]) == 1
-        requests = requests_of([3, 6, 9, 4], max_tokens=300, num_samples=8)
+        requests = requests_of([3, 6, 9, 4] * 4, max_tokens=300, num_samples=8)
         completions = sampled_over_updates(engine, lms, requests, range(1, 9))
         assert {v for c in completions for v in c.versions} == set(range(9))
         for c in completions:  # none of whose tokens has read keys and values of another version

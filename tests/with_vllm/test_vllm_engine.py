@@ -64,10 +64,10 @@ def test_after_each_of_20_live_updates_it_samples_from_the_new_weights(engine, l
 @pytest.mark.parametrize("clear_cache", [False, True], ids=["cache kept", "cache computed again"])
 def test_in_flight_each_token_is_from_the_version_it_is_tagged_with(engine, lms, clear_cache):
     engine.clear_cache = clear_cache
-    requests = requests_of([3, 6, 9, 4], max_tokens=300, num_samples=3)
+    requests = requests_of([3, 6, 9, 4], max_tokens=450, num_samples=3)
     completions = sampled_over_updates(engine, lms, requests, range(1, 6))
     assert {v for c in completions for v in c.versions} == set(range(6))
-    assert_replayed(lms, requests, completions, num_tokens=300, cache_cleared=clear_cache)
+    assert_replayed(lms, requests, completions, num_tokens=450, cache_cleared=clear_cache)
 
 
 def test_without_in_flight_updates_a_completion_is_from_the_version_it_was_submitted_under(engine, lms):

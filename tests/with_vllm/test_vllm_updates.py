@@ -56,10 +56,10 @@ def test_after_updates_of_what_has_changed_it_samples_from_the_new_weights(share
 def test_tokens_sampled_while_weights_are_loaded_are_from_the_old_ones(shared):
     engine, lms = shared
     engine.load_weights(0, lms[0].named_parameters())
-    requests = requests_of([3, 6, 9, 4], max_tokens=300, num_samples=3)
+    requests = requests_of([3, 6, 9, 4], max_tokens=450, num_samples=3)
     completions = sampled_over_updates(engine, lms, requests, range(1, 6))
     assert {v for c in completions for v in c.versions} == set(range(6))
-    assert_replayed(lms, requests, completions, num_tokens=300, cache_cleared=False)
+    assert_replayed(lms, requests, completions, num_tokens=450, cache_cleared=False)
 
 
 def test_a_worker_that_cannot_load_while_it_generates_gets_whole_weights_in_the_pause(shared, monkeypatch, caplog):
