@@ -33,6 +33,11 @@ class CachedForward:
         self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
         self._zero = torch.zeros((), dtype=lm.dtype, device=next(lm.parameters()).device)
 
+    @property
+    def reads_ranges(self) -> bool:
+        """Whether attention reads fewer positions of some rows, see `SlotCache.ranges`."""
+        return self._llama is not None
+
     def __call__(
         self, input_ids: Int[Tensor, "n t"], position_ids: Int[Tensor, "m t"], mask: Bool[Tensor, "k 1 q p"]
     ) -> Float[Tensor, "n t H"]:

@@ -21,9 +21,9 @@ BLOCK = 32  # positions
 class SlotCache:
     """KV cache of S slots, left-aligned.
 
-    Attention reads all M positions of every row, so M is the length of the longest row, rounded up to whole blocks:
-    reading one contiguous block of memory is twice as fast as gathering parts of it. Changing M copies the cache, which
-    costs about as much as two reads; it happens once every `BLOCK` tokens.
+    Attention reads M positions of every row: the length of the longest, rounded up to whole blocks. Where it can
+    (`ranges`), it reads fewer of the rows behind the long ones. There is memory for more positions, so that M changes
+    without copies, which would take a quarter of the time where few rows are long and come and go.
 
     In prefill mode (`begin_prefill`) new keys and values are returned as they are and kept, so that those of a prompt
     can be copied to the slots of all its samples; otherwise each call appends one position to every active row.
@@ -35,6 +35,7 @@ class SlotCache:
 
     Attributes:
         max_len: M.
+        ranges: consecutive rows, from and to, and how many positions attention has to read of each.
     """
 
     is_compileable = False  # asked by transformers
@@ -43,7 +44,9 @@ class SlotCache:
     def __init__(self, num_slots: int, device: torch.device, max_positions: int = sys.maxsize) -> None:
         self.num_slots, self.max_positions = num_slots, max_positions
         self.max_len = 0
-        self._buffers: list[Tensor] = []  # per layer [2, S, Hk, M, D]: keys and values
+        self.ranges: list[tuple[int, int, int]] = []
+        self._capacity = 0  # positions of each slot in memory
+        self._buffers: list[Tensor] = []  # per layer [2, S, Hk, capacity, D]: keys and values
         self._prefill: list[tuple[Tensor, Tensor]] | None = None
         self._slots = torch.arange(num_slots, device=device)
         self._positions = self._slots[:0]
@@ -72,11 +75,12 @@ class SlotCache:
         if num_heads not in self._places:
             kinds, heads = (torch.arange(num, device=new.device) for num in (2, num_heads))
             slots = kinds[:, None] * self.num_slots + self._slots[:num_rows, None, None]  # [n, 2, 1]
-            places = (slots * num_heads + heads) * self.max_len + self._positions[:, None, None]
+            places = (slots * num_heads + heads) * self._capacity + self._positions[:, None, None]
             self._places[num_heads] = places.flatten()
         rows = new.reshape(-1, size).to(buffer.dtype)
         buffer.view(-1, size).index_copy_(0, self._places[num_heads], rows)
-        return buffer[0, :num_rows], buffer[1, :num_rows]
+        keys, values = buffer[:, :num_rows, :, : self.max_len].unbind()
+        return keys, values
 
     # -- called by the engine -----------------------------------------------------------------------------------------
 
@@ -90,7 +94,7 @@ class SlotCache:
             raise InvariantError("a prompt was copied before it was read")
         fresh, self._prefill = self._prefill, None
         if not self._buffers:
-            shapes = [(k.shape[1], self.max_len, max(k.shape[3], v.shape[3])) for k, v in fresh]
+            shapes = [(k.shape[1], self._capacity, max(k.shape[3], v.shape[3])) for k, v in fresh]
             self._buffers = [  # under autocast values may be narrower than keys, which went through the rotation
                 k.new_zeros(2, self.num_slots, *shape, dtype=torch.promote_types(k.dtype, v.dtype))
                 for shape, (k, v) in zip(shapes, fresh, strict=True)
@@ -99,9 +103,14 @@ class SlotCache:
             for part, new in zip(buffer, pair, strict=True):
                 part[slots, :, : new.shape[2], : new.shape[3]] = new.index_select(0, source).to(part.dtype)
 
-    def begin_decode(self, positions: Int[Tensor, " n"]) -> None:
-        """Switches the next forward pass to decoding: one token per active row, at `positions`."""
+    def begin_decode(self, positions: Int[Tensor, " n"], num_long: int, short_len: int) -> None:
+        """Switches the next forward pass to decoding: one token per active row, at `positions`.
+
+        Those of the rows behind the first `num_long` are below `short_len`.
+        """
         self._positions, self._places = positions, {}
+        ranges = [(0, num_long, self.max_len), (num_long, len(positions), min(short_len, self.max_len))]
+        self.ranges = [part for part in ranges if part[0] < part[1]]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies slots to other slots in one operation."""
@@ -110,16 +119,14 @@ class SlotCache:
 
     def clear(self) -> None:
         """Drops all keys and values."""
-        self._buffers, self.max_len = [], 0
+        self._buffers, self.max_len, self._capacity = [], 0, 0
 
-    def fit(self, length: int) -> bool:
-        """Resizes M for rows of `length` positions; returns whether this truncated other slots."""
-        wanted = max(length, min(-(-length // BLOCK) * BLOCK, self.max_positions))
-        if 3 / 4 * self.max_len < wanted <= self.max_len:
-            return False
-        before, self.max_len = self.max_len, wanted
-        kept = min(before, wanted)
+    def fit(self, length: int) -> None:
+        """Sets M for rows of `length` positions."""
+        self.max_len = max(length, min(-(-length // BLOCK) * BLOCK, self.max_positions))
+        if self.max_len <= self._capacity:
+            return
+        before, self._capacity = self._capacity, max(self.max_len, min(self._capacity * 5 // 4, self.max_positions))
         for layer, old in enumerate(self._buffers):
-            self._buffers[layer] = old.new_zeros(*old.shape[:3], self.max_len, old.shape[4])
-            self._buffers[layer][:, :, :, :kept] = old[:, :, :, :kept]
-        return wanted < before
+            self._buffers[layer] = old.new_zeros(*old.shape[:3], self._capacity, old.shape[4])
+            self._buffers[layer][:, :, :, :before] = old

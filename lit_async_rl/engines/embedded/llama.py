@@ -102,7 +102,12 @@ class LlamaForward:
         query = heads[:, :, : self._num_queries]
         if num_tokens == 1:  # queries that share a key-value head are one matrix, instead of repeated keys and values
             keys, values = cache.write(heads[:, 0, self._num_queries :], index)
-            out = _attend(query.reshape(n, self._num_keys, -1, size), keys, values, mask)
+            query, heads_of = query.reshape(n, self._num_keys, -1, size), self._num_keys
+            parts = [
+                _attend(query[a:b], keys[a:b, :, :m], values[a:b, :, :m], mask[a * heads_of : b * heads_of, :, :m])
+                for a, b, m in cache.ranges
+            ]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
             key, value = heads[:, :, self._num_queries :].transpose(1, 2).chunk(2, 1)
             cache.update(key, value, index)

@@ -98,7 +98,8 @@ class RowState:
         ]
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
-        """Moves rows to other slots."""
+        """Moves rows to other slots, which may be among `sources`; a slot that is only left is free then."""
+        alive = self.alive[sources]
         for values in (
             *(self.position, self.last, self.count, self.max_tokens, self.stops),
             *(self.tokens, self.versions, self.logprobs),
@@ -106,11 +107,16 @@ class RowState:
         ):
             values[targets] = values[sources]
         self.heads.move(sources, targets)
-        self.alive[targets], self.alive[sources] = 1, 0
+        self.alive[sources] = 0
+        self.alive[targets] = alive
 
     def longest(self) -> int:
         """Highest position of any active row."""
         return int((self.position * self.alive).max())
+
+    def positions(self, num_rows: int) -> list[int]:
+        """Positions of the first rows, 0 of those that are free."""
+        return (self.position[:num_rows] * self.alive[:num_rows]).tolist()
 
     def forget_settings(self) -> None:
         """Resets the flags derived from sampling parameters; call it when no row is active."""

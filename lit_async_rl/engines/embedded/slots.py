@@ -19,6 +19,7 @@ from lit_async_rl.engines.embedded.experts import ExpertRecorder
 from lit_async_rl.engines.embedded.forward import CachedForward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
+from lit_async_rl.engines.embedded.row_order import RowOrder
 from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
@@ -63,6 +64,7 @@ class Slots:
         self._owners: list[tuple[GenerationRequest, int] | None] = []  # and sample, of each slot up to the last in use
         self._num_active = 0
         self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # whose keys and values each slot begins with
+        self._order = RowOrder(self._forward.reads_ranges)
         self._longest = 0  # upper bound on the position of any active row, known without asking the device
 
     @property
@@ -104,7 +106,7 @@ class Slots:
         free = [row for row, owner in enumerate(self._owners) if owner is None]
         free = (free + list(range(len(self._owners), self.num_slots)))[:num_rows]
         self._owners += [None] * (max(free) + 1 - len(self._owners))
-        self._fit(max(len(item.request.prompt_ids) for item in pending))
+        self._cache.fit(max(self._longest + 1, *(len(item.request.prompt_ids) for item in pending)))
         slot_of = {prompt: slot for slot, prompt in enumerate(self._prompts) if prompt is not None}
         known = [item for item in pending if item.request.prompt_ids in slot_of]
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
@@ -139,19 +141,17 @@ class Slots:
         if self._num_active < 3 / 4 * len(self._owners):
             self._close_holes()
         n = len(self._owners)
-        self._fit(self._longest + 1)
+        self._cache.fit(self._longest + 1)
+        if self._order.is_due:
+            self._move(*self._order.sort(self._rows.positions(n), self._cache.max_len))
         # holes are written to, too: one that ended on the cache's last position would write into the next slot
         positions = self._rows.position[:n].clamp(max=self._cache.max_len - 1)
-        self._cache.begin_decode(positions)
+        self._cache.begin_decode(positions, *self._order.step(n))
         mask = torch.arange(self._cache.max_len, device=self.device) <= positions[:, None]
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
         self._experts.add_tokens(positions, self._longest)
         self.num_tokens += self._num_active
         return self._commit(self._policy.logits(hidden[:, 0]), slice(0, n), version)
-
-    def _fit(self, length: int) -> None:
-        if self._cache.fit(max(length, self._longest + 1)):
-            self._prompts = [p if p is not None and len(p) <= self._cache.max_len else None for p in self._prompts]
 
     def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
         """Samples a token for each of `rows`, appends it, and closes the finished rows."""
@@ -186,6 +186,7 @@ class Slots:
             self._longest = max(self._longest, len(prompt) - 1)
             self._stop_check.begin(item.request.sampling.stop, self.vocab_size)
         self._num_active += begin
+        self._order.forget()
 
     def partial_completions(self) -> list[Completion]:
         """Partial completions of all active rows."""
@@ -222,12 +223,19 @@ class Slots:
         """Compacts the rows: the last ones move to the free slots."""
         holes = [row for row in range(self._num_active) if self._owners[row] is None]
         tails = [row for row in range(self._num_active, len(self._owners)) if self._owners[row] is not None]
-        sources, targets = self._index(tails), self._index(holes)
-        self._copy(sources, targets)
-        self._rows.move(sources, targets)
-        for tail, hole in zip(tails, holes, strict=True):
-            self._owners[hole], self._prompts[hole] = self._owners[tail], self._prompts[tail]
+        self._move(tails, holes)
         del self._owners[self._num_active :]
+
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Moves rows to other slots, which may be among `sources`."""
+        if not sources:
+            return
+        before, after = self._index(sources), self._index(targets)
+        self._copy(before, after)
+        self._rows.move(before, after)
+        moved = [(self._owners[row], self._prompts[row]) for row in sources]
+        for row, (owner, prompt) in zip(targets, moved, strict=True):
+            self._owners[row], self._prompts[row] = owner, prompt
 
     def _copy(self, sources: Tensor, targets: Tensor) -> None:
         self._cache.copy(sources, targets)
