@@ -115,7 +115,7 @@ class SlotCache:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies slots to other slots in one operation."""
         for buffer in self._buffers:
-            buffer[:, targets] = buffer[:, sources]
+            buffer[:, targets, :, : self.max_len] = buffer[:, sources, :, : self.max_len]
 
     def clear(self) -> None:
         """Drops all keys and values."""

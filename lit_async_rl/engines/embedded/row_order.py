@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 WINDOW = 16  # decode steps until the rows are looked at again
 _MIN_ROWS = 8  # below, a second product costs more than it saves
-_MAX_SHARE = 0.75  # of the positions that one product reads, for two to be worth it
+_MAX_SHARE = 0.6  # of the positions that one product reads, for two to be worth it
 
 
 def split(lengths: Sequence[int], max_len: int) -> tuple[int, int]:
