@@ -19,7 +19,7 @@ TITLES = {
     "tools_0.1": "tools answer after 0.1 s",
     "tools_0.4": "tools answer after 0.4 s",
     "tools_1.6": "tools answer after 1.6 s",
-    "lengths": "completions of 3 to 60 digits",
+    "lengths": "completions of 3 to 120 digits",
     "quickstart": "quick start",
 }
 COLOURS = {
@@ -54,7 +54,7 @@ SHOWN = {  # in the pictures; the tables have all
 }
 HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),
-    "lengths": ("lengths", "default_4", "completions of 3 to 60 digits, recipe, max_staleness 4"),
+    "lengths": ("lengths", "default_4", "completions of 3 to 120 digits, recipe, max_staleness 4"),
     "quickstart": ("quickstart", "quickstart_default", "the quick start, against synchronous plain GRPO"),
 }
 

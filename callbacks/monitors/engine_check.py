@@ -27,6 +27,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 RARELY = 10  # updates between two checks where copies of the weights are large
 SMALL_BYTES = 2**30  # of all copies, on all ranks together
+FEW_TOKENS = 8  # of which the mean may be twice as large
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +54,8 @@ class EngineCheck(pl.Callback):
             otherwise every 10th. There are never more copies than that, or one at a time.
         num_rollouts: completions of each rank that are replayed.
         bound: largest mean difference in nats; None is 1e-4 in float32 on CPUs, 2e-3 on accelerators,
-            0.03 in float16 and 0.1 in bfloat16.
+            0.03 in float16 and 0.1 in bfloat16. The mean of n tokens may be 1 + 8 / n times as large, since that of few
+            varies: 4 tokens in bfloat16 were 0.12 apart where everything was right.
         on_error: what happens above it: `warn`, or `stop`, which raises `EngineError`.
 
     Attributes:
@@ -181,19 +183,24 @@ class EngineCheck(pl.Callback):
         error = total / number if number else 0.0
         self.num_checks += 1
         self._found = {"engine/logprob_error": error, "engine/logprob_error_max": largest}
-        if error <= bound:
+        if error <= allowed(bound, number):
             return
         name = type(data.engine).__name__
         reason = (
             f"{name} and trainer disagree about version {version}: the log-probabilities of {int(number)} sampled "
             f"tokens differ by {error:.2g} on average and {largest:.2g} at most; {'/'.join(sorted(set(dtypes)))} "
-            f"explains {bound:g} on average (engine/logprob_error). The engine has other weights, or computes the "
-            "model or its sampling distribution otherwise"
+            f"explains {allowed(bound, number):.2g} on average (engine/logprob_error). The engine has other weights, or "
+            "computes the model or its sampling distribution otherwise"
         )
         if self.on_error == "stop" or not math.isfinite(error):
             raise EngineError(reason)
         if trainer.is_global_zero:
             log.warning("%s. defaults.engine_check.on_error=stop ends the run here", reason)
+
+
+def allowed(bound: float, num_tokens: float) -> float:
+    """Largest mean difference of so many tokens, of which a large number may differ by `bound` on average."""
+    return bound * (1 + FEW_TOKENS / max(num_tokens, 1))
 
 
 def tokens_of(batch: RolloutBatch, version: int) -> Bool[Tensor, "B T"]:
