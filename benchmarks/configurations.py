@@ -36,6 +36,7 @@ ELSEWHERE = {  # overlays of the quick start that are not measured here, and why
     "systems/sampo": "an overlay of calculator.yaml",
     "systems/oapl": "another learning problem: offline regression, see docs/systems.md",
 }
+FSDP2_SIZES = ("--trainer.strategy.init_args.data_parallel_size", "2")
 RECIPE, PLAIN = "quickstart", "stabilizers/plain"  # the quick start as it is, and without its recipe
 
 
@@ -56,6 +57,7 @@ class Cell:
         """Arguments of `scripts/train.py`."""
         overlay = [] if self.overlay == RECIPE else ["--config", str(CONFIGS / f"{self.overlay}.yaml")]
         more = TWO_RANKS if self.overlay.startswith("strategies/") else ()
+        more += FSDP2_SIZES if self.overlay == "strategies/fsdp2" else ()
         seeds = ["--seed_everything", str(self.seed), "--data.intake.seed", str(self.seed)]
         steps = ["--trainer.max_steps", str(self.steps)]
         return ["--config", str(CONFIGS / "quickstart.yaml"), *overlay, *more, *seeds, *steps]

@@ -27,6 +27,7 @@ from lit_async_rl.cli.error_report import Parser
 from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.rendezvous import limit_rendezvous
+from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.utils.checks import check_range
@@ -95,6 +96,8 @@ class AsyncRLCLI(LightningCLI):
         defaults = vars(self.config_init["defaults"])
         self.trainer_class = partial(Trainer, defaults=defaults, adds_csv_log=False)  # type: ignore[assignment]
         trainer = super().instantiate_trainer(**kwargs)
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            trainer.strategy.check_sizes()
         limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s)
         if self._extra:  # of a command that does not train
             trainer.loggers = []

@@ -107,6 +107,25 @@ def is_transformer_block(module: nn.Module) -> bool:
 class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism) with atomic, verified checkpoints."""
 
+    def check_sizes(self) -> None:
+        """Compares the sizes of the mesh with the number of processes, before any of them waits for the others.
+
+        Raises:
+            ValueError: they do not multiply to it.
+        """
+        data, tensor = self._data_parallel_size, self._tensor_parallel_size
+        data = self.num_nodes if data == "auto" else data
+        tensor = self.num_processes if tensor == "auto" else tensor
+        if data * tensor != self.num_nodes * self.num_processes:
+            raise ValueError(
+                f"trainer.strategy.init_args.data_parallel_size={data} times tensor_parallel_size={tensor} must be the "
+                f"number of processes, which is {self.num_nodes * self.num_processes} (trainer.num_nodes times devices)"
+            )
+
+    def setup_environment(self) -> None:
+        self.check_sizes()
+        super().setup_environment()
+
     @property
     def writes_folders(self) -> bool:
         """Whether checkpoints are sharded."""
