@@ -1,4 +1,4 @@
-"""Which rows of an embedded engine are much longer than the others, so that attention reads few positions of those.
+"""Order of the rows of an embedded engine: much longer ones come first, so that attention reads few positions of others.
 
 Completions of very different length are decoded together, and every row of a batched product has the length of the
 longest. With the long rows in front there are two products: all positions of those, fewer of the others.
@@ -14,7 +14,7 @@ _MAX_SHARE = 0.6  # of the positions that one product reads, for two to be worth
 
 
 def split(lengths: Sequence[int], max_len: int) -> tuple[int, int]:
-    """How many rows to have in front, and how many positions the rows behind them have at most.
+    """Number of rows to have in front, and how many positions the rows behind them have at most.
 
     Args:
         lengths: positions that each row will have read in the next `WINDOW` steps.
