@@ -1,4 +1,4 @@
-"""Order of the rows of an embedded engine: much longer ones come first, so that attention reads few positions of others.
+"""Order of the rows of an embedded engine: much longer ones come first, and attention reads few positions of others.
 
 Completions of very different length are decoded together, and every row of a batched product has the length of the
 longest. With the long rows in front there are two products: all positions of those, fewer of the others.
