@@ -1,13 +1,14 @@
 """Long rows in front: the fewest positions are read, and no row reads fewer than it has."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
-from replays import assert_exact, own_engine, requests_of
+from replays import assert_exact, collect, own_engine, requests_of
 from tiny_models import tiny_gpt2, tiny_llama
 
-from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.row_order import WINDOW, RowOrder, split
 
@@ -87,3 +88,19 @@ def test_samples_depend_on_the_seed_alone():
     requests = mixed_requests()
     first, second = (EmbeddedEngine.from_module(tiny_llama(), num_slots=20, seed=5).run(requests) for _ in range(2))
     assert first == second
+
+
+def test_a_long_prompt_whose_completion_ended_is_right_when_it_comes_again(tmp_path):
+    """Its slot stays in the arithmetic of short rows, which shorten the cache; what is written over is read again."""
+    lm = tiny_llama()
+    engine = own_engine(lm, tmp_path, num_slots=12)
+    (long,) = requests_of([150], max_tokens=2, num_samples=1)
+    short = requests_of([3] * 10, max_tokens=60, num_samples=1, first_id=1, seed=1)
+    engine.submit([long, *short])
+    completions = [c for _ in range(8) for c in engine.poll(0.0)]
+    again = dataclasses.replace(long, id=11, num_samples=2, sampling=SamplingParams(max_tokens=8))
+    engine.submit([again])
+    completions += collect(engine, 13 - len(completions))
+    requests = [long, *short, again]
+    results = [[c for c in completions if c.request_id == r.id] for r in requests]
+    assert_exact(lm, requests, [sorted(some, key=lambda c: c.sample_index) for some in results])

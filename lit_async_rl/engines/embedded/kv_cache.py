@@ -121,12 +121,13 @@ class SlotCache:
         """Drops all keys and values."""
         self._buffers, self.max_len, self._capacity = [], 0, 0
 
-    def fit(self, length: int) -> None:
-        """Sets M for rows of `length` positions."""
-        self.max_len = max(length, min(-(-length // BLOCK) * BLOCK, self.max_positions))
+    def fit(self, length: int) -> bool:
+        """Sets M for rows of `length` positions; returns whether it shrank, so that longer slots are written over."""
+        previous, self.max_len = self.max_len, max(length, min(-(-length // BLOCK) * BLOCK, self.max_positions))
         if self.max_len <= self._capacity:
-            return
+            return self.max_len < previous
         before, self._capacity = self._capacity, max(self.max_len, min(self._capacity * 5 // 4, self.max_positions))
         for layer, old in enumerate(self._buffers):
             self._buffers[layer] = old.new_zeros(*old.shape[:3], self._capacity, old.shape[4])
             self._buffers[layer][:, :, :, :before] = old
+        return False

@@ -102,9 +102,9 @@ class LlamaForward:
         query = heads[:, :, : self._num_queries]
         if num_tokens == 1:  # queries that share a key-value head are one matrix, instead of repeated keys and values
             keys, values = cache.write(heads[:, 0, self._num_queries :], index)
-            query, heads_of = query.reshape(n, self._num_keys, -1, size), self._num_keys
+            query, h = query.reshape(n, self._num_keys, -1, size), self._num_keys
             parts = [
-                _attend(query[a:b], keys[a:b, :, :m], values[a:b, :, :m], mask[a * heads_of : b * heads_of, :, :m])
+                _attend(query[a:b], keys[a:b, :, :m], values[a:b, :, :m], mask[a * h : b * h, :, :m])
                 for a, b, m in cache.ranges
             ]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)

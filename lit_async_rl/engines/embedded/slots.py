@@ -78,9 +78,9 @@ class Slots:
         """Number of rows being decoded."""
         return self._num_active
 
-    def forget_prompts(self) -> None:
-        """Invalidates cached prompts after a change of weights."""
-        self._prompts = [None] * self.num_slots
+    def forget_prompts(self, longer_than: int = 0) -> None:
+        """Invalidates cached prompts after a change of weights, or those that the cache has become too short for."""
+        self._prompts = [p if p is not None and len(p) <= longer_than else None for p in self._prompts]
 
     def begin_batch(self, seed: int) -> None:
         """Re-seeds and clears all state, so that what follows is independent of earlier requests."""
@@ -106,7 +106,7 @@ class Slots:
         free = [row for row, owner in enumerate(self._owners) if owner is None]
         free = (free + list(range(len(self._owners), self.num_slots)))[:num_rows]
         self._owners += [None] * (max(free) + 1 - len(self._owners))
-        self._cache.fit(max(self._longest + 1, *(len(item.request.prompt_ids) for item in pending)))
+        self._cache.fit(max(self._cache.max_len, *(len(item.request.prompt_ids) for item in pending)))
         slot_of = {prompt: slot for slot, prompt in enumerate(self._prompts) if prompt is not None}
         known = [item for item in pending if item.request.prompt_ids in slot_of]
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
@@ -141,7 +141,8 @@ class Slots:
         if self._num_active < 3 / 4 * len(self._owners):
             self._close_holes()
         n = len(self._owners)
-        self._cache.fit(self._longest + 1)
+        if self._cache.fit(self._longest + 1):  # free rows are written to, too: at the new end, within longer prompts
+            self.forget_prompts(longer_than=self._cache.max_len)
         if self._order.is_due:
             self._move(*self._order.sort(self._rows.positions(n), self._cache.max_len))
         # holes are written to, too: one that ended on the cache's last position would write into the next slot
