@@ -11,7 +11,7 @@ from tiny_models import ALL, save, tiny_llama
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta, parameters_on_meta
-from lit_async_rl.models.sharding import Sharding
+from lit_async_rl.models.sharding import ModelParallelStrategy, Sharding
 from lit_async_rl.training.module import PolicyModule
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "sharded_loading.py"
@@ -107,3 +107,10 @@ def test_two_processes_never_hold_a_whole_policy(strategy, tmp_path, monkeypatch
         if strategy != "ddp":
             assert result["kept_mb"] < 0.6 * whole
             assert result["peak_mb"] < 0.8 * whole, f"{strategy}: {result}, all weights are {whole:.0f} MB"
+
+
+def test_a_mesh_of_another_size_is_refused_before_any_process_waits():
+    strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=2)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    with pytest.raises(ValueError, match="data_parallel_size=4 times tensor_parallel_size=2 .* which is 2"):
+        strategy.setup_environment()
