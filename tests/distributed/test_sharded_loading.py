@@ -112,5 +112,5 @@ def test_two_processes_never_hold_a_whole_policy(strategy, tmp_path, monkeypatch
 def test_a_mesh_of_another_size_is_refused_before_any_process_waits():
     strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=2)
     strategy.parallel_devices = [torch.device("cpu")] * 2
-    with pytest.raises(ValueError, match="data_parallel_size=4 times tensor_parallel_size=2 .* which is 2"):
+    with pytest.raises(ValueError, match=r"data_parallel_size=4 times tensor_parallel_size=2 .* which is 2"):
         strategy.setup_environment()
