@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,18 @@ def test_what_a_killed_run_leaves_is_deleted_by_the_next_and_that_of_a_live_run_
     transfer.stage(some_weights())  # again, after it was closed
     assert Path(transfer.staged).exists()
     transfer.close()
+
+
+def test_two_threads_may_close_at_once(tmp_path, monkeypatch):
+    transfer, unlink = FileTransfer(str(tmp_path)), Path.unlink
+    transfer.stage(some_weights())
+
+    def slowly(path, **options):
+        time.sleep(0.3)  # both threads come this far, unless one waits for the other
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        for closed in [threads.submit(transfer.close) for _ in range(2)]:
+            closed.result(30)
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ import itertools
 import logging
 import shutil
 import tempfile
+import threading
 import uuid
 from pathlib import Path
 
@@ -30,29 +31,32 @@ class WeightFolders:
     def __init__(self, parent: str | None) -> None:
         self.parent = parent
         self._lock: FileLock | None = None
+        self._is_changing = threading.Lock()  # several threads may close an engine at once
         self._name = ""
         self._numbers = itertools.count()
 
     def make(self) -> Path:
         """Creates a folder readable by servers of other users; the first call removes those of dead runs."""
         parent = Path(tempfile.gettempdir() if self.parent is None else self.parent)
-        if self._lock is None:
-            parent.mkdir(parents=True, exist_ok=True)
-            delete_abandoned(parent)
-            self._name = PREFIX + uuid.uuid4().hex[:12]
-            self._lock = FileLock(_lock_of(parent, self._name), thread_local=False)
-            self._lock.acquire(timeout=0)
-        folder = parent / f"{self._name}_{next(self._numbers)}"
+        with self._is_changing:
+            if self._lock is None:
+                parent.mkdir(parents=True, exist_ok=True)
+                delete_abandoned(parent)
+                self._name = PREFIX + uuid.uuid4().hex[:12]
+                self._lock = FileLock(_lock_of(parent, self._name), thread_local=False)
+                self._lock.acquire(timeout=0)
+            folder = parent / f"{self._name}_{next(self._numbers)}"
         folder.mkdir()
         folder.chmod(0o755)
         return folder
 
     def close(self) -> None:
-        """Releases the lock; the caller removes the folders. Safe to call twice."""
-        if self._lock is not None:
-            Path(self._lock.lock_file).unlink(missing_ok=True)  # before others can take it
-            self._lock.release()
-            self._lock = None
+        """Releases the lock; the caller removes the folders. Safe to call twice, also from two threads at once."""
+        with self._is_changing:
+            if self._lock is not None:
+                Path(self._lock.lock_file).unlink(missing_ok=True)  # before others can take it
+                self._lock.release()
+                self._lock = None
 
 
 def _lock_of(parent: Path, name: str) -> Path:
