@@ -21,8 +21,9 @@ class SaveOnFailure(Checkpoint):
     """Saves `failed.ckpt` when engine, reward or environment end the run, or after too many NaN gradients.
 
     These errors are raised between two steps, so weights, moments and finished rollouts are consistent, and the run can
-    be resumed once the cause is fixed. Written to the folder of the run's `ModelCheckpoint`. Nothing is saved before
-    the first finished rollout, and with several ranks, because saving is a collective that the others do not join.
+    be resumed once the cause is fixed. Written to the folder of the run's `ModelCheckpoint`, or where that would be
+    without one. Nothing is saved before the first finished rollout, and with several ranks, because saving is a
+    collective that the others do not join.
 
     Attributes:
         path: path of the checkpoint; None until one is saved.
@@ -30,6 +31,10 @@ class SaveOnFailure(Checkpoint):
 
     def __init__(self) -> None:
         self.path: str | None = None
+        self._folder: Path | None = None
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        self._folder = checkpoint_folder(trainer)  # a collective: asked for on all ranks
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Saves the checkpoint, before the engine is closed."""
@@ -39,7 +44,7 @@ class SaveOnFailure(Checkpoint):
         stats = data.stats() if isinstance(data, RolloutDataModule) else None
         if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # there is nothing to keep
             return
-        path = str(Path(checkpoint_folder(trainer)) / "failed.ckpt")
+        path = str((self._folder or Path(trainer.default_root_dir)) / "failed.ckpt")
         try:
             trainer.save_checkpoint(path)
             is_saved = finish_saving(trainer)

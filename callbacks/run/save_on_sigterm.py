@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -25,7 +26,7 @@ class SaveOnSigterm(Checkpoint):
     An unfinished step is repeated after a resume; with several ranks it is finished first. During a validation outside
     of training there is nothing to save, and SIGTERM exits with status 143.
 
-    Written to the folder of the run's `ModelCheckpoint`. With `data.admission: FixedLag` saving waits for all admitted
+    Written to the folder of the run's `ModelCheckpoint`, or where that would be without one. With `data.admission: FixedLag` saving waits for all admitted
     groups, so the grace period before SIGKILL must cover a step and their sampling.
 
     Attributes:
@@ -37,9 +38,10 @@ class SaveOnSigterm(Checkpoint):
 
     def __init__(self) -> None:
         self.path: str | None = None
+        self._folder: Path | None = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self.path = None
+        self.path, self._folder = None, checkpoint_folder(trainer)  # a collective: asked for on all ranks
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Exits on SIGTERM during validation, where Lightning would handle it only after the batch."""
@@ -65,7 +67,7 @@ class SaveOnSigterm(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: AnyTrainer) -> None:
-        self.path = str(Path(checkpoint_folder(trainer)) / "last.ckpt")
+        self.path = str((self._folder or Path(trainer.default_root_dir)) / "last.ckpt")
         trainer.save_checkpoint(self.path)
         is_saved = finish_saving(trainer)
         trainer.should_stop = True
@@ -81,12 +83,13 @@ def _end_validation(*_: Any) -> None:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def checkpoint_folder(trainer: AnyTrainer) -> str:
-    """Folder of the run's `ModelCheckpoint`; without one, `default_root_dir`."""
+def checkpoint_folder(trainer: AnyTrainer) -> Path:
+    """Folder of the run's `ModelCheckpoint`; without one, where it would be. A collective."""
+    folder = run_folder(trainer)
     for callback in trainer.checkpoint_callbacks:
         if dirpath := getattr(callback, "dirpath", None):  # the `ModelCheckpoint` of either Lightning
-            return str(dirpath)
-    return trainer.default_root_dir
+            return Path(dirpath)
+    return Path(trainer.default_root_dir) if folder is None else folder / "checkpoints"
 
 
 def _on_any_rank(trainer: AnyTrainer) -> bool:

@@ -80,15 +80,18 @@ def wait_until_it_trains(command, folder):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_prints_the_summary_and_how_to_resume(start, tmp_path):
-    command = start()
+@pytest.mark.parametrize("flags", [(), ("--defaults.checkpoint", "null")], ids=["as_shipped", "no_checkpoints"])
+def test_ctrl_c_saves_and_prints_the_summary_and_how_to_resume(flags, start, tmp_path):
+    command = start(*flags)
     wait_until_it_trains(command, tmp_path)
     command.process.send_signal(signal.SIGINT)
     said = command.end(60)
     assert command.process.returncode == 130, said
     assert "run summary" in said
     assert "Traceback" not in said
-    assert re.search(r"Ctrl-C: saved \S+/last.ckpt after step", said)
+    saved = re.search(r"Ctrl-C: saved (\S+)/last.ckpt after step", said)
+    assert saved[1].startswith(str(tmp_path / "runs")), "beside the other files of the run"
+    assert saved[1].endswith("/checkpoints")
     assert "SIGTERM: saved" not in said, "nobody sent it"
     (resume,) = re.findall(r"^resume with: python (.*)$", said, re.MULTILINE)
     step = int(re.search(r"saved \S+/last\.ckpt after step (\d+)", said)[1])
