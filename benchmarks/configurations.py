@@ -65,7 +65,7 @@ class Cell:
 
 def overlays() -> list[str]:
     """Names of the overlays of the quick start in `configs/`, the quick start itself first."""
-    files = [CONFIGS / "quickstart_sync.yaml", CONFIGS / "lora.yaml"]
+    files = [CONFIGS / f"{name}.yaml" for name in ("quickstart_sync", "own_process", "lora")]
     files += [
         file for part in ("stabilizers", "systems", "strategies") for file in sorted((CONFIGS / part).glob("*.yaml"))
     ]

@@ -32,16 +32,21 @@ COLOURS = {
     "quickstart_sync": "0.65",
     "quickstart_plain": "C1",
     "quickstart_default": "C0",
+    "quickstart_own_process": "C2",
 }
 NAMES = {
     "plain": "plain GRPO",
     "default": "recipe",
     "redundant": "recipe, 4 of 20 groups redundant",
     "vcpo": "VCPO, exact norms",
+    "synchronous_1e4": "synchronous, rate 1e-4",
+    "default_4_1e4": "recipe, `max_staleness` 4, rate 1e-4",
+    "plain_4_1e4": "plain GRPO, `max_staleness` 4, rate 1e-4",
     "quickstart_plain_sync": "plain GRPO, synchronous",
     "quickstart_sync": "recipe, synchronous",
     "quickstart_plain": "plain GRPO, `max_staleness` 4",
     "quickstart_default": "recipe, `max_staleness` 4",
+    "quickstart_own_process": "recipe, `max_staleness` 4, `own_process`",
     "periodic": "Periodic Asynchrony",
     "pipeline": "PipelineRL",
 }
@@ -50,7 +55,12 @@ SHOWN = {  # in the pictures; the tables have all
     "tools_0.4": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "tools_1.6": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "lengths": ("synchronous", "plain_4", "default_4"),
-    "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_default"),
+    "quickstart": (
+        "quickstart_plain_sync",
+        "quickstart_sync",
+        "quickstart_plain",
+        "quickstart_own_process",
+    ),
 }
 HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),

@@ -26,8 +26,9 @@ class SaveOnSigterm(Checkpoint):
     An unfinished step is repeated after a resume; with several ranks it is finished first. During a validation outside
     of training there is nothing to save, and SIGTERM exits with status 143.
 
-    Written to the folder of the run's `ModelCheckpoint`, or where that would be without one. With `data.admission: FixedLag` saving waits for all admitted
-    groups, so the grace period before SIGKILL must cover a step and their sampling.
+    Written to the folder of the run's `ModelCheckpoint`, or where that would be without one. With
+    `data.admission: FixedLag` saving waits for all admitted groups, so the grace period before SIGKILL must cover a
+    step and their sampling.
 
     Attributes:
         path: of the checkpoint, also if a full disk did not take it; None before.

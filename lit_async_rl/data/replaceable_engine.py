@@ -80,7 +80,10 @@ class ReplaceableEngine:
         is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
         self._end(error)
         try:
+            before = self.engine.num_slots
             self.engine = producer.listener.calls.ask("fresh", lambda: self.engine.fresh(is_out_of_memory))
+            if (slots := self.engine.num_slots) < before:
+                log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, before)
             calls = self.calls
             self._set_up(calls)
             calls.load_weights(producer.version, weights)

@@ -12,7 +12,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,11 @@ class Spans:
             self._put({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
             self._lanes[pid, tid] = Lane(self, pid, tid, cat, merges, shows_idle)
         return self._lanes[pid, tid]
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Adds events that another process of this machine has recorded."""
+        for event in events if self.is_on else ():
+            self._put(event)
 
     def take(self, all_of_it: bool = False) -> list[Event]:
         """Events since the last call; `all_of_it` includes spans that could still be merged with later ones."""

@@ -34,10 +34,12 @@ def test_in_flight_updates_keep_the_keys_and_values_and_tag_each_token(family, t
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("own_process", [False, True])
 @pytest.mark.parametrize("in_flight", [True, False])
-def test_what_is_submitted_after_an_update_is_sampled_from_it_or_newer(in_flight, tmp_path):
+def test_what_is_submitted_after_an_update_is_sampled_from_it_or_newer(in_flight, own_process, tmp_path):
     lms = [tiny_llama(seed=seed) for seed in range(6)]
-    engine = own_engine(lms[0], tmp_path, num_slots=5, in_flight_weight_updates=in_flight)
+    settings = dict(num_slots=5, in_flight_weight_updates=in_flight, own_process=own_process)
+    engine = own_engine(lms[0], tmp_path, **settings)
     stop, found = threading.Event(), []
 
     def work():
@@ -66,6 +68,7 @@ def test_what_is_submitted_after_an_update_is_sampled_from_it_or_newer(in_flight
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0)
         if not in_flight:
             assert set(c.versions) == {c.request_id // 10}
+    engine.close()
 
 
 def barrier_run(folder, lms, pauses, plan) -> dict:

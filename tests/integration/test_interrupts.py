@@ -79,8 +79,11 @@ def wait_until_it_trains(command, folder):
         command.read_until("scoring")
 
 
+OWN_PROCESS = ("--config", "configs/own_process.yaml", "--defaults.checkpoint", "null")
+
+
+@pytest.mark.parametrize("flags", [(), OWN_PROCESS], ids=["as_shipped", "own_process_no_checkpoints"])
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--defaults.checkpoint", "null")], ids=["as_shipped", "no_checkpoints"])
 def test_ctrl_c_saves_and_prints_the_summary_and_how_to_resume(flags, start, tmp_path):
     command = start(*flags)
     wait_until_it_trains(command, tmp_path)

@@ -1,8 +1,7 @@
-"""Default engine: a continuous-batching decode loop in this process, for Hugging Face causal LMs with a KV cache.
+"""Default engine: a continuous-batching decode loop for Hugging Face causal LMs with a KV cache.
 
-Each iteration samples one token for every active row. Rows are independent: a finished row is replaced by a queued
-sample at once, so no sample has to wait for the longest completion of a batch. Each prompt is prefilled once; its KV
-cache is copied to every sample.
+Each iteration samples one token for every active row. A finished row is replaced by a queued sample at once, so none
+waits for the longest completion of a batch. Each prompt is prefilled once; its KV cache is copied to every sample.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -14,10 +13,11 @@ cache is copied to every sample.
 from __future__ import annotations
 
 import contextlib
-import logging
+import importlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,21 +26,19 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.limits import check_requests, model_length
+from lit_async_rl.engines.embedded.limits import check_requests, check_settings, model_length, set_up
 from lit_async_rl.engines.embedded.queue import RequestQueue
 from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.engines.embedded.updates import WeightUpdates
 from lit_async_rl.engines.embedded.work_record import WorkRecord
-from lit_async_rl.errors import InvariantError, SetupError, StalledError
+from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode
-from lit_async_rl.utils.checks import check_device, check_dtype, check_range
 from lit_async_rl.utils.locks import FairLock
 from lit_async_rl.utils.spans import Spans
 
 CLOSE_S = 5.0
-log = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(RolloutEngine):
@@ -59,6 +57,8 @@ class EmbeddedEngine(RolloutEngine):
         max_model_len: tokens of prompt and completion together; None is the model's own limit.
         update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step.
         self_check: compare a few tokens with full forward passes once there are weights; refuse wrong ones.
+        own_process: generate in a child process. The trainer then has its interpreter's lock to itself, which is worth
+            most where models are small.
 
     Raises:
         ValueError: a setting is out of range.
@@ -78,12 +78,10 @@ class EmbeddedEngine(RolloutEngine):
         max_model_len: int | None = None,
         update_timeout_s: float = 600.0,
         self_check: bool = True,
+        *,
+        own_process: bool = False,
     ) -> None:
-        check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
-        check_range("data.engine", ">= 2", max_model_len=max_model_len)
-        check_range("data.engine", "positive", update_timeout_s=update_timeout_s)
-        check_device("data.engine.device", device)
-        check_dtype("data.engine.dtype", dtype)
+        check_settings(num_slots, num_threads, max_model_len, update_timeout_s, device, dtype)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
         self.update_timeout_s, self._max_model_len, self.self_check = update_timeout_s, max_model_len, self_check
@@ -97,23 +95,24 @@ class EmbeddedEngine(RolloutEngine):
         self._closed = self._threads_set = False
 
     @classmethod
+    def variant(cls, kwargs: Mapping[str, Any]) -> type[RolloutEngine]:
+        if not kwargs.get("own_process"):
+            return cls
+        return importlib.import_module("lit_async_rl.engines.embedded.own_process").in_own_process(cls)
+
+    @classmethod
     def from_module(
         cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0, self_check: bool = True
     ) -> EmbeddedEngine:
-        """Samples from the live weights of `lm` without copying them; call `run` in the thread that owns `lm`."""
+        """Samples from the live weights of `lm` without a copy; call `run` in the thread that owns `lm`."""
         engine = cls(num_slots=num_slots, seed=seed, num_threads=None, self_check=self_check)
         engine._adopt(lm, owns_weights=False)
         return engine
 
-    def fresh(self, out_of_memory: bool = False) -> EmbeddedEngine:
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """A new engine with the same settings; after running out of memory, with half the slots from then on."""
-        engine = super().fresh(out_of_memory)
-        if not isinstance(engine, EmbeddedEngine):
-            raise InvariantError("a fresh engine of another kind")
-        slots = max(1, self.num_slots // 2) if out_of_memory else self.num_slots
-        engine.num_slots = engine._queue.num_slots = slots
-        if out_of_memory:
-            log.warning("out of memory: data.engine.num_slots is now %d instead of %d", slots, self.num_slots)
+        engine: Any = super().fresh(out_of_memory)
+        engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // (2 if out_of_memory else 1))
         return engine
 
     def setup(self, model: str) -> None:
@@ -129,9 +128,12 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def max_model_len(self) -> int:
-        if self._max_model_len is None:
-            raise SetupError("the engine was used before its setup")
-        return self._max_model_len
+        return set_up(self._max_model_len)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of requests must be smaller."""
+        return self._active_slots.vocab_size
 
     @property
     def busy_s(self) -> float:
@@ -229,9 +231,7 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def _active_slots(self) -> Slots:
-        if self._slots is None:
-            raise SetupError("the engine was used before its setup")
-        return self._slots
+        return set_up(self._slots)
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """All completions of each request, by sample index; blocks until they are finished. Needs no producer."""

@@ -1,14 +1,49 @@
-"""Limits of an engine's model: its length, and the requests that it can serve."""
+"""Limits of an engine: its settings, its model's length, and the requests that it can serve."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.requests import GenerationRequest
-from lit_async_rl.errors import InvariantError
+from lit_async_rl.errors import InvariantError, SetupError
 from lit_async_rl.models.architecture import context_length
+from lit_async_rl.utils.checks import check_device, check_dtype, check_range
+
+T = TypeVar("T")
+
+
+def set_up(part: T | None) -> T:
+    """The part that the setup makes.
+
+    Raises:
+        SetupError: there was none yet.
+    """
+    if part is None:
+        raise SetupError("the engine was used before its setup")
+    return part
+
+
+def check_settings(
+    num_slots: int,
+    num_threads: int | None,
+    max_model_len: int | None,
+    update_timeout_s: float,
+    device: str,
+    dtype: str,
+) -> None:
+    """Refuses settings that are out of range.
+
+    Raises:
+        ValueError: names the setting and its value.
+    """
+    check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
+    check_range("data.engine", ">= 2", max_model_len=max_model_len)
+    check_range("data.engine", "positive", update_timeout_s=update_timeout_s)
+    check_device("data.engine.device", device)
+    check_dtype("data.engine.dtype", dtype)
 
 
 def model_length(lm: PreTrainedModel, max_model_len: int | None) -> int:

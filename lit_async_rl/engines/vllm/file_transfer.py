@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, VALUE, KeptWeights
 from lit_async_rl.engines.vllm.weight_files import write_folder
-from lit_async_rl.engines.vllm.weight_folders import WeightFolders
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype, chunks
+from lit_async_rl.engines.weight_folders import WeightFolders
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.utils.checks import check_range

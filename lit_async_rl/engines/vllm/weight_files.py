@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_deltas import KeptWeights
-from lit_async_rl.engines.vllm.weight_folders import PREFIX
+from lit_async_rl.engines.weight_folders import PREFIX
 
 BASE, ID = "lit_async_rl.base", "lit_async_rl.id"
 

@@ -1,0 +1,167 @@
+"""The process in which `EmbeddedEngine(own_process=True)` generates.
+
+| thread | does | waits for |
+|---|---|---|
+| main | one token for every row at a time, and sends what is finished | work |
+| commands | what the trainer's messages say, in order | the next one; without a trainer the process ends |
+| updates | takes in new weights, if not in flight | room, see `WeightUpdates` |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lit_async_rl.engines.embedded.channel import Channel, pack_completions, unpack_requests
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.requests import Completion
+from lit_async_rl.models.received import UNCHANGED
+from lit_async_rl.utils.locks import FairLock
+from lit_async_rl.utils.spans import Spans
+
+REPORT_S = 0.1  # between two reports of an engine that finishes nothing
+IDLE_S = 0.5  # between two looks of one that has nothing to do
+
+
+class Child:
+    """Generates, and does what the trainer's process asks for.
+
+    Args:
+        channel: to the trainer.
+        engine: of this process, set up.
+    """
+
+    def __init__(self, channel: Channel, engine: EmbeddedEngine) -> None:
+        self._channel, self._engine = channel, engine
+        self._turn = FairLock(engine.update_timeout_s, "the token that the embedded engine's process computes")
+        self._work = threading.Event()
+        self._updates = ThreadPoolExecutor(1)
+        self._spans: Spans | None = None
+        self._reported, self._trainer = 0.0, os.getppid()
+
+    def serve(self) -> None:
+        """Generates until the trainer ends the connection, which ends the process."""
+        threading.Thread(target=self._obey, daemon=True).start()
+        try:
+            while True:
+                self._work.wait(IDLE_S)
+                self._work.clear()
+                while self._advance():
+                    pass
+                self._report([])
+        except Exception as error:
+            self._channel.send({"kind": "failed", "error": as_json(error)})
+        threading.Event().wait()
+
+    def _advance(self) -> bool:
+        """One token for every row; whether there was anything to do."""
+        engine = self._engine
+        with self._turn.hold():  # what is finished before an abort is sent before its answer
+            before = engine.num_tokens
+            finished = engine.poll(0.0)
+            if finished or time.monotonic() - self._reported > REPORT_S:
+                self._report(finished)
+            return bool(finished) or engine.num_tokens != before
+
+    def _report(self, finished: Sequence[Completion]) -> None:
+        if os.getppid() != self._trainer:  # a process that the trainer forked may still hold the connection
+            os._exit(0)
+        engine, self._reported = self._engine, time.monotonic()
+        completions, tensors = pack_completions(finished)
+        counters = {"busy_s": engine.busy_s, "num_tokens": engine.num_tokens, "num_running": engine.num_running}
+        events = [] if self._spans is None else self._spans.take()
+        self._channel.send({"kind": "report", "completions": completions, "events": events, **counters}, tensors)
+
+    def _obey(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                fields, tensors = message
+                if fields["kind"] == "load_weights" and not self._engine.in_flight_weight_updates:  # may have to wait
+                    self._updates.submit(self._answer, fields, tensors)
+                else:
+                    self._answer(fields, tensors)
+        finally:
+            os._exit(0)
+
+    def _answer(self, fields: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Does as it is told, and answers what has a number."""
+        number = fields.get("call")
+        try:
+            answer, state = self._do(fields, tensors)
+            if number is not None:
+                self._channel.send({"kind": "answer", "call": number, **answer}, state)
+        except Exception as error:
+            to = {"kind": "failed"} if number is None else {"kind": "answer", "call": number}
+            self._channel.send({**to, "error": as_json(error)})
+
+    def _do(self, fields: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        engine = self._engine
+        match fields["kind"]:
+            case "submit":
+                engine.submit(unpack_requests(fields["requests"]))
+                self._work.set()
+            case "load_weights":
+                engine.load_weights(fields["version"], read_weights(fields["file"], fields["unchanged"]))
+                self._work.set()
+            case "abort":
+                with self._turn.hold():
+                    engine.abort(fields["request_ids"])
+            case "partial_completions":
+                completions, heads = pack_completions(engine.partial_completions())
+                return {"completions": completions}, heads
+            case "random_state":
+                return {}, {"state": engine.random_state()}
+            case "set_random_state":
+                engine.set_random_state(tensors["state"])
+            case "observe":
+                self._spans = Spans()
+                engine.observe(self._spans)
+        return {}, {}
+
+
+def read_weights(file: str, unchanged: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the weights in a file, then the names of those that are as before."""
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  (not a dictionary)
+            yield name, tensors.get_tensor(name)
+    for name in unchanged:
+        yield name, UNCHANGED
+
+
+def as_json(error: BaseException) -> dict[str, str]:
+    """An error on its way to the trainer."""
+    return {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+
+
+def main() -> None:
+    """Entry point: the number of the connection's file descriptor is the only argument."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer saves, and ends the connection
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    message = channel.receive()
+    if message is None:
+        return
+    fields = message[0]
+    try:
+        engine = EmbeddedEngine(**fields["settings"])
+        if engine.num_threads is not None:
+            torch.set_num_threads(engine.num_threads)
+        engine.setup(fields["model"])
+    except Exception as error:
+        channel.send({"kind": "answer", "call": fields["call"], "error": as_json(error)})
+        return
+    limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.vocab_size}
+    channel.send({"kind": "answer", "call": fields["call"], **limits})
+    Child(channel, engine).serve()

@@ -1,0 +1,214 @@
+"""The embedded engine in a process of its own: the same samples, and what happens when one of both processes ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from replays import assert_replayed, collect, key, own_engine, requests_of
+from tiny_models import save, tiny_llama, tiny_qwen3_moe
+
+from lit_async_rl.engines.base import Completion
+from lit_async_rl.engines.embedded.channel import pack_completions, pack_requests, unpack_completions, unpack_requests
+from lit_async_rl.engines.embedded.connection import from_json
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.embedded.own_process import EmbeddedEngineProcess
+from lit_async_rl.engines.weight_folders import PREFIX
+from lit_async_rl.errors import EngineError, SetupError, StalledError
+from lit_async_rl.models.received import UNCHANGED
+from lit_async_rl.utils.spans import Spans
+
+
+def endless(seed=0):
+    lm = tiny_llama(seed=seed)
+    lm.generation_config.eos_token_id = []
+    return lm
+
+
+def in_order(found):
+    return sorted(found, key=key)
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_moe])
+def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp_path):
+    lm = make()
+    sampling = dict(head=3, experts=make is tiny_qwen3_moe, top_p=0.9, stop_token_ids=(5,))
+    requests = requests_of([4, 9, 1], max_tokens=20, **sampling)
+    runs, states = [], []
+    for own_process in (False, True):
+        engine = own_engine(lm, tmp_path, num_slots=4, in_flight_weight_updates=in_flight, own_process=own_process)
+        spans = Spans()
+        engine.observe(spans)
+        engine.submit(requests)
+        found = in_order(collect(engine, 9))
+        states.append(engine.random_state())
+        engine.set_random_state(states[0])
+        weights = ((name, UNCHANGED if "norm" in name else weight) for name, weight in lm.named_parameters())
+        engine.load_weights(1, weights)
+        again = requests_of([7], first_id=10, max_tokens=20, **sampling)
+        engine.submit(again)
+        runs.append(found + in_order(collect(engine, 3)))
+        assert engine.num_tokens >= sum(len(c.token_ids) for c in runs[-1])
+        assert engine.busy_s > 0
+        assert engine.partial_completions() == []
+        engine.close()
+        assert any(event["name"] == "decode" for event in spans.take(all_of_it=True))
+    assert runs[0] == runs[1]
+    assert {1} == {version for c in runs[1][9:] for version in c.versions}
+    assert torch.equal(*states)
+
+
+def test_updates_arrive_while_it_generates_and_every_token_knows_its_version(tmp_path):
+    lms = {0: endless()}
+    engine = own_engine(lms[0], tmp_path, num_slots=4, own_process=True)
+    requests, completions = [], []
+    while not any(len(set(c.versions)) > 1 for c in completions):  # on a busy machine an update may come too late
+        assert len(lms) < 100
+        asked = requests_of([20, 9], max_tokens=100, num_samples=4, first_id=len(requests))
+        engine.submit(asked)
+        requests += asked
+        version = len(lms)
+        lms[version] = endless(version % 4)
+        engine.load_weights(version, lms[version].named_parameters())
+        completions += collect(engine, 8)
+    assert_replayed(lms, requests, completions, num_tokens=100, cache_cleared=False)
+    engine.close()
+
+
+def test_what_was_aborted_does_not_come_also_if_it_was_finished(tmp_path):
+    engine = own_engine(endless(), tmp_path, num_slots=6, own_process=True)
+    engine.submit(requests_of([3, 4], max_tokens=5))  # finished, but not asked for
+    engine.submit(requests_of([5], first_id=2, max_tokens=60))
+    while engine.num_tokens < 60:
+        time.sleep(0.001)
+    engine.abort([0, 2])
+    engine.submit(requests_of([6], first_id=0, max_tokens=7))  # the number is free again
+    found = collect(engine, 6)
+    time.sleep(0.3)
+    found += engine.poll(0.0)
+    assert sorted((c.request_id, len(c.token_ids)) for c in found) == [*[(0, 7)] * 3, *[(1, 5)] * 3]
+    for number in range(9, 500):
+        engine.submit(requests_of([2], first_id=number, max_tokens=63, num_samples=1))
+        if partial := engine.partial_completions():
+            break
+    assert partial[0].finish_reason == "abort"
+    assert partial[0].request_id >= 9
+    engine.close()
+    assert engine.poll(0.1) == []
+    engine.close()
+
+
+def test_mistakes_are_refused_as_in_this_process(tmp_path):
+    class Special(EmbeddedEngine):
+        pass
+
+    with pytest.raises(ValueError, match=r"own_process=True is for EmbeddedEngine itself, not for Special"):
+        Special(own_process=True)
+    engine = EmbeddedEngine(device="cpu", own_process=True)
+    assert type(engine) is type(engine.fresh()) is EmbeddedEngineProcess
+    with pytest.raises(SetupError):
+        engine.submit(requests_of([2]))
+    with pytest.raises(OSError, match="nowhere"):
+        engine.setup(str(tmp_path / "nowhere"))
+    engine.close()
+    engine = engine.fresh()
+    lm = tiny_llama()
+    engine.setup(save(lm, tmp_path))
+    with pytest.raises(SetupError, match="before load_weights"):
+        engine.submit(requests_of([2]))
+    with pytest.raises(ValueError, match="lack what the engine's model has"):
+        engine.load_weights(0, list(lm.named_parameters())[1:])
+    engine.load_weights(0, lm.named_parameters())
+    with pytest.raises(ValueError, match="vocabulary has only 64"):
+        engine.submit([*requests_of([2]), replace(requests_of([2], first_id=1)[0], prompt_ids=(64,))])
+    with pytest.raises(ValueError, match="max_model_len"):
+        engine.submit(requests_of([2], max_tokens=10**6))
+    engine.load_weights(1, list(lm.named_parameters())[1:])  # in flight the trainer does not wait
+    with pytest.raises(ValueError, match="lack what the engine's model has"):
+        engine.poll(30.0)
+    with pytest.raises(ValueError, match="lack what the engine's model has"):
+        engine.load_weights(2, lm.named_parameters())
+    engine.close()
+
+
+def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_path):
+    engine = own_engine(endless(), tmp_path, num_slots=4, own_process=True, update_timeout_s=0.5)
+    engine.submit(requests_of([4], max_tokens=60))
+    os.kill(engine._process.pid, signal.SIGSTOP)
+    with pytest.raises(StalledError, match=r"did not answer within 0\.5 s"):
+        engine.abort([0])
+    began = time.monotonic()
+    os.kill(engine._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"process ended \(SIGKILL"):
+        collect(engine, 99)
+    for call in (lambda: engine.abort([0]), lambda: engine.submit(requests_of([2], first_id=5)), engine.random_state):
+        with pytest.raises(EngineError, match="process"):
+            call()
+    assert time.monotonic() - began < 20
+    engine.close()
+
+
+TRAINER = """
+import sys, time
+from replays import own_engine, requests_of
+from tiny_models import tiny_llama
+lm = tiny_llama()
+lm.generation_config.eos_token_id = []
+engine = own_engine(lm, sys.argv[1], num_slots=4, own_process=True)
+engine.submit(requests_of([4] * 200, max_tokens=60))
+print(engine._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_ends_with_the_trainer_whatever_ends_that(tmp_path):
+    paths = os.pathsep.join([os.getcwd(), "tests/helpers"])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+        child = int(trainer.stdout.readline())
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait(30)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the engine's process goes on"
+        time.sleep(0.05)
+
+
+def test_no_files_stay_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_async_rl.engines.embedded.own_process.SHARED_MEMORY", str(tmp_path / "shm"))
+    (tmp_path / "shm").mkdir()
+    lm = tiny_llama()
+    engine = own_engine(lm, tmp_path, own_process=True)
+    engine.load_weights(1, lm.named_parameters())
+    assert [path.name[: len(PREFIX)] for path in (tmp_path / "shm").iterdir() if path.is_dir()] == [PREFIX]
+    engine.close()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=5))
+def test_numbers_arrive_as_they_were_sent(logprobs):
+    ids = tuple(range(len(logprobs)))
+    sent = Completion(
+        request_id=3, sample_index=1, token_ids=ids, logprobs=tuple(logprobs), versions=ids, finish_reason="stop"
+    )
+    packed, tensors = pack_completions([sent])
+    (found,) = unpack_completions(json.loads(json.dumps(packed)), tensors)
+    assert repr(found) == repr(sent)  # NaN is not equal to itself
+
+
+def test_requests_and_errors_arrive_as_they_were_sent():
+    requests = requests_of([3], stop_token_ids=(4, 5), stop=("a", "b"), head=2, min_p=0.1)
+    assert unpack_requests(json.loads(json.dumps(pack_requests(requests)))) == requests
+    for name, kind in (("OutOfMemoryError", torch.OutOfMemoryError), ("StalledError", StalledError)):
+        assert type(from_json({"type": name, "message": "m", "traceback": ""})) is kind
+    assert str(from_json({"type": "Odd", "message": "m", "traceback": ""})) == "Odd: m"
