@@ -87,7 +87,8 @@ def main() -> None:
             ["workload", "run", "seconds of a step", "times as fast as synchronous"],
             rows,
             command=f"python benchmarks/performance/own_process.py --rounds {args.rounds}",
-            machine=f"{args.machine}; medians of {args.rounds} rounds of {args.num_steps} steps, one thread each",
+            machine=f"{args.machine}; one thread each, medians of {args.rounds} rounds of {args.num_steps} steps, "
+            "the interval is the range",
             interval=[round(min(speedups[0]), 2), round(max(speedups[0]), 2)],
         ),
     )
