@@ -70,7 +70,7 @@ def pack_requests(requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]
 
 
 def unpack_requests(packed: Sequence[dict[str, Any]]) -> list[GenerationRequest]:
-    """Inverse of `pack_requests`."""
+    """Requests that `pack_requests` has made JSON of."""
     return [
         GenerationRequest(**{**fields, "prompt_ids": tuple(fields["prompt_ids"]), "sampling": _sampling(fields)})
         for fields in packed
@@ -90,7 +90,7 @@ def pack_completions(completions: Sequence[Completion]) -> tuple[list[list[Any]]
 
 
 def unpack_completions(packed: Sequence[list[Any]], tensors: dict[str, Tensor]) -> list[Completion]:
-    """Inverse of `pack_completions`."""
+    """Completions that `pack_completions` has made JSON and tensors of."""
     heads, experts = unpack_heads(tensors, len(packed)), unpack_choices(tensors, len(packed))
     return [
         Completion(
