@@ -1,4 +1,4 @@
-"""Commands that measure timeline and report write what the pages show."""
+"""Commands that measure timeline, report and an engine's own process write what the pages show."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ def test_the_cost_of_the_report(tmp_path):
     assert {"processor time", "time", "peak memory", "size"} <= set(rows)
     assert len([name for name in rows if "interactions" in name]) == 4
     print(json.dumps(found, indent=2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_what_a_process_of_its_own_saves(tmp_path):
+    flags = ("--rounds", "1", "--num_steps", "8")
+    found = measured(tmp_path / "x.json", "benchmarks/performance/own_process.py", *flags)
+    assert found["name"] == "own_process"
+    assert found["value"] > 0.3, "a busy machine may give it less than it costs"
+    assert [row[3] for row in found["table"]["rows"]][0] == 1.0
