@@ -24,6 +24,7 @@ from benchmarks.common.process import csv_logger
 
 SKIPPED_STEPS = 5  # while the pipeline fills
 TIMEOUT_S = 600.0
+POLICY = Path("runs/long_sort_policy")  # of the workload with long tails
 RECIPE = ("--config", "configs/stabilizers/vcpo_score.yaml")
 WORKLOADS = {
     "the quick start": ("--config", "configs/quickstart.yaml"),
@@ -39,14 +40,8 @@ SYSTEMS = {
 
 def step_s(workload: str, system: str, num_steps: int) -> float:
     """Mean seconds of a step."""
-    quiet = [
-        "--trainer.enable_progress_bar",
-        "false",
-        "--defaults.checkpoint",
-        "null",
-        "--trainer.limit_val_batches",
-        "0",
-    ]
+    quiet = ["--trainer.enable_progress_bar", "false", "--defaults.checkpoint", "null"]
+    quiet += ["--trainer.limit_val_batches", "0"]
     engine = ["--data.engine", "EmbeddedEngine"] if workload == "the quick start" else []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "scripts/train.py", *WORKLOADS[workload], *engine, *SYSTEMS[system]]
@@ -65,7 +60,7 @@ def main() -> None:
     parser.add_argument("--machine", default="two cores, idle otherwise")
     parser.add_argument("--output", type=Path, default=Path("own_process.json"))
     args = parser.parse_args()
-    workloads = [name for name, flags in WORKLOADS.items() if "lengths" not in flags[1] or has_policy()]
+    workloads = [name for name, flags in WORKLOADS.items() if "lengths" not in flags[1] or POLICY.is_dir()]
     rows, speedups = [], []
     for workload in workloads:
         seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
@@ -92,11 +87,6 @@ def main() -> None:
             interval=[round(min(speedups[0]), 2), round(max(speedups[0]), 2)],
         ),
     )
-
-
-def has_policy() -> bool:
-    """Whether the policy of the workload with long tails is there."""
-    return Path("runs/long_sort_policy").is_dir()
 
 
 if __name__ == "__main__":

@@ -55,12 +55,7 @@ SHOWN = {  # in the pictures; the tables have all
     "tools_0.4": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "tools_1.6": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "lengths": ("synchronous", "plain_4", "default_4"),
-    "quickstart": (
-        "quickstart_plain_sync",
-        "quickstart_sync",
-        "quickstart_plain",
-        "quickstart_own_process",
-    ),
+    "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_own_process"),
 }
 HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),

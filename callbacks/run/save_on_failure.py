@@ -33,7 +33,7 @@ class SaveOnFailure(Checkpoint):
         self.path: str | None = None
         self._folder: Path | None = None
 
-    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._folder = checkpoint_folder(trainer)  # a collective: asked for on all ranks
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:

@@ -41,8 +41,11 @@ class SaveOnSigterm(Checkpoint):
         self.path: str | None = None
         self._folder: Path | None = None
 
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        self._folder = checkpoint_folder(trainer)  # a collective: asked for on all ranks
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self.path, self._folder = None, checkpoint_folder(trainer)  # a collective: asked for on all ranks
+        self.path = None
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Exits on SIGTERM during validation, where Lightning would handle it only after the batch."""

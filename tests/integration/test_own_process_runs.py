@@ -109,14 +109,8 @@ FSDP2 = [
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], FSDP2], ids=["one", "fsdp2"])
 def test_the_overlay_trains_from_the_command_line(more, tmp_path):
-    command = [
-        sys.executable,
-        "scripts/train.py",
-        *COMMAND,
-        *more,
-        "--trainer.logger.init_args.save_dir",
-        str(tmp_path),
-    ]
+    logs = ["--trainer.logger.init_args.save_dir", str(tmp_path)]
+    command = [sys.executable, "scripts/train.py", *COMMAND, *more, *logs]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

@@ -103,6 +103,7 @@ class Connection:
         if not self.wait_for(lambda: number in self._answers, limit_s):
             raise StalledError(f"the embedded engine's process did not answer within {limit_s:g} s")
         answer = self._answers.pop(number)
+        self._must_succeed.discard(number)
         if "error" in answer[0]:
             raise from_json(answer[0]["error"])
         return answer

@@ -42,7 +42,7 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         self._connection: Connection | None = None
         self._folders: WeightFolders | None = None
         self._finished: deque[Completion] = deque()  # the reader appends, the producer's thread takes
-        self._busy_s, self._num_tokens, self._num_running = 0.0, 0, 0
+        self._num_running = 0
         self._spans: Spans | None = None
         self._vocab_size, self._has_weights = 0, False
         self._update: tuple[int, Path] | None = None  # that was sent, and the folder of its weights
@@ -141,18 +141,10 @@ class EmbeddedEngineProcess(EmbeddedEngine):
     def _take_in(self, report: Message) -> None:
         fields, heads = report
         self._finished.extend(unpack_completions(fields["completions"], heads))
-        self._busy_s, self._num_tokens = fields["busy_s"], fields["num_tokens"]
+        self._record.busy_s, self._record.num_tokens = fields["busy_s"], fields["num_tokens"]
         self._num_running = fields["num_running"]
         if self._spans is not None:
             self._spans.add(fields["events"])
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     @property
     def num_running(self) -> int:
