@@ -81,6 +81,15 @@ def build_policy(model: str, dtype: str, device: str) -> PreTrainedModel:
     return lm
 
 
+def weight_bytes(model: str, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights in `dtype`; reads only its configuration.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_policy`.
+    """
+    return dtype.itemsize * sum(weight.numel() for weight in load_policy(model, device="meta").parameters())
+
+
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Refuses weights that are NaN or infinite: they would train nothing, in silence.
 

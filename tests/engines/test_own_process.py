@@ -20,7 +20,7 @@ from lit_async_rl.engines.base import Completion
 from lit_async_rl.engines.embedded.channel import pack_completions, pack_requests, unpack_completions, unpack_requests
 from lit_async_rl.engines.embedded.connection import from_json
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.own_process import EmbeddedEngineProcess
+from lit_async_rl.engines.embedded.own_process import FILE_BYTES, EmbeddedEngineProcess
 from lit_async_rl.engines.weight_folders import PREFIX
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.received import UNCHANGED
@@ -67,7 +67,9 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
     assert torch.equal(*states)
 
 
-def test_updates_arrive_while_it_generates_and_every_token_knows_its_version(tmp_path):
+@pytest.mark.parametrize("file_bytes", [FILE_BYTES, 3000], ids=["one file", "several files"])
+def test_updates_arrive_while_it_generates_and_every_token_knows_its_version(file_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_async_rl.engines.embedded.own_process.FILE_BYTES", file_bytes)
     lms = {0: endless()}
     engine = own_engine(lms[0], tmp_path, num_slots=4, own_process=True)
     requests, completions = [], []

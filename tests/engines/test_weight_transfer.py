@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
 from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer, together
-from lit_async_rl.engines.vllm.weight_files import read_folder
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl
+from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.errors import StalledError
 
 

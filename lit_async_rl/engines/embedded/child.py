@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from lit_async_rl.engines.embedded.channel import Channel, pack_completions, unpack_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.requests import Completion
+from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.received import UNCHANGED
 from lit_async_rl.utils.locks import FairLock
 from lit_async_rl.utils.spans import Spans
@@ -113,7 +113,7 @@ class Child:
                 engine.submit(unpack_requests(fields["requests"]))
                 self._work.set()
             case "load_weights":
-                engine.load_weights(fields["version"], read_weights(fields["file"], fields["unchanged"]))
+                engine.load_weights(fields["version"], read_weights(fields["folder"], fields["unchanged"]))
                 self._work.set()
             case "abort":
                 with self._turn.hold():
@@ -131,11 +131,9 @@ class Child:
         return {}, {}
 
 
-def read_weights(file: str, unchanged: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the weights in a file, then the names of those that are as before."""
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118  (not a dictionary)
-            yield name, tensors.get_tensor(name)
+def read_weights(folder: str, unchanged: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the weights in a folder, then the names of those that are as before."""
+    yield from read_folder(folder)
     for name in unchanged:
         yield name, UNCHANGED
 

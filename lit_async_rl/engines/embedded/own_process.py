@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
@@ -19,13 +18,14 @@ from lit_async_rl.engines.embedded.channel import Message, pack_requests, unpack
 from lit_async_rl.engines.embedded.connection import Connection
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.limits import check_requests, set_up
+from lit_async_rl.engines.weight_files import SHARED_MEMORY, chunks, write_folder
 from lit_async_rl.engines.weight_folders import WeightFolders
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.loading import find_device
+from lit_async_rl.models.loading import find_device, weight_bytes
 from lit_async_rl.models.received import UNCHANGED
 from lit_async_rl.utils.spans import Spans
 
-SHARED_MEMORY = "/dev/shm"
+FILE_BYTES = 2**30  # of weights, and of the copy of them that the trainer holds while it writes them
 
 
 class EmbeddedEngineProcess(EmbeddedEngine):
@@ -54,6 +54,7 @@ class EmbeddedEngineProcess(EmbeddedEngine):
     def setup(self, model: str) -> None:
         """Starts the process, which builds the architecture."""
         self._connection = Connection(self._take_in)
+        self._folders = WeightFolders(_with_room(weight_bytes(model, getattr(torch, self.dtype))))
         names = inspect.signature(EmbeddedEngine.__init__).parameters.keys() - {"self", "own_process", "max_model_len"}
         settings = {name: getattr(self, name) for name in names}
         settings |= {"max_model_len": self._max_model_len, "device": _with_number(self.device)}
@@ -98,26 +99,23 @@ class EmbeddedEngineProcess(EmbeddedEngine):
             OSError: the weights cannot be written where the process reads them.
             EngineError: the process has ended.
         """
-        dtype = getattr(torch, self.dtype)
-        changed, unchanged = dict[str, Tensor](), list[str]()
-        for name, tensor in weights:  # a gathered shard is valid only until the next one is asked for
-            if tensor is UNCHANGED:
-                unchanged.append(name)
-            else:
-                kept = dtype if tensor.is_floating_point() else None
-                changed[name] = tensor.detach().to("cpu", kept, copy=True).contiguous()
         self._finish_update()
-        if self._folders is None:
-            self._folders = WeightFolders(_with_room(2 * sum(tensor.nbytes for tensor in changed.values())))
-        folder = self._folders.make()
+        folder, unchanged = set_up(self._folders).make(), list[str]()
+
+        def changed() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if tensor is UNCHANGED:
+                    unchanged.append(name)
+                else:
+                    yield name, tensor
+
         try:
-            file = str(folder / "weights.safetensors")
-            save_file(changed, file)
+            write_folder(folder, chunks(changed(), FILE_BYTES, "cpu", getattr(torch, self.dtype)))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         is_awaited = not self.in_flight_weight_updates or not self._has_weights
-        fields: dict[str, Any] = {"version": version, "file": file, "unchanged": unchanged}
+        fields: dict[str, Any] = {"version": version, "folder": str(folder), "unchanged": unchanged}
         self._update = self._process.begin("load_weights", must_succeed=not is_awaited, **fields), folder
         if is_awaited:
             self._finish_update()

@@ -12,18 +12,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lit_async_rl.engines.vllm.incoming import BASE, ID
 from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, VALUE, KeptWeights
-from lit_async_rl.engines.vllm.weight_files import write_folder
-from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype, chunks
+from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
+from lit_async_rl.engines.weight_files import SHARED_MEMORY, chunks, write_folder
 from lit_async_rl.engines.weight_folders import WeightFolders
 from lit_async_rl.errors import SetupError, StalledError
-from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.loading import weight_bytes
 from lit_async_rl.utils.checks import check_range
 
 log = logging.getLogger(__name__)
-SHARED_MEMORY = "/dev/shm"
 LOOK_S = 0.02  # between two looks at whether the workers have loaded weights
 
 
@@ -83,7 +84,8 @@ class FileTransfer(WeightTransfer):
             return self.staged
         if self._whole is None:
             self._whole = self._folders.make()
-            write_folder(self._whole, _shards(self._kept.tensors.items(), self._max_bytes), own_id=self._name)
+            shards = _shards(self._kept.tensors.items(), self._max_bytes)
+            write_folder(self._whole, shards, {BASE: "", ID: self._name})
         return str(self._whole)
 
     @property
@@ -107,7 +109,7 @@ class FileTransfer(WeightTransfer):
         self._is_first = not self._kept.tensors
         base, self._name = self._name, uuid.uuid4().hex
         shards = _shards(self._changes(weights), self._max_bytes)
-        self.staged_bytes = write_folder(self._staged, shards, base, self._name)
+        self.staged_bytes = write_folder(self._staged, shards, {BASE: base, ID: self._name})
 
     def _changes(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
@@ -180,8 +182,7 @@ class SharedMemoryTransfer(FileTransfer):
 
     def check_room(self, model: str) -> None:
         """Falls back to files elsewhere if the weights do not fit."""
-        size = 4 if self.dtype is None else self.dtype.itemsize
-        needed = size * sum(p.numel() for p in load_policy(model, device="meta").parameters())
+        needed = weight_bytes(model, self.dtype or torch.float32)
         free = shutil.disk_usage(SHARED_MEMORY).free
         if free >= needed * (2 if self.delta else 1):  # whole weights, for a server that comes back, beside an update
             return

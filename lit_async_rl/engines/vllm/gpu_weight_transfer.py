@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype, chunks
+from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
+from lit_async_rl.engines.weight_files import chunks
 from lit_async_rl.errors import InvariantError, StalledError
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.ports import free_port

@@ -14,7 +14,7 @@ error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,24 +95,3 @@ def as_dtype(name: str | None) -> torch.dtype | None:
     if name is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"transfer.dtype must be the name of a torch dtype such as bfloat16, got {name!r}")
     return dtype
-
-
-def chunks(
-    weights: Iterable[tuple[str, Tensor]], max_bytes: int, device: str, dtype: torch.dtype | None
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors of together at most `max_bytes`, or a single larger one.
-
-    Each is copied, because a gathered shard is valid only until the next one is requested: to `device` and, if it is
-    floating point, to `dtype`.
-    """
-    chunk: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if chunk and size + tensor.nbytes > max_bytes:
-            yield chunk
-            chunk, size = [], 0
-        kept = dtype if tensor.is_floating_point() else None
-        chunk.append((name, tensor.detach().to(device, kept, copy=True).contiguous()))
-        size += tensor.nbytes
-    if chunk:
-        yield chunk

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_async_rl.engines.vllm.engine_arguments import unusable_settings
+from lit_async_rl.engines.vllm.incoming import Held, Incoming
 from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.weight_buffer import LayerBuffer, load_twin
-from lit_async_rl.engines.vllm.weight_files import Held, Incoming
 from lit_async_rl.utils.processes import die_with_parent
 
 
