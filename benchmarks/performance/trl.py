@@ -120,7 +120,7 @@ def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: 
         arguments += ["--data.max_staleness", name, "--trainer.max_steps", str(max_steps)]
         settings = {"arguments": arguments}
     command += ["--settings", json.dumps({**settings, "segments": rounds})]
-    paths = [str(WORKERS), str(ROOT)] if name not in TRL else [str(WORKERS)]
+    paths = [str(WORKERS), str(ROOT / "benchmarks/common" if name in TRL else ROOT)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": ":".join(paths)}
     with (folder / f"{name}.log").open("w") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)

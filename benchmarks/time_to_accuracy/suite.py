@@ -45,11 +45,13 @@ class System:
     Attributes:
         configs: configuration files, after those of the workload.
         steps: multiple of the workload's `num_steps`: an asynchronous run may use the time that it saves.
+        is_trl: whether TRL's GRPOTrainer trains, with the model, prompts and schedule of these settings.
     """
 
     configs: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     steps: float = 1.0
+    is_trl: bool = False
 
 
 @dataclass(frozen=True, order=True)
