@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from benchmarks.time_to_accuracy import trl_cell
 from benchmarks.time_to_accuracy.documents import write_documents
 from benchmarks.time_to_accuracy.report import write_report
 from benchmarks.time_to_accuracy.statistics import difference, final, level_at, speedup, summarize, time_to
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
+from lit_async_rl.cli.app import AsyncRLCLI
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,3 +133,41 @@ def test_wrong_names_are_named(tmp_path, monkeypatch):
     (tmp_path / "suites/odd.yaml").write_text("blocks: [{workload: a, systems: [c], seeds: [0]}]")
     with pytest.raises(ValueError, match=r"unknown \['c'\]; there are \['b'\]"):
         load_suite("odd")
+
+
+QUIET = ["--data.validation.prompts", "null", "--trainer.logger", "false", "--defaults.checkpoint", "null"]
+
+
+def test_trl_is_given_the_settings_of_the_synchronous_run():
+    cell = Cell("quickstart", "quickstart_trl", 3)
+    assert cell.arguments() == Cell("quickstart", "quickstart_plain_sync", 3).arguments()
+    cli = AsyncRLCLI([*cell.arguments(), *QUIET])
+    found = trl_cell.settings_of(cli, 9, 3)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2.5e-4, 225, pct_start=0.1)
+    for rate, momentum in zip(found["rates"], found["momenta"], strict=True):
+        assert schedule.get_last_lr()[0] == pytest.approx(rate)
+        assert optimizer.param_groups[0]["betas"][0] == pytest.approx(momentum)
+        optimizer.step()
+        if schedule.last_epoch < 224:
+            schedule.step()
+    assert (found["groups_per_step"], found["group_size"], found["max_tokens"]) == (32, 8, 12)
+    assert (found["clip"], found["max_grad_norm"], found["seed"]) == ([0.2, 0.28], 0.5, 3)
+    assert all(sorted(text[:-1]) == list(right) for text, right in zip(found["prompts"], found["answers"], strict=True))
+
+
+def test_trl_refuses_what_it_cannot_do_and_names_a_missing_environment(tmp_path, monkeypatch):
+    recipe = AsyncRLCLI([*Cell("quickstart", "quickstart_sync", 0).arguments(), *QUIET])
+    with pytest.raises(ValueError, match="PPOClip, TokenMean, exact_match"):
+        trl_cell.settings_of(recipe, 9, 0)
+    monkeypatch.setattr(trl_cell, "PYTHON", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="TRL_PYTHON="):
+        trl_cell.run(recipe, 9, 0, tmp_path)
+
+
+def test_trls_steps_have_the_names_of_this_trainers_metrics():
+    steps = dict(step=[1, 2], wall_s=[2.0, 3.0], cpu_s=[3.0, 5.0], tokens=[7, 9], generation_s=[0.5, 1.0])
+    found = trl_cell.as_metrics(pd.DataFrame(steps))
+    assert list(found["perf/step_s"]) == [2.0, 1.0]
+    assert list(found["perf/rollout_wait_s"]) == [0.5, 0.5]
+    assert list(found["perf/engine_idle_share"]) == [0.75, 0.5]
