@@ -11,7 +11,8 @@ are 9 tokens long), `mixed`, an untrained model of the same shape whose completi
 tokens in the mean, at most 128), and `smollm2`, a real chat model (`make smollm2`) with prompts of 40 to 100 tokens and
 completions that it ends itself, at most 64; each system takes 4 to 6 GB there, so it is run by itself:
 
-    OMP_NUM_THREADS=1 python benchmarks/performance/trl.py --workloads smollm2 --systems trl 0 2 --rounds 3
+    OMP_NUM_THREADS=1 python benchmarks/performance/trl.py --workloads smollm2 --systems trl 0 2 --rounds 3 \
+        --write docs/measurements/trl_smollm2.json
 
 Where other programs use the cores, wall time says little about two threads that need two of them. The table therefore
 also counts trained tokens by CPU seconds of the critical path: of all threads where phases follow each other, of the
@@ -25,7 +26,6 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,33 +33,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trl_tables import COLUMNS, NAMES, TRL, as_measurement, summarize
 from trl_workloads import WORKLOADS, make_model, make_prompts
 
-WORKERS = Path(__file__).parent / "workers"
-ROOT = Path(__file__).parents[2]
+from benchmarks.common.measurement import write_measurement
+
+WORKERS = Path(__file__).resolve().parent / "workers"
+ROOT = Path(__file__).resolve().parents[2]
 TURN_TIMEOUT_S = 1200.0
-NAMES = {
-    "trl": "TRL GRPOTrainer",
-    "trl2": "TRL, 2 x threads",
-    "0": "synchronous",
-    "1": "max_staleness 1",
-    "2": "max_staleness 2",
-    "4": "max_staleness 4",
-}
-TRL = ("trl", "trl2")  # trainer and engine of asynchronous runs have a thread each: so has `trl2` two
-COLUMNS = {
-    "tokens_per_s": "tok/s",
-    "ratio": "ratio",
-    "tokens_per_critical_cpu_s": "tok/cpu-s",
-    "ratio_critical_cpu": "ratio",
-    "tokens_per_cpu_s": "tok/all cpu",
-    "ratio_cpu": "ratio",
-    "step_ms": "step ms",
-    "waiting_ms": "waiting ms",
-    "publish_ms": "publish ms",
-    "generation_cpu_ms": "gen cpu ms",
-    "training_cpu_ms": "train cpu ms",
-}
 
 
 def our_arguments(args: argparse.Namespace, workload: dict[str, Any], model: str, folder: Path) -> list[str]:
@@ -161,43 +145,6 @@ def take_turns(args: argparse.Namespace, workload: dict[str, Any], model: str, f
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in args.systems}
 
 
-def summarize(name: str, segments: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over rounds; ratios to TRL within a round."""
-
-    def critical(s: dict[str, float], overlaps: bool) -> float:
-        return max(s["main_cpu_s"], s["other_cpu_s"]) if overlaps else s["main_cpu_s"] + s["other_cpu_s"]
-
-    def median(values: list[float]) -> float:
-        return statistics.median(values)
-
-    walls = [s["tokens"] / s["wall_s"] for s in segments]
-    criticals = [s["tokens"] / critical(s, overlaps=name not in (*TRL, "0")) for s in segments]
-    all_threads = [s["tokens"] / critical(s, overlaps=False) for s in segments]
-    base_walls = [s["tokens"] / s["wall_s"] for s in base]
-    base_criticals = [s["tokens"] / critical(s, overlaps=False) for s in base]
-    if name in TRL:
-        generation_cpu = [s["generation_cpu_s"] / s["steps"] for s in segments]
-        training_cpu = [(s["main_cpu_s"] - s["generation_cpu_s"]) / s["steps"] for s in segments]
-        waiting = [s["generation_s"] / s["steps"] for s in segments]
-    else:
-        generation_cpu = [s["other_cpu_s"] / s["steps"] for s in segments]
-        training_cpu = [s["main_cpu_s"] / s["steps"] for s in segments]
-        waiting = [s["wait_s"] / s["steps"] for s in segments]
-    return {
-        "tokens_per_s": median(walls),
-        "ratio": median([x / y for x, y in zip(walls, base_walls, strict=True)]),
-        "tokens_per_critical_cpu_s": median(criticals),
-        "ratio_critical_cpu": median([x / y for x, y in zip(criticals, base_criticals, strict=True)]),
-        "tokens_per_cpu_s": median(all_threads),
-        "ratio_cpu": median([x / y for x, y in zip(all_threads, base_criticals, strict=True)]),
-        "step_ms": 1e3 * median([s["wall_s"] / s["steps"] for s in segments]),
-        "waiting_ms": 1e3 * median(waiting),
-        "publish_ms": 1e3 * median([s.get("sync_s", 0.0) / s["steps"] for s in segments]),
-        "generation_cpu_ms": 1e3 * median(generation_cpu),
-        "training_cpu_ms": 1e3 * median(training_cpu),
-    }
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,6 +158,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=1e-6, help="small: lengths stay what they are")
     parser.add_argument("--num_threads", type=int, default=1, help="torch threads of TRL, of trainer and of engine")
     parser.add_argument("--output", type=Path, default=Path("trl.json"))
+    parser.add_argument("--write", type=Path, default=None, help="measurement file of the last workload")
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for name in args.workloads:
@@ -228,6 +176,9 @@ def main() -> None:
         results[name]["segments"] = segments
     settings = {key: str(value) for key, value in vars(args).items()}
     args.output.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+    if args.write:
+        name = args.workloads[-1]
+        write_measurement(args.write, as_measurement(args.write.stem, name, results[name], args.rounds))
 
 
 if __name__ == "__main__":

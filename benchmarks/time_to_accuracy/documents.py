@@ -49,6 +49,7 @@ NAMES = {
     "quickstart_own_process": "recipe, `max_staleness` 4, `own_process`",
     "periodic": "Periodic Asynchrony",
     "pipeline": "PipelineRL",
+    "quickstart_trl": "TRL GRPOTrainer, two threads",
 }
 SHOWN = {  # in the pictures; the tables have all
     "tools_0.1": ("synchronous", "plain_4", "default_4"),
