@@ -173,6 +173,20 @@ def report(folder: Path, commit: str) -> dict[str, Any]:
     )
 
 
+def with_known(found: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The measurement, with what the file says of runs that are not on this machine.
+
+    The headline is that of the asynchronous runs: without one of them here, the file's.
+    """
+    if not file.exists():
+        return found
+    known, rows = json.loads(file.read_text()), {row[0]: row for row in found["table"]["rows"]}
+    headline = found if any(name.startswith("asynchronous") for name in rows) else known
+    rows = {row[0]: row for row in known["table"]["rows"]} | rows
+    table = {"columns": found["table"]["columns"], "rows": [rows[name] for name in sorted(rows)]}
+    return {**headline, "table": table, "trainer": known["trainer"] | found["trainer"]}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,7 +203,7 @@ def main() -> None:
     for run in runs:
         measure(run)
     if args.report:
-        write_measurement(args.write, report(args.report, args.commit))
+        write_measurement(args.write, with_known(report(args.report, args.commit), args.write))
 
 
 if __name__ == "__main__":

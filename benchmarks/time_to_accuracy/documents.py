@@ -11,7 +11,7 @@ import pandas as pd
 
 from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.staleness.figures import save
-from benchmarks.time_to_accuracy.report import with_interval
+from benchmarks.time_to_accuracy.report import speedup_with_interval, with_interval
 from benchmarks.time_to_accuracy.statistics import SHARES, level_at, smoothed, summarize
 from benchmarks.time_to_accuracy.suite import workloads
 
@@ -117,8 +117,8 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
     """Rows of the table: S(p) over time with intervals, and what explains it."""
     found = []
     for _, row in summarize(table, name, workloads()[name].reference).iterrows():
-        ratios = [with_interval(row[f"time_speedup_{share}"]) for share in SHARES]
-        steps = row["steps_speedup_0.95"][0]
+        ratios = [speedup_with_interval(row[f"time_speedup_{share}"]) for share in SHARES]
+        steps = row["steps_speedup_0.95"][0] or math.nan
         cells = [TITLES[name], title(row["system"]), row["seeds"], round(row["step_s"], 2), *ratios]
         cells += ["not reached" if math.isnan(steps) else f"{steps:.2f}", f"{row['final']:.3f}"]
         cells += [with_interval(row["difference"], 3), f"{row['staleness']:.1f}", f"{row['wait_share']:.0%}"]
