@@ -54,13 +54,15 @@ def test_a_higher_bound_where_both_sides_wait_for_each_other(bound, module):
 def test_bounded_admission_in_place_of_a_fixed_lag(module):
     data = make_data(admission=FixedLag(), max_staleness=2)
     assert str(advised("staleness", data, module)) == "change data.admission from FixedLag to Bounded"
-    walls = {}
-    for admission in (FixedLag(), Bounded()):
-        engine = SimulatedEngine(LogNormal(0.03), num_slots=4, in_flight_weight_updates=not admission.in_order, seed=3)
-        began = time.monotonic()
-        fit(make_module(), make_data(engine=engine, admission=admission, max_staleness=2), 6)
-        walls[type(admission)] = time.monotonic() - began
-    assert walls[Bounded] < 1.25 * walls[FixedLag]
+    walls = {FixedLag: [], Bounded: []}
+    while not walls[Bounded] or min(walls[Bounded]) >= 1.25 * min(walls[FixedLag]):
+        assert len(walls[Bounded]) < 5, walls  # other programs slow one of them down, now and then
+        for admission in (FixedLag(), Bounded()):
+            in_flight = not admission.in_order
+            engine = SimulatedEngine(LogNormal(0.03), num_slots=4, in_flight_weight_updates=in_flight, seed=3)
+            began = time.monotonic()
+            fit(make_module(), make_data(engine=engine, admission=admission, max_staleness=2), 6)
+            walls[type(admission)].append(time.monotonic() - began)
 
 
 def test_more_slots_where_requests_wait_for_one(module):

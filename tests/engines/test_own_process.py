@@ -142,10 +142,20 @@ def test_mistakes_are_refused_as_in_this_process(tmp_path):
     engine.close()
 
 
+def wait_until_stopped(pid):
+    """Until all threads stand still: on a busy machine some go on for a while after the signal."""
+    threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    deadline = time.monotonic() + 30
+    while any(thread.read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_path):
     engine = own_engine(endless(), tmp_path, num_slots=4, own_process=True, update_timeout_s=0.5)
     engine.submit(requests_of([4], max_tokens=60))
     os.kill(engine._process.pid, signal.SIGSTOP)
+    wait_until_stopped(engine._process.pid)
     with pytest.raises(StalledError, match=r"did not answer within 0\.5 s"):
         engine.abort([0])
     began = time.monotonic()
