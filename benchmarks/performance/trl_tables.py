@@ -85,12 +85,12 @@ def as_measurement(name: str, workload: str, results: dict[str, Any], rounds: in
         row, span = results[system], f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         seconds = [round(row[key] / 1e3, 1) for key in ("step_ms", "generation_cpu_ms", "training_cpu_ms")]
         rows.append([NAMES[system], round(row["tokens_per_s"], 1), round(row["ratio"], 2), span, *seconds])
-    columns = [f"{workload}: system", "trained tokens per second", "ratio", "over rounds", "step, s"]
+    columns = [workload, "trained tokens per second", "ratio", "over rounds", "step, s"]
     columns += ["of it generation, processor s", "training, processor s"]
     return measurement(
         name,
         rows[-1][2],
-        f"times the trained tokens per second of {NAMES[next(iter(walls))]}, {rows[-1][0]}, {workload}",
+        f"times the trained tokens per second of {rows[0][0]} ({workload}, {rows[-1][0]})",
         columns,
         rows,
         interval=[round(ratios[0], 2), round(ratios[-1], 2)],

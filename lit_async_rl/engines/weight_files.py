@@ -39,7 +39,7 @@ def chunks(
 def write_folder(
     folder: Path, shards: Iterable[Iterable[tuple[str, Tensor]]], metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Writes a file for each shard, and an empty one if there are none; returns their bytes.
+    """Writes a file for each shard, and one with the metadata alone if there are none; returns their bytes.
 
     Raises:
         OSError: a file cannot be written.
@@ -48,7 +48,9 @@ def write_folder(
     for shard in shards:
         num_bytes += _write(folder, number, dict(shard), metadata)
         number += 1
-    return num_bytes if number else _write(folder, 0, {}, metadata)
+    if not number and metadata is not None:  # nothing has changed, which is to be said, too
+        num_bytes = _write(folder, 0, {}, metadata)
+    return num_bytes
 
 
 def _write(folder: Path, number: int, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None) -> int:

@@ -110,7 +110,8 @@ class EmbeddedEngineProcess(EmbeddedEngine):
                     yield name, tensor
 
         try:
-            write_folder(folder, chunks(changed(), FILE_BYTES, "cpu", getattr(torch, self.dtype)))
+            shards = chunks(changed(), FILE_BYTES, "cpu", getattr(torch, self.dtype))
+            write_folder(folder, shards, {"version": str(version)})
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
