@@ -3,7 +3,8 @@
     python scripts/staleness_bench.py --suite quick
 
 Writes `results.parquet`, `report.html` and its figures to `--out`. An interrupted grid is resumed; finished runs are
-not repeated. `scripts/plot_bench.py` redraws the report from the table.
+not repeated, nor are those in a table of earlier ones (`--known docs/results/<suite>.parquet`), which become part of
+the new table and report. `scripts/plot_bench.py` redraws the report from the table.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pandas as pd
+
 from benchmarks.common.grid import Grid
 from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.report import write_report
 from benchmarks.staleness.statistics import best_scales, per_cell
-from benchmarks.staleness.suite import BEST, Suite, load_suite
-from benchmarks.staleness.table import read_cells, write_table
+from benchmarks.staleness.suite import BEST, FIRST_SEARCH_SEED, Suite, load_suite
+from benchmarks.staleness.table import all_runs, cells_of, read_table, write_table
 
 
-def train(suite: Suite, out: Path, num_processes: int) -> None:
-    """Trains block by block, as a block may use the learning rates found by an earlier one."""
+def train(suite: Suite, out: Path, num_processes: int, known: pd.DataFrame | None) -> pd.DataFrame:
+    """Trains block by block, as a block may use the learning rates found by an earlier one; returns all runs."""
     grid = Grid(run_cell, out, num_processes, suite.cell_timeout_s)
+    done = set() if known is None else cells_of(known)
     for block in suite.blocks:
         best = {}
         if block.learning_rate_scales == BEST:
-            searched = [cell for b in suite.blocks if b.is_search for cell in b.cells({})]
-            best = best_scales(per_cell(read_cells(out, searched)))
-        grid.run(block.cells(best))
+            runs = all_runs(out, known)
+            best = best_scales(per_cell(runs[runs["seed"] >= FIRST_SEARCH_SEED]))
+        grid.run(cell for cell in block.cells(best) if cell not in done)
+    return all_runs(out, known)
 
 
 def main() -> None:
@@ -41,12 +46,12 @@ def main() -> None:
     parser.add_argument("--suite", default="quick", help="name of a file in configs/bench/suites")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: runs/bench/<suite>")
     parser.add_argument("--num_processes", type=int, default=max(1, min(2, os.cpu_count() or 1)), help="runs at a time")
+    parser.add_argument("--known", type=Path, default=None, help="table of runs that need not be repeated")
     args = parser.parse_args()
     out = args.out or Path("runs/bench", args.suite)
     try:
         suite = load_suite(args.suite)
-        train(suite, out, args.num_processes)
-        table = read_cells(out)
+        table = train(suite, out, args.num_processes, read_table(args.known) if args.known else None)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from benchmarks.common.measurement import checked_out
 from benchmarks.common.process import RESULT
 from benchmarks.staleness.suite import Cell
 
+RESULTS = f"cells/*/*/*/{RESULT}"
 SOURCES = "sources.json"  # which command at which commit made which table
 CELL = ["regime", "method", "lag", "learning_rate_scale", "seed"]
 COLUMNS = {
@@ -62,7 +63,7 @@ def read_cells(out: Path, cells: Iterable[Cell] | None = None) -> pd.DataFrame:
         FileNotFoundError: there is none.
     """
     if cells is None:
-        cells = [Cell.of(path.parent) for path in sorted(out.glob(f"cells/*/*/*/{RESULT}"))]
+        cells = [Cell.of(path.parent) for path in sorted(out.glob(RESULTS))]
     tables = [read_cell(out / cell.folder, cell) for cell in cells]
     if not tables:
         raise FileNotFoundError(f"{out}: no finished run of the benchmark there")
@@ -87,14 +88,38 @@ def read_table(path: Path) -> pd.DataFrame:
     table = pd.read_parquet(path)
     if missing := {*CELL, "step", *COLUMNS.values(), "error"} - set(table):
         raise ValueError(f"{path}: not a table of the staleness benchmark, it has no columns {sorted(missing)}")
-    return table.astype(dict.fromkeys(table.select_dtypes("float32").columns, "float64"))
+    table = table.astype(dict.fromkeys(table.select_dtypes("float32").columns, "float64"))
+    return table.assign(learning_rate_scale=table["learning_rate_scale"].round(6))  # 0.3 again
+
+
+def cells_of(table: pd.DataFrame) -> set[Cell]:
+    """The runs of a table."""
+    return {Cell(*key) for key in table[CELL].drop_duplicates().itertuples(index=False)}
+
+
+def all_runs(out: Path, known: pd.DataFrame | None) -> pd.DataFrame:
+    """The finished runs under `out` and those of an earlier table; one that is in both is that under `out`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if known is None:
+        return read_cells(out)
+    if not any(out.glob(RESULTS)):
+        return known
+    new = read_cells(out)
+    again = pd.MultiIndex.from_frame(known[CELL]).isin(pd.MultiIndex.from_frame(new[CELL]))
+    return pd.concat([known[~again], new], ignore_index=True)
 
 
 def collect(name: str, out: Path, tables: Path) -> None:
-    """Writes the table of what a grid has finished to the folder `tables`, and where it is from."""
-    write_table(read_cells(out), tables / f"{name}.parquet")
-    sources = tables / SOURCES
-    known = json.loads(sources.read_text()) if sources.is_file() else {}
+    """Adds what a grid has finished to its table in the folder `tables`, and where that is from."""
+    path, sources = tables / f"{name}.parquet", tables / SOURCES
+    found = json.loads(sources.read_text()) if sources.is_file() else {}
+    known, commits = read_table(path) if path.is_file() else None, [checked_out()]
+    if known is not None and not cells_of(known) <= cells_of(read_cells(out)):
+        commits = [c for c in found[name]["commit"].split(", ") if c not in commits] + commits
+    write_table(all_runs(out, known), path)
     command = f"python scripts/staleness_bench.py --suite {name}"
-    known[name] = {"command": command, "commit": checked_out(), "date": date.today().isoformat()}
-    sources.write_text(json.dumps(known, indent=2) + "\n")
+    found[name] = {"command": command, "commit": ", ".join(commits), "date": date.today().isoformat()}
+    sources.write_text(json.dumps(found, indent=2) + "\n")

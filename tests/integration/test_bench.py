@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from benchmarks.common.grid import Grid
 from benchmarks.common.process import RESULT
+from benchmarks.staleness.__main__ import train
 from benchmarks.staleness.cell import run_cell
 from benchmarks.staleness.dropping import DropLongest
 from benchmarks.staleness.report import write_report
 from benchmarks.staleness.statistics import best_scales, gain_share, interval, per_cell, summarize, warning_time
-from benchmarks.staleness.suite import Block, Cell, load_suite
+from benchmarks.staleness.suite import Block, Cell, Suite, load_suite
 from benchmarks.staleness.table import CELL, COLUMNS, read_cells, read_table, write_table
 from lit_async_rl.losses.aggregation import SequenceMean
 
@@ -183,6 +184,25 @@ def test_nothing_is_trained_when_the_suite_is_unknown(tmp_path):
     assert done.returncode == 1
     assert "nightly" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_runs_of_an_earlier_table_are_not_repeated(tmp_path):
+    search = pd.concat(
+        made_up({("vcpo", 16): [final]}).assign(seed=100, learning_rate_scale=scale)
+        for scale, final in ((0.3, 0.9), (1.0, 0.5))
+    )
+    chosen = made_up({("vcpo", 16): [0.8, 0.8]}).assign(learning_rate_scale=0.3)
+    write_table(pd.concat([search, chosen]), tmp_path / "known.parquet")
+    known = read_table(tmp_path / "known.parquet")
+    blocks = [
+        Block("heavy_tails", ("vcpo",), (16,), (100,), (0.3, 1.0)),
+        Block("heavy_tails", ("vcpo",), (16,), (0, 1), "best"),
+    ]
+    pd.testing.assert_frame_equal(train(Suite("all known", tuple(blocks)), tmp_path, 1, known), known)
+    blocks.append(Block("smoke", ("uncorrected",), (2,), (0,), (-1.0,)))  # a learning rate that is refused
+    found = train(Suite("one is not", tuple(blocks)), tmp_path, 1, known)
+    assert len(found) == len(known)  # that run has no steps
+    assert [Cell.of(path.parent) for path in tmp_path.rglob(RESULT)] == [Cell("smoke", "uncorrected", 2, -1.0, 0)]
 
 
 def test_a_run_that_is_ended_from_outside_has_no_result(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from benchmarks.common.process import RESULT
-from benchmarks.staleness import page
+from benchmarks.staleness import page, table
 from benchmarks.staleness.suite import Cell
 
 PLAIN, GAC = [0.5, 0.4, 0.8], [0.7, 0.65, 0.75]
@@ -62,3 +62,23 @@ def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
     assert "(3 pairs)" in row
     assert row.endswith(f"| {p:.3f} | {p:.3f} |")
     assert "| [`gac.parquet`](results/gac.parquet) | 7 |" in page.BLOCKS["sources"]()
+
+
+def test_a_grid_may_be_collected_in_parts_from_several_machines(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for machine, (commit, final) in enumerate({"abc": 0.5, "def": 0.6}.items()):
+        monkeypatch.setattr(table, "checked_out", lambda commit=commit: commit)
+        finished(own_folder / f"{machine}", "gac", machine, final)
+        finished(own_folder / f"{machine}", "vcpo", 7, final)  # trained again on the second
+        page.collect("gac", own_folder / f"{machine}", page.FOLDER)
+    runs = page.runs_of("gac")
+    assert runs is not None
+    assert runs.set_index(["method", "seed"])["final"].round(3).to_dict() == {
+        ("gac", 0): 0.5,
+        ("gac", 1): 0.6,
+        ("vcpo", 7): 0.6,
+    }
+    assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"
+    page.collect("gac", own_folder / "1", page.FOLDER)
+    assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"
