@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lit_async_rl.engines.weight_folders import PREFIX
 
-SHARED_MEMORY = "/dev/shm"
-
 
 def chunks(
     weights: Iterable[tuple[str, Tensor]], max_bytes: int, device: str, dtype: torch.dtype | None

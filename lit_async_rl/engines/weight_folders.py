@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import shutil
 import tempfile
 import threading
@@ -18,7 +19,27 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 PREFIX = "lit_async_rl_weights_"
+SHARED_MEMORY = "/dev/shm"
 log = logging.getLogger(__name__)
+
+
+def folder_with_room(num_bytes: int, copies: int = 1) -> str:
+    """Parent of the folders of weights for processes on this machine: memory, if `copies` of `num_bytes` fit.
+
+    Otherwise, with a warning, the system's temporary folder, which is also that of systems without such memory.
+    """
+    folder = tempfile.gettempdir()
+    if not Path(SHARED_MEMORY).is_dir():
+        return folder
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free >= copies * num_bytes:
+        return SHARED_MEMORY
+    log.warning(
+        "%s has %.2f GiB free, and one copy of the weights takes %.2f: they go through files in %s, which is slower. "
+        "For containers there is --shm-size=%dg (docker run), or a volume of medium Memory (Kubernetes)",
+        *(SHARED_MEMORY, free / 2**30, num_bytes / 2**30, folder, math.ceil(2 * num_bytes / 2**30)),
+    )
+    return folder
 
 
 class WeightFolders:

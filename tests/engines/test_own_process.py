@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,14 +57,17 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
         engine.load_weights(1, weights)
         again = requests_of([7], first_id=10, max_tokens=20, **sampling)
         engine.submit(again)
-        runs.append(found + in_order(collect(engine, 3)))
+        more = in_order(collect(engine, 3))
+        engine.load_weights(2, ((name, UNCHANGED) for name, _ in lm.named_parameters()))
+        engine.submit(requests_of([5], first_id=20, max_tokens=20, **sampling))
+        runs.append(found + more + in_order(collect(engine, 3)))
         assert engine.num_tokens >= sum(len(c.token_ids) for c in runs[-1])
         assert engine.busy_s > 0
         assert engine.partial_completions() == []
         engine.close()
         assert any(event["name"] == "decode" for event in spans.take(all_of_it=True))
     assert runs[0] == runs[1]
-    assert {1} == {version for c in runs[1][9:] for version in c.versions}
+    assert [{v for c in part for v in c.versions} for part in (runs[1][9:12], runs[1][12:])] == [{1}, {2}]
     assert torch.equal(*states)
 
 
@@ -197,7 +201,7 @@ def test_it_ends_with_the_trainer_whatever_ends_that(tmp_path):
 
 
 def test_no_files_stay_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_async_rl.engines.embedded.own_process.SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr("lit_async_rl.engines.weight_folders.SHARED_MEMORY", str(tmp_path / "shm"))
     (tmp_path / "shm").mkdir()
     lm = tiny_llama()
     engine = own_engine(lm, tmp_path, own_process=True)
@@ -205,6 +209,22 @@ def test_no_files_stay_behind(tmp_path, monkeypatch):
     assert [path.name[: len(PREFIX)] for path in (tmp_path / "shm").iterdir() if path.is_dir()] == [PREFIX]
     engine.close()
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_without_room_in_memory_weights_go_through_other_files_and_the_remedy_is_named(tmp_path, monkeypatch, caplog):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    none = shutil._ntuple_diskusage(64 << 20, 64 << 20, 0)  # what a container has without --shm-size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: none)
+    lm = tiny_llama()
+    engine = own_engine(lm, tmp_path, in_flight_weight_updates=True, own_process=True)
+    engine.load_weights(1, lm.named_parameters())
+    assert any((tmp_path / "elsewhere").glob(f"{PREFIX}*/*.safetensors"))
+    assert "--shm-size=1g" in caplog.text
+    engine.submit(requests_of([4]))
+    assert {version for c in collect(engine, 3) for version in c.versions} == {1}
+    engine.close()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=5))

@@ -18,8 +18,8 @@ from lit_async_rl.engines.embedded.channel import Message, pack_requests, unpack
 from lit_async_rl.engines.embedded.connection import Connection
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.embedded.limits import check_requests, set_up
-from lit_async_rl.engines.weight_files import SHARED_MEMORY, chunks, write_folder
-from lit_async_rl.engines.weight_folders import WeightFolders
+from lit_async_rl.engines.weight_files import chunks, write_folder
+from lit_async_rl.engines.weight_folders import WeightFolders, folder_with_room
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import find_device, weight_bytes
 from lit_async_rl.models.received import UNCHANGED
@@ -54,7 +54,7 @@ class EmbeddedEngineProcess(EmbeddedEngine):
     def setup(self, model: str) -> None:
         """Starts the process, which builds the architecture."""
         self._connection = Connection(self._take_in)
-        self._folders = WeightFolders(_with_room(weight_bytes(model, getattr(torch, self.dtype))))
+        self._folders = WeightFolders(folder_with_room(weight_bytes(model, getattr(torch, self.dtype))))
         names = inspect.signature(EmbeddedEngine.__init__).parameters.keys() - {"self", "own_process", "max_model_len"}
         settings = {name: getattr(self, name) for name in names}
         settings |= {"max_model_len": self._max_model_len, "device": _with_number(self.device)}
@@ -191,9 +191,3 @@ def _with_number(device: str) -> str:
     if found.type == "cpu" or found.index is not None:
         return str(found)
     return f"{found.type}:{torch.accelerator.current_device_index()}"
-
-
-def _with_room(num_bytes: int) -> str | None:
-    """Parent of the folders of weights: memory, or the system's temporary folder where there is too little."""
-    has_room = Path(SHARED_MEMORY).is_dir() and shutil.disk_usage(SHARED_MEMORY).free > num_bytes
-    return SHARED_MEMORY if has_room else None

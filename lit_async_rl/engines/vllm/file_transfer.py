@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -18,8 +16,8 @@ from torch import Tensor
 from lit_async_rl.engines.vllm.incoming import BASE, ID
 from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, VALUE, KeptWeights
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
-from lit_async_rl.engines.weight_files import SHARED_MEMORY, chunks, write_folder
-from lit_async_rl.engines.weight_folders import WeightFolders
+from lit_async_rl.engines.weight_files import chunks, write_folder
+from lit_async_rl.engines.weight_folders import SHARED_MEMORY, WeightFolders, folder_with_room
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.loading import weight_bytes
 from lit_async_rl.utils.checks import check_range
@@ -183,16 +181,9 @@ class SharedMemoryTransfer(FileTransfer):
     def check_room(self, model: str) -> None:
         """Falls back to files elsewhere if the weights do not fit."""
         needed = weight_bytes(model, self.dtype or torch.float32)
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if free >= needed * (2 if self.delta else 1):  # whole weights, for a server that comes back, beside an update
-            return
-        folder, room_gb = tempfile.gettempdir(), math.ceil(2 * needed / 2**30)
-        log.warning(
-            "%s has %.2f GiB free, and one copy of the weights takes %.2f: they go through files in %s, which is "
-            "slower. For containers there is --shm-size=%dg (docker run), or a volume of medium Memory (Kubernetes)",
-            *(SHARED_MEMORY, free / 2**30, needed / 2**30, folder, room_gb),
-        )
-        self.folder, self._folders = folder, WeightFolders(folder)
+        copies = 2 if self.delta else 1  # whole weights, for a server that comes back, beside an update
+        if (folder := folder_with_room(needed, copies)) != SHARED_MEMORY:
+            self.folder, self._folders = folder, WeightFolders(folder)
 
 
 def _shards(entries: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
