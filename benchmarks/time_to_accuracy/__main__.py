@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--documents", metavar="COMMIT", help="also writes the suite's picture and table of docs/when_async_pays.md"
     )
+    parser.add_argument("--machine", default="two cores shared with other programs", help="said below that table")
     args = parser.parse_args()
     out = args.out or Path("runs/tta", args.suite)
     try:
@@ -48,7 +49,7 @@ def main() -> None:
     table.to_parquet(out / "curves.parquet", compression="zstd", index=False)
     command = f"python scripts/time_to_accuracy.py --suite {args.suite}"
     if args.documents:
-        write_documents(table, args.suite, command, args.documents, Path())
+        write_documents(table, args.suite, command, args.documents, args.machine, Path())
     print(write_report(table, out, command))
     print(f"\nreport: {out / 'report.html'}")
 

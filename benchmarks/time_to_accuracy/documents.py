@@ -50,6 +50,9 @@ NAMES = {
     "periodic": "Periodic Asynchrony",
     "pipeline": "PipelineRL",
     "quickstart_trl": "TRL GRPOTrainer, two threads",
+    "lengths_trl": "TRL GRPOTrainer, two threads",
+    "tools_periodic": "Periodic Asynchrony",
+    "tools_pipeline": "PipelineRL",
 }
 SHOWN = {  # in the pictures; the tables have all
     "tools_0.1": ("synchronous", "plain_4", "default_4"),
@@ -62,6 +65,8 @@ HEADLINES = {  # of a suite
     "tools": ("tools_1.6", "redundant_8", "tools of 1.6 s, recipe with redundant groups, max_staleness 8"),
     "lengths": ("lengths", "default_4", "completions of 3 to 120 digits, recipe, max_staleness 4"),
     "quickstart": ("quickstart", "quickstart_default", "the quick start, against synchronous plain GRPO"),
+    "tools_0.1": ("tools_0.1", "default_4", "tools of 0.1 s, recipe, max_staleness 4"),
+    "lengths_trl": ("lengths", "default_4", "completions of 3 to 120 digits, recipe, max_staleness 4"),
 }
 
 
@@ -127,10 +132,10 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
     return found
 
 
-def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, root: Path) -> None:
+def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, machine: str, root: Path) -> None:
     """Writes a picture to `docs/assets` and a measurement to `docs/measurements` under `root`."""
     names, (workload, system, said) = comparable(table), HEADLINES[suite]
-    file = "time_to_accuracy" if suite == "tools" else f"time_to_accuracy_{suite}"
+    file = "time_to_accuracy" if suite == "tools" else f"time_to_accuracy_{suite.replace('.', '_')}"
     save(picture(table, names), str(root / f"docs/assets/{file}.png"))
     summary = summarize(table, workload, workloads()[workload].reference)
     best = summary.set_index("system").loc[system, "time_speedup_0.95"]
@@ -146,6 +151,6 @@ def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, 
         interval=[round(best[1], 2), round(best[2], 2)],
         command=command,
         commit=commit,
-        machine="two cores shared with other programs (load average in the table)",
+        machine=f"{machine} (load average in the table)",
     )
     write_measurement(root / f"docs/measurements/{file}.json", found)

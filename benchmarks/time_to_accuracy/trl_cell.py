@@ -63,14 +63,14 @@ def run(cli: AsyncRLCLI, every_n_steps: int, seed: int, folder: Path) -> tuple[l
 
 
 def settings_of(cli: AsyncRLCLI, every_n_steps: int, seed: int) -> dict[str, Any]:
-    """What TRL's side is told.
+    """What TRL's side is told. It trains on a step in one piece: micro-batches do not change the mean over tokens.
 
     Raises:
         ValueError: the run's settings are none that TRL has.
     """
     model, data, objective = cli.model, cli.datamodule, cli.model.objective
     same = type(objective.loss) is PPOClip and type(data.aggregation) is TokenMean and data.reward is exact_match
-    if not same or objective.correction or objective.baseline or data.micro_batches_per_step != 1:
+    if not same or objective.correction or objective.baseline:
         raise ValueError("TRL is compared with PPOClip, TokenMean, exact_match and nothing else")
     num_steps = cli.trainer.max_steps
     prompts = [data.prompts[n] for n in range(min(NUM_PROMPTS, len(data.prompts)))]

@@ -14,6 +14,7 @@ from benchmarks.time_to_accuracy.documents import write_documents
 from benchmarks.time_to_accuracy.report import write_report
 from benchmarks.time_to_accuracy.statistics import difference, final, level_at, speedup, summarize, time_to
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
+from lit_async_rl import asset
 from lit_async_rl.cli.app import AsyncRLCLI
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ def test_the_documentation_shows_what_the_curves_say(tmp_path):
     runs += [curve(0.5, 0.5, system="plain_8", seed=0)]  # of another workload, without a reference
     for folder in ("assets", "measurements"):
         (tmp_path / "docs" / folder).mkdir(parents=True)
-    write_documents(pd.concat(runs, ignore_index=True), "tools", "the command", "abc", tmp_path)
+    write_documents(pd.concat(runs, ignore_index=True), "tools", "the command", "abc", "the machine", tmp_path)
     found = json.loads((tmp_path / "docs/measurements/time_to_accuracy.json").read_text())
     assert 6 < found["value"] < 8
     assert found["interval"] == [found["value"]] * 2
@@ -154,6 +155,16 @@ def test_trl_is_given_the_settings_of_the_synchronous_run():
     assert (found["groups_per_step"], found["group_size"], found["max_tokens"]) == (32, 8, 12)
     assert (found["clip"], found["max_grad_norm"], found["seed"]) == ([0.2, 0.28], 0.5, 3)
     assert all(sorted(text[:-1]) == list(right) for text, right in zip(found["prompts"], found["answers"], strict=True))
+
+
+def test_trl_has_the_synchronous_runs_batch_where_that_is_split_by_length():
+    cell = Cell("lengths", "lengths_trl", 1)
+    assert cell.arguments() == Cell("lengths", "synchronous", 1).arguments()
+    cli = AsyncRLCLI([*cell.arguments(), *QUIET, "--model.model", asset("sort_policy")])  # its own is made by hand
+    found = trl_cell.settings_of(cli, 4, 1)
+    assert (found["groups_per_step"], found["group_size"], found["max_tokens"]) == (32, 4, 123)
+    assert (found["momenta"], set(found["rates"]), len(found["rates"])) == (None, {3e-5}, 100)
+    assert max(map(len, found["prompts"])) == 121
 
 
 def test_trl_refuses_what_it_cannot_do_and_names_a_missing_environment(tmp_path, monkeypatch):
