@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from benchmarks.common.process import RESULT
-from benchmarks.staleness import page, table
+from benchmarks.staleness import page, shown_runs, table
 from benchmarks.staleness.suite import Cell
 
 PLAIN, GAC = [0.5, 0.4, 0.8], [0.7, 0.65, 0.75]
@@ -38,23 +38,22 @@ def finished(out: Path, method: str, seed: int, final: float, done: bool = True)
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(page, "FOLDER", tmp_path)
-    monkeypatch.setattr(page, "SOURCES", tmp_path / "sources.json")
-    page.runs_of.cache_clear()
+    monkeypatch.setattr(shown_runs, "FOLDER", tmp_path)
+    shown_runs.runs_of.cache_clear()
     yield tmp_path
-    page.runs_of.cache_clear()
+    shown_runs.runs_of.cache_clear()
 
 
 def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
     assert page.BLOCKS["gac"]().startswith("Not run yet: `python scripts/staleness_bench.py --suite gac")
-    page.runs_of.cache_clear()
+    shown_runs.runs_of.cache_clear()
     out = own_folder / "grid"
     for seed in range(3):
         finished(out, "ppo_clip", seed, PLAIN[seed])
         finished(out, "ppo_clip+gac", seed, GAC[seed])
     finished(out, "ppo_clip", 3, 0.1)  # its partner is not finished
     finished(out, "ppo_clip+gac", 3, 0.9, done=False)
-    page.collect("gac", out, page.FOLDER)
+    page.collect("gac", out, own_folder)
     (row,) = [line for line in page.BLOCKS["gac"]().splitlines() if line.startswith("| ppo_clip+gac ")]
     p = ttest_rel(GAC, PLAIN).pvalue
     assert "| 16 | 3 | 0.700 ± " in row
@@ -71,8 +70,8 @@ def test_a_grid_may_be_collected_in_parts_from_several_machines(
         monkeypatch.setattr(table, "checked_out", lambda commit=commit: commit)
         finished(own_folder / f"{machine}", "gac", machine, final)
         finished(own_folder / f"{machine}", "vcpo", 7, final)  # trained again on the second
-        page.collect("gac", own_folder / f"{machine}", page.FOLDER)
-    runs = page.runs_of("gac")
+        page.collect("gac", own_folder / f"{machine}", own_folder)
+    runs = shown_runs.runs_of("gac")
     assert runs is not None
     assert runs.set_index(["method", "seed"])["final"].round(3).to_dict() == {
         ("gac", 0): 0.5,
@@ -80,5 +79,5 @@ def test_a_grid_may_be_collected_in_parts_from_several_machines(
         ("vcpo", 7): 0.6,
     }
     assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"
-    page.collect("gac", own_folder / "1", page.FOLDER)
+    page.collect("gac", own_folder / "1", own_folder)
     assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"

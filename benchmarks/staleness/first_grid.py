@@ -1,0 +1,126 @@
+"""What the page of results shows of the first grid, `docs/results/results.parquet`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.staleness.comparisons import at_best_rate, compare
+from benchmarks.staleness.shown_runs import FOLDER, markdown, pm, runs_of
+from benchmarks.staleness.statistics import gain_share, interval, summarize, synchronous, warning_time
+from benchmarks.staleness.suite import FIRST_SEARCH_SEED
+
+TRIED_WITH_GAC = (
+    ("heavy_tails", 32, "uncorrected", 1.0),
+    ("heavy_tails", 32, "uncorrected", 0.3),
+    ("heavy_tails", 32, "vcpo", 1.0),
+    ("heavy_tails", 64, "vcpo", 1.0),
+    ("aligned_gradients", 16, "ppo_clip", 1.0),
+    ("aligned_gradients", 16, "vcpo", 1.0),
+)
+TUNED = "heavy_tails", 32  # regime and lag at which the old grid tried three rates
+
+
+def old() -> pd.DataFrame:
+    """The runs of the first grid."""
+    found = runs_of("results")
+    if found is None:
+        raise FileNotFoundError(f"{FOLDER / 'results.parquet'}: there is no such table")
+    return found
+
+
+def kept(regime: str, method: str, lag: int, scale: float = 1.0) -> str:
+    """Share of the synchronous gain that a method keeps in the first grid, with its interval."""
+    runs = old()
+    found = runs[
+        (runs["regime"] == regime) & (runs["method"] == method) & (runs["lag"] == lag)
+        & np.isclose(runs["learning_rate_scale"], scale) & (runs["seed"] < FIRST_SEARCH_SEED)
+    ]  # fmt: skip
+    return pm(*gain_share(found["final"], float(found["start"].mean()), synchronous(runs, regime)["final"]))
+
+
+def decision() -> str:
+    """What to use, by situation."""
+    tails, clip = "heavy_tails", "a clip (PPO, M2PO, DPPO) that you want to keep"
+    rows = [
+        ["a few versions old", "VCPO: `configs/stabilizers/vcpo.yaml`",
+         f"{kept(tails, 'vcpo', 4)} at lag 4; without correction {kept(tails, 'uncorrected', 4)}"],
+        ["16 to 64 versions old", "VCPO, or its baseline alone (`opob`), at the rate of a synchronous run",
+         f"lag 32: {kept(tails, 'vcpo', 32)} and {kept(tails, 'opob', 32)}; "
+         f"lag 64: {kept(tails, 'vcpo', 64)} and {kept(tails, 'opob', 64)}"],
+        ["128 versions or more", "VCPO; from 256 at half of the rate", f"lag 128: {kept('very_stale', 'vcpo', 128)}; "
+         f"lag 256: {kept('very_stale', 'vcpo', 256)}, at half of the rate see [every lag](#every-lag)"],
+        ["of several versions, as weights change in flight", "VCPO",
+         f"{kept('mixed_lag', 'vcpo', 16)}; without correction {kept('mixed_lag', 'uncorrected', 16)}"],
+        [f"stale, with {clip}", "a third of the learning rate",
+         f"PPO-clip, lag 32: {kept(tails, 'ppo_clip', 32, 0.3)} instead of {kept(tails, 'ppo_clip', 32)}; "
+         f"M2PO: {kept(tails, 'm2po', 32, 0.3)} instead of {kept(tails, 'm2po', 32)}"],
+        ["stale, and nothing about the loss may change", "`AdaptiveStaleness`: a bound by effective sample size",
+         f"{kept('mixed_lag', 'uncorrected+adaptive_staleness', 16)} instead of "
+         f"{kept('mixed_lag', 'uncorrected', 16)}"],
+        ["too old for the system, which drops late rollouts", "a bound by admission, which drops nothing",
+         f"VCPO with drops {kept('length_bias', 'vcpo+drop_longest', 16)}, without {kept('length_bias', 'vcpo', 16)}"],
+        ["stale, and you think of GAC", "VCPO", "see [GAC](#gac)"],
+    ]  # fmt: skip
+    return markdown(["your data is", "use", "share of the synchronous gain kept, 95 % interval"], rows)
+
+
+def lags() -> str:
+    """Every lag of the first grid: no correction, VCPO, and the best of all methods at the regime's rate."""
+    summary = summarize(old())
+    summary = summary[(summary["learning_rate_scale"] == 1.0) & (summary["lag"] > 0)]
+    rows = []
+    for (regime, lag), group in summary.groupby(["regime", "lag"]):
+        by = group.set_index("method")
+        cells = [pm(by.loc[m, "gain_share"], by.loc[m, "gain_share_half"]) if m in by.index else "not run"
+                 for m in ("uncorrected", "ppo_clip", "vcpo")]  # fmt: skip
+        best = by.loc[by["gain_share"].idxmax()]
+        best_cell = f"{best.name} {pm(best['gain_share'], best['gain_share_half'])}" if len(by) > 2 else ""
+        rows.append([str(regime), str(lag), *cells, best_cell, str(len(by))])
+    return markdown(["regime", "lag", "uncorrected", "PPO-clip", "VCPO", "best", "of methods"], rows)
+
+
+def ranking() -> str:
+    """Each method at its best rate, lag 32 of the first grid; differences to PPO-clip at its best rate."""
+    regime, lag = TUNED
+    runs = old()
+    at_lag = runs[(runs["regime"] == regime) & (runs["lag"] == lag)]
+    searched, reference = at_lag[at_lag["seed"] >= FIRST_SEARCH_SEED], synchronous(runs, regime)["final"]
+    best = at_best_rate(at_lag)
+    against = compare(at_lag, "ppo_clip").set_index("method")
+    rows = []
+    for method, group in best.groupby("method"):
+        rates = "/".join(f"{scale:g}" for scale in sorted(group["learning_rate_scale"].unique()))
+        share, half = gain_share(group["final"], float(group["start"].mean()), reference)
+        tried = searched[searched["method"] == method].sort_values("learning_rate_scale")
+        area = np.trapezoid(tried["final"], np.log(tried["learning_rate_scale"])) / np.log(
+            tried["learning_rate_scale"].max() / tried["learning_rate_scale"].min()
+        )
+        other = ["", ""]
+        if method in against.index:
+            o = against.loc[method]
+            other = [pm(o["difference"], o["half"], 3), f"{o['q']:.3f}"]
+        cells = [str(method), rates, pm(*interval(group["final"]), 3), pm(share, half), *other, f"{area:.2f}"]
+        rows.append((share, cells))
+    head = ["method", "best rate ×", "accuracy", "share of the gain kept", "difference to PPO-clip", "q", "over rates"]
+    return markdown(head, [cells for _, cells in sorted(rows, key=lambda row: -row[0])])
+
+
+def gac_before() -> str:
+    """GAC in the first grid."""
+    rows = []
+    for regime, lag, method, scale in TRIED_WITH_GAC:
+        variants = [f"{method}+{kind}" for kind in ("gradient_alignment_control", "gac_project")]
+        known = set(old().loc[(old()["regime"] == regime) & (old()["lag"] == lag), "method"])
+        shown = [kept(regime, v, lag, scale) if v in known else "not run" for v in variants]
+        rows.append([f"{method}, {regime}, lag {lag}, rate × {scale:g}", kept(regime, method, lag, scale), *shown])
+    return markdown(["", "without", "GAC", "GAC, projection only"], rows)
+
+
+def warning() -> str:
+    """How often the effective sample size falls first."""
+    fallen, first, ahead = warning_time(old()[old()["lag"] > 0])
+    return (
+        f"In {first} of the {fallen} stale runs of the first grid that lost half of their accuracy, the effective "
+        f"sample size (`importance/ess_ratio`) had fallen below one half, at the median {ahead:.0f} steps before."
+    )
