@@ -37,7 +37,7 @@ METRICS: dict[str, list[Metric]] = {
     "StalenessMonitor": _metrics("""
         sample/staleness_mean | versions | mean age of the trained tokens
         sample/staleness_p95 | versions | 95th percentile of their age
-        sample/staleness_max | versions | greatest age; never above `data.max_staleness`
+        sample/staleness_max | versions | greatest age; at most `max_staleness` of `data`, or of `data.replay`
         sample/inter_rollout_lag | versions | version in training less that of a rollout's newest token, mean
         sample/intra_rollout_lag | versions | version of a rollout's newest token less that of its oldest, mean
         sample/mixed_version_share | share | completions sampled by more than one version

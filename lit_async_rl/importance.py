@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Num
 from torch import Tensor
 
 # e^20 squared, summed over a million tokens, is still a float32; a ratio beyond carries no information any more
@@ -125,18 +125,16 @@ def second_moment_excess(
 ) -> Bool[Tensor, "*shape"]:
     """Mask of the fewest largest eligible values whose removal brings the mean of the rest to at most `budget`.
 
-    Equal to dropping the largest repeatedly while the mean is above the budget (M2PO, arXiv:2510.01161,
-    algorithm 1), in one sort: the remaining means are suffix means of the sorted values.
+    Of all ranks together: a collective. Equal to dropping the largest repeatedly while the mean is above the budget
+    (M2PO, arXiv:2510.01161, algorithm 1), in one sort: the remaining means are suffix means of the sorted values. Equal
+    values are dropped together, so that neither their order nor their ranks matter.
     """
-    values, order = squares[eligible].double().sort(descending=True, stable=True)
-    num = values.numel()
-    suffix_means = values.flip(0).cumsum(0).flip(0) / torch.arange(num, 0, -1, device=values.device)
+    values = gather_over_ranks(squares[eligible].double()).sort(descending=True).values
+    suffix_means = values.flip(0).cumsum(0).flip(0) / torch.arange(values.numel(), 0, -1, device=values.device)
     num_dropped = int((suffix_means > budget).sum())  # suffix means fall, so those above the budget come first
-    dropped = torch.zeros_like(eligible)
-    chosen = torch.zeros(num, dtype=torch.bool, device=values.device)
-    chosen[order[:num_dropped]] = True
-    dropped[eligible] = chosen
-    return dropped
+    if not num_dropped:
+        return torch.zeros_like(eligible)
+    return eligible & (squares.double() >= values[num_dropped - 1])
 
 
 def entropy(logits: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape"]:
@@ -146,9 +144,25 @@ def entropy(logits: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape"]:
     return -torch.where(possible, logprobs.exp() * torch.where(possible, logprobs, 0.0), 0.0).sum(-1)
 
 
-def sum_over_ranks(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def sum_over_ranks(values: Num[Tensor, "*shape"]) -> Num[Tensor, "*shape"]:
     """Sum over all ranks; `values` itself without `torch.distributed`. A collective: all ranks call."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         values = values.clone()
         dist.all_reduce(values)
     return values
+
+
+def gather_over_ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " M"]:
+    """Values of all ranks, of which each may have another number; `values` itself without `torch.distributed`.
+
+    A collective: all ranks call.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return values
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.long, device=values.device)
+    sizes[dist.get_rank()] = values.numel()
+    ends = sum_over_ranks(sizes).cumsum(0).tolist()
+    found = values.new_zeros(ends[-1])
+    end = ends[dist.get_rank()]
+    found[end - values.numel() : end] = values
+    return sum_over_ranks(found)

@@ -101,7 +101,8 @@ class SecondMomentMask(Correction):
     """Drops the tokens with the largest (log r)^2 until the mean of the others is at most `budget`; weight 1.
 
     AReaL's variant of M2PO: on the ratio of proximal to behavior policy and on all tokens, for any advantage,
-    with the usual clipped loss on the rest. Unlike AReaL, it may mask every token. Over one micro-batch.
+    with the usual clipped loss on the rest. Unlike AReaL, it may mask every token. Over one micro-batch of all
+    ranks.
 
     Args:
         budget: largest mean of (log r)^2.

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_async_rl.importance import masked_quantiles
+from lit_async_rl.importance import gather_over_ranks, masked_quantiles
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
 from lit_async_rl.losses.clipped import check_clip, clipped_surrogate
 from lit_async_rl.utils.checks import check_range
@@ -21,10 +21,11 @@ SMALLEST_DRIFT = 1e-4
 class SAT(PolicyLoss):
     """PPO-clip whose bound shrinks for tokens beyond a quantile of |log r|. Staleness-adaptive, arXiv:2607.18722.
 
-    With d = log r, r = pi / pi_prox, and q the `quantile` of |d| over the micro-batch's tokens: where |d| > q the bound
-    on the token's side (`clip_high` where d > 0, `clip_low` where d < 0) is multiplied by 2 / (1 + (|d| / q)^2). Like
-    PPO-clip, tokens that move back toward r = 1 keep their gradient. quantile = 1 is PPO-clip. From a summary of the
-    paper: the exponent 2 is the paper's, the rest of the kernel ours (1 at the threshold, decreasing).
+    With d = log r, r = pi / pi_prox, and q the `quantile` of |d| over the tokens of the micro-batch, of all ranks:
+    where |d| > q the bound on the token's side (`clip_high` where d > 0, `clip_low` where d < 0) is multiplied by
+    2 / (1 + (|d| / q)^2). Like PPO-clip, tokens that move back toward r = 1 keep their gradient. quantile = 1 is
+    PPO-clip. From a summary of the paper: the exponent 2 is the paper's, the rest of the kernel ours (1 at the
+    threshold, decreasing).
 
     Args:
         clip_low: how far r may fall below 1.
@@ -46,7 +47,9 @@ class SAT(PolicyLoss):
     def shrinkage(self, inputs: LossInputs) -> Float[Tensor, "B T"]:
         """Factor of each token's bound, 1 up to the quantile and below 1 beyond."""
         drift = inputs.log_ratio.detach().abs()
-        threshold = masked_quantiles(drift, inputs.loss_mask, [self.quantile]).clamp(min=SMALLEST_DRIFT)
+        counted = gather_over_ranks(drift[inputs.loss_mask])
+        everything = torch.ones_like(counted, dtype=torch.bool)
+        threshold = masked_quantiles(counted, everything, [self.quantile]).clamp(min=SMALLEST_DRIFT)
         relative = drift / threshold
         return torch.where(relative > 1, 2 / (1 + relative.square()), 1.0)
 

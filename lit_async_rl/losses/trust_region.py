@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_async_rl.importance import second_moment_excess
+from lit_async_rl.importance import gather_over_ranks, second_moment_excess
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
 from lit_async_rl.losses.clipped import clipped_surrogate
 from lit_async_rl.utils.checks import check_range
@@ -143,8 +143,8 @@ class M2PO(PolicyLoss):
 
     Counted are the tokens that move further away (A > 0 and r > 1, or A < 0 and r < 1); the one with the largest
     (log r)^2 is dropped while their mean is above the budget. arXiv:2510.01161 v2, algorithm 1: the paper's mask, over
-    all tokens of the micro-batch (the paper: of the training batch, so one micro-batch a step is exact). The released
-    code differs (`M2POAdaptiveClip`), and so does AReaL (`lit_async_rl.corrections.SecondMomentMask`).
+    all tokens of the micro-batch, of all ranks (the paper: of the training batch, so one micro-batch a step is exact).
+    The released code differs (`M2POAdaptiveClip`), and so does AReaL (`lit_async_rl.corrections.SecondMomentMask`).
 
     Args:
         budget: largest mean of (log r)^2; the paper reports little sensitivity up to 0.1.
@@ -170,7 +170,7 @@ class M2PO(PolicyLoss):
 class M2POAdaptiveClip(PolicyLoss):
     """PPO-clip with bounds [e^-c, e^c], c such that mean min((log r)^2, c^2) = budget over the harmful tokens.
 
-    The rule of M2PO's released code (per micro-batch, as here) in place of the paper's mask (`M2PO`). Nothing is
+    The rule of M2PO's released code (per micro-batch, as here, of all ranks) in place of the paper's mask. Nothing is
     clipped while the mean is within the budget. It differs from that code in two ways: c is solved for exactly, where
     the code only comes close to the budget; and the floors under the clip range (0.3 and 0.5), which are inactive in
     the code's runs, are left out.
@@ -192,7 +192,7 @@ class M2POAdaptiveClip(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-min(r A, clip(r, e^-c, e^c) A)."""
         ratio = inputs.ratio
-        squares = inputs.log_ratio.detach().square()[_harmful(inputs)]
+        squares = gather_over_ranks(inputs.log_ratio.detach().square()[_harmful(inputs)])
         bound = math.sqrt(water_level(squares, self.budget))
         loss, cut = clipped_surrogate(ratio, inputs.advantages, math.exp(-bound), math.exp(min(bound, 80.0)))
         return LossOutput(per_token=loss, clipped=cut)

@@ -58,7 +58,9 @@ def stream_weights(
     """
     if root is not None and is_wrapped(root):
         if policy.has_adapters:
-            raise ValueError("model.lora is not supported with FSDP1; use FSDP2 (configs/strategies/fsdp2.yaml) or DDP")
+            raise ValueError(
+                "model.lora is not supported with FSDP1; use DDP, or FSDP2 with model.sharding.meta_device=false"
+            )
         yield from _stream_fsdp1(root)
         return
     causal_lm = policy.causal_lm

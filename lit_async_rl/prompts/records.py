@@ -51,7 +51,7 @@ def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
 
 
 def parquet_records(path: str) -> Records:
-    """Opens a Parquet file as memory-mapped rows.
+    """Reads a Parquet file into memory, as the rows of an Arrow table.
 
     Raises:
         FileNotFoundError: there is no such file.

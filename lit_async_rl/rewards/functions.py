@@ -88,7 +88,7 @@ class IsolatedReward:
 
     Args:
         reward: dotted path `package.module.function`, imported in the child process.
-        timeout_s: seconds per completion; should be less than `data.scoring.timeout_s` divided by the group size.
+        timeout_s: seconds per completion; should be less than `data.scoring.timeout_s`, also per completion.
         max_memory_gb: memory (address space, on Linux) for calls beyond that of the imports; a call that exceeds it
             fails with MemoryError. None is no limit.
 

@@ -40,7 +40,9 @@ def load_policies(
         ValueError: weights that are made here, not loaded, would have to be on the meta device.
     """
     if on_meta_device and (load.get("random_init") or lora):
-        raise ValueError("model.sharding.meta_device=true goes with neither model.random_init nor model.lora")
+        raise ValueError(
+            "model.sharding.meta_device=true goes with neither model.random_init nor model.lora: set it to false"
+        )
     lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu")
     reference = None
     if needs_reference and lora is None:

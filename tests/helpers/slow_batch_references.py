@@ -18,10 +18,11 @@ def harmful(batch: Batch) -> list[tuple[int, int]]:
 
 
 def greedy_second_moment(squares: list[float], budget: float) -> set[int]:
-    """Algorithm 1 of M2PO: indices dropped, the largest first."""
+    """Algorithm 1 of M2PO: indices dropped, the largest first, equal ones together."""
     left = list(range(len(squares)))
     while left and math.fsum(squares[n] for n in left) / len(left) > budget:
-        left.remove(max(left, key=lambda n: (squares[n], -n)))
+        largest = max(squares[n] for n in left)
+        left = [n for n in left if squares[n] < largest]
     return set(range(len(squares))) - set(left)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from loss_helpers import as_batch, assert_close, make_inputs, run
 from test_losses import CASES, Case
 
+from lit_async_rl.corrections import SecondMomentMask
 from lit_async_rl.importance import second_moment_excess
 from lit_async_rl.losses import (
     BAPO,
@@ -182,15 +183,27 @@ def _bounds_of_rank(rank: int, port: int, results: Any) -> None:
     part = slice(0, 3) if rank == 0 else slice(3, 8)
     inputs = LossInputs(**{name: value.detach()[part] for name, value in vars(inputs).items()})
     results[rank] = (BAPO(target_share=0.9).bounds(inputs), BAPOReleased(target_ratio=0.9).bounds(inputs))
+    results[rank, "tokens"] = statistics_of(inputs)
     torch.distributed.destroy_process_group()
 
 
-def test_bapo_bounds_over_two_ranks_are_those_of_one_process() -> None:
+def statistics_of(inputs: LossInputs) -> list[Any]:
+    """What parts with a statistic over the micro-batch do to each completion."""
+    drift, mask = inputs.log_ratio.detach(), inputs.loss_mask
+    found = [SAT(quantile=0.6).shrinkage(inputs), SecondMomentMask(0.01).weigh(drift, mask).rejected.float()]
+    found += [loss.token_loss(inputs).per_token for loss in (M2PO(budget=0.01), M2POAdaptiveClip(budget=0.001))]
+    return torch.stack(found, 1).detach().tolist()
+
+
+def test_statistics_over_two_ranks_are_those_of_one_process() -> None:
     results = torch.multiprocessing.Manager().dict()
     torch.multiprocessing.spawn(_bounds_of_rank, (free_port(), results), nprocs=2)
     inputs = make_inputs(9, shape=(8, 6)).cleaned()
     single = (BAPO(target_share=0.9).bounds(inputs), BAPOReleased(target_ratio=0.9).bounds(inputs))
     assert results[0] == results[1] == single
+    torch.testing.assert_close(
+        torch.tensor(results[0, "tokens"] + results[1, "tokens"]), torch.tensor(statistics_of(inputs))
+    )
 
 
 def test_binary_kl_is_that_of_two_coins_and_finite_for_certain_tokens() -> None:

@@ -63,7 +63,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         request_timeout_s: timeout of the samples of a prompt.
         update_timeout_s: timeout of loading weights, and of the wait for requests before it.
         startup_timeout_s: timeout of the wait for servers that are starting.
-        recovery_timeout_s: maximum time without any server before the run ends.
+        recovery_timeout_s: maximum time without any server before the engine counts as failed.
         servers_file: names the servers, in place of `servers`; `setup` waits for the file and for those in it.
         sleep_level: see `VLLMEngine`; the servers need `--enable-sleep-mode`, and must serve this run only.
 
