@@ -6,14 +6,23 @@ import logging
 from pathlib import Path
 
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_async_rl.callbacks.run.save_on_sigterm import checkpoint_folder
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.errors import EngineError, NonFiniteError, ProducerError, StalledError, describe
+from lit_async_rl.errors import (
+    EngineError,
+    EnvironmentFailure,
+    NonFiniteError,
+    ProducerError,
+    RewardError,
+    StalledError,
+    describe,
+)
 from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-BETWEEN_STEPS = (EngineError, NonFiniteError, ProducerError, StalledError)
+BETWEEN_STEPS = (EngineError, EnvironmentFailure, NonFiniteError, ProducerError, RewardError, StalledError)
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +47,8 @@ class SaveOnFailure(Checkpoint):
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Saves the checkpoint, before the engine is closed."""
-        if not isinstance(exception, BETWEEN_STEPS) or trainer.world_size > 1 or not trainer.training:
+        is_fit = trainer.state.fn == TrainerFn.FITTING  # its validations are between two steps, too
+        if not isinstance(exception, BETWEEN_STEPS) or trainer.world_size > 1 or not is_fit:
             return
         data = trainer.datamodule  # type: ignore[attr-defined]
         stats = data.stats() if isinstance(data, RolloutDataModule) else None

@@ -6,10 +6,11 @@ synchronous run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_async_rl.data.shared_source import SharedSource
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
@@ -23,16 +24,11 @@ class StepFeed:
     Args:
         trainer: stopped when there is no next step.
         micro_batches_per_step: number in each step.
-        next_step: of a trainer: its rank's micro-batches of the next step (all, or some); None ends training.
+        source: its `next_step` returns this rank's micro-batches of the next step (all, or some); None ends training.
     """
 
-    def __init__(
-        self,
-        trainer: AnyTrainer,
-        micro_batches_per_step: int,
-        next_step: Callable[[AnyTrainer], list[RolloutBatch] | None],
-    ) -> None:
-        self._trainer, self._micro_batches_per_step, self._next_step = trainer, micro_batches_per_step, next_step
+    def __init__(self, trainer: AnyTrainer, micro_batches_per_step: int, source: SharedSource) -> None:
+        self._trainer, self._micro_batches_per_step, self._source = trainer, micro_batches_per_step, source
         self._micro_batches: list[RolloutBatch] = []
 
     def __len__(self) -> int:
@@ -45,9 +41,11 @@ class StepFeed:
 
     def __next__(self) -> RolloutBatch:
         if not self._micro_batches:
-            step = self._next_step(self._trainer)
+            step = self._source.next_step(self._trainer)
             if step is None:
-                if self._trainer.world_size > 1:  # agreed upon by all ranks; Lightning's own flag is not
+                if self._trainer.world_size > 1 and self._source.is_any_asked_to_stop(
+                    self._trainer
+                ):  # Lightning's own flag is one rank's
                     raise SIGTERMException
                 self._trainer.should_stop = True
                 raise StopIteration

@@ -191,7 +191,7 @@ class RolloutDataModule(ModelName):
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
         """Micro-batches as a sized iterable; a `DataLoader` has nothing to add, because they are already collated."""
-        return StepFeed(self._trainer, self.micro_batches_per_step, self.shared_source.next_step)
+        return StepFeed(self._trainer, self.micro_batches_per_step, self.shared_source)
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""

@@ -16,7 +16,7 @@ from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import EngineDown, InvariantError, ProducerError, SetupError, StalledError
 from lit_async_rl.prompts.usable import UsablePrompts
 from lit_async_rl.replay.buffer import ReplayBuffer, Snapshot
-from lit_async_rl.replay.tape_source import Replay
+from lit_async_rl.replay.tape_source import TAPE, Replay
 from lit_async_rl.rollouts.checkpoint import restore_producer, save_producer
 from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.producer import Producer
@@ -93,7 +93,9 @@ class RolloutSource:
             self._producer.observe(self._spans)
         if isinstance(self._producer, Producer):
             self._check_prompts(self._producer)
-        if self._saved and isinstance(self._producer, Producer):
+        if isinstance(self._producer, Replay):
+            self._producer.load_state_dict(self._saved)
+        elif self._saved and TAPE not in self._saved:  # a replay's checkpoint says nothing of prompts
             self._producer.listener.has_loaded(version)
             restore_producer(self._producer, self._saved)
         self._producer.start(version)
@@ -196,10 +198,11 @@ class RolloutSource:
         """Every group admitted and not trained on before `step`, see `lit_async_rl.rollouts.checkpoint`."""
         if self._producer is None:
             return self._saved
-        if isinstance(self._producer, Replay):
-            return {}
         is_done = step > self._step_began
-        state = save_producer(self._producer, step_is_done=is_done)
+        if isinstance(self._producer, Replay):
+            state = self._producer.state_dict(step_is_done=is_done)
+        else:
+            state = save_producer(self._producer, step_is_done=is_done)
         if self.replay is None:
             return state
         return state | {"replay": self.replay.state_dict(None if is_done else self._replay_before)}

@@ -101,6 +101,10 @@ class SharedSource:
             self._lane.add("wait", began, monotonic() - began)
         return batches
 
+    def is_any_asked_to_stop(self, trainer: AnyTrainer) -> bool:
+        """Whether any rank was asked to stop. A collective."""
+        return self.any_rank(self.ranks.is_asked_to_stop(trainer))
+
     def bounded_wait(self, what: str) -> AbstractContextManager[None]:
         """Context in which this rank does not count as hung, because what it waits for has a timeout of its own."""
         return self.ranks.progress.own_limit(what)

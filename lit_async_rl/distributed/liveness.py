@@ -199,7 +199,8 @@ class RankWatch:
             self._heard[rank] = (beat, now if beat != before else since)
             if beat != b"closed" and now - self._heard[rank][1] > self.timeout_s:
                 silent = (
-                    f"rank {rank} has not been heard from for {self.timeout_s:g} s: was it killed, or its machine lost?"
+                    f"rank {rank} has not been heard from for {self.timeout_s:g} s (data.limits.rank_timeout_s): was "
+                    "it killed, or its machine lost?"
                 )
                 self._learn(self._tell(silent))
         if self.rank == 0 and not self.failure:

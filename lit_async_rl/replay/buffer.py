@@ -19,6 +19,7 @@ from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.plain import plain
 
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
@@ -206,6 +207,8 @@ class ReplayBuffer:
         """
         entries, prompts, counts, random_state = snapshot or self.snapshot()  # draws depend on the order of prompts
         stored = [dataclasses.asdict(entry) for entry in entries]
+        for entry in stored:
+            entry["prompt"]["metadata"] = plain(entry["prompt"]["metadata"])
         return {"stored": stored, "prompts": prompts, "counts": counts, "random": random_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

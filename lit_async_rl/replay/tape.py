@@ -26,6 +26,7 @@ from lit_async_rl.replay.tape_rows import SCHEMA, from_rows, to_row
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.files import check_writable, is_disk_full, replacing, tolerate_full_disk
 from lit_async_rl.utils.folder_lock import FolderLock, remove_stale_parts
+from lit_async_rl.utils.plain import plain
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class TapeWriter:
         self.folder = Path(folder)
         check_writable(self.folder, "the tape's folder")
         self._rows: list[dict[str, Any]] = list(waiting)
+        self._unlisted: list[TapeFile] = []  # written; the disk was full for the manifest
         self._lock = FolderLock(self.folder, "the tape's folder")
         try:
             remove_stale_parts(self.folder)
@@ -92,7 +94,7 @@ class TapeWriter:
     @property
     def waiting(self) -> list[dict[str, Any]]:
         """Rows not written to disk yet, as plain values."""
-        return list(self._rows)
+        return [plain(row) for row in self._rows]
 
     def append(self, step: int, version: int, groups: Sequence[RolloutGroup]) -> None:
         """Adds a step; `flush` writes it to disk."""
@@ -117,19 +119,23 @@ class TapeWriter:
     def _wait_for_room(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self.flush()
-        while self._rows:
+        while self._rows or self._unlisted:
             if time.monotonic() > deadline:
-                steps = f"steps {self._rows[0]['step']} to {self._rows[-1]['step']} are not on the tape"
+                missing = [n for file in self._unlisted for n in (file.first, file.last)]
+                missing += [row["step"] for row in self._rows]
+                steps = f"steps {missing[0]} to {missing[-1]} are not on the tape"
                 problem = f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: {steps}"
                 raise OSError(errno.ENOSPC, problem, str(self.folder))
             time.sleep(min(1.0, timeout_s))
             self.flush()
 
     def flush(self) -> None:
-        """Writes the appended steps as one file."""
-        for file in self._write():
-            with tolerate_full_disk(f"the manifest of tape {self.folder}"):
-                add_to_manifest(self.folder, file)
+        """Writes the appended steps as one file, and lists it."""
+        self._unlisted += self._write()
+        with tolerate_full_disk(f"the manifest of tape {self.folder}"):
+            while self._unlisted:
+                add_to_manifest(self.folder, self._unlisted[0])
+                del self._unlisted[0]
 
     def _write(self) -> list[TapeFile]:
         """The file that holds the appended steps; None if there are none, or the disk is full."""
@@ -181,7 +187,8 @@ class Tape:
         Raises:
             ValueError: a file is damaged.
         """
-        tables = [_read(f, columns) for f in self._files if f.last >= first_step] or [_empty(columns)]
+        empty = SCHEMA.empty_table() if columns is None else SCHEMA.empty_table().select(list(columns))
+        tables = [_read(f, columns) for f in self._files if f.last >= first_step] or [empty]
         return pa.concat_tables(tables, promote_options="default")  # older files lack columns
 
     def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
@@ -239,9 +246,4 @@ def _read(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
         raise ValueError(f"{file.path} is not a tape file: it has no column {min(missing)}")
     if file.rows is not None and table.num_rows != file.rows:
         raise ValueError(f"{file.path} holds {table.num_rows} rows, and the manifest says {file.rows}")
-    return table if columns is None else table.select(list(columns))
-
-
-def _empty(columns: Sequence[str] | None) -> pa.Table:
-    table = SCHEMA.empty_table()
     return table if columns is None else table.select(list(columns))

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.spans import Spans
 
+TAPE = "tape"  # key of a replay's state
 log = logging.getLogger(__name__)
 
 
@@ -63,14 +65,19 @@ class Replay:
         tape: to read.
         first_step: of the tape.
         admission: bound of the settings; groups keep their recorded bounds.
+
+    Attributes:
+        num_used: groups handed out, and `num_before_step` of them before the present step.
     """
 
     def __init__(self, tape: Tape, first_step: int, admission: Admission) -> None:
         self.version = 0
         self._admission = admission
+        self._tape, self._first_step = tape, first_step
         self._steps = tape.steps(first_step)
         self._groups: deque[tuple[int, RolloutGroup]] = deque()
-        self._num_handed_out = self._num_tokens = 0
+        self.num_used = self.num_before_step = 0
+        self._num_restored = self._num_tokens = 0
         self._timer = WaitTimer()
 
     def start(self, version: int) -> None:
@@ -87,19 +94,34 @@ class Replay:
         self._admission.max_staleness = max_staleness
 
     def begin_step(self) -> None:
-        """Nothing to give back."""
+        """Marks all groups handed out before as trained on."""
+        self.num_before_step = self.num_used
+
+    def state_dict(self, step_is_done: bool) -> dict[str, Any]:
+        """Place in the tape: step that it was read from, and number of groups trained on since.
+
+        Args:
+            step_is_done: whether the groups handed out last were trained on.
+        """
+        num_groups = self.num_used if step_is_done else self.num_before_step
+        return {TAPE: {"first_step": self._first_step, "num_groups": num_groups}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a replay has saved its place; a tape need not have one step for each of the trainer's."""
+        if place := state.get(TAPE):
+            self._first_step = place["first_step"]
+            self._steps = self._tape.steps(self._first_step)
+            while self.num_used < place["num_groups"] and self._next() is not None:
+                pass
+            self.num_before_step = self._num_restored = self.num_used
 
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
         """The next group; None at the end of the tape."""
-        if not self._groups:
-            with self._timer.waiting():
-                step = next(self._steps, None)
-            if step is None:
-                log.warning("the tape has ended after %d groups: training stops", self._num_handed_out)
-                return None
-            self._groups.extend((step.version, group) for group in step.groups)
-        recorded, group = self._groups.popleft()
-        self._num_handed_out += 1
+        found = self._next()
+        if found is None:
+            log.warning("the tape has ended after %d groups: training stops", self.num_used - self._num_restored)
+            return None
+        recorded, group = found
         self._num_tokens += group.num_tokens
         moved = [
             replace(rollout, versions=tuple(v + self.version - recorded for v in rollout.versions))
@@ -107,6 +129,17 @@ class Replay:
         ]
         oldest = min((v for rollout in moved for v in rollout.versions), default=self.version)
         return replace(group, rollouts=tuple(moved), max_staleness=self.version - oldest)
+
+    def _next(self) -> tuple[int, RolloutGroup] | None:
+        """The next group, and the version that was trained on it."""
+        if not self._groups:
+            with self._timer.waiting():
+                step = next(self._steps, None)
+            if step is None:
+                return None
+            self._groups.extend((step.version, group) for group in step.groups)
+        self.num_used += 1
+        return self._groups.popleft()
 
     def observe(self, spans: Spans) -> None:
         """Records in a timeline when the tape is read."""
@@ -118,7 +151,7 @@ class Replay:
             ProducerStats.zero(),
             wait_s=self._timer.wait_s,
             run_s=self._timer.run_s,
-            num_finished=self._num_handed_out,
+            num_finished=self.num_used - self._num_restored,
             num_tokens=self._num_tokens,
         )
 

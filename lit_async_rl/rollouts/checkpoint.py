@@ -56,6 +56,7 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
             "position": producer.stream.position,
             "again": list(producer.again),
             "pass_rates": producer.intake.pass_rates.state_dict(),
+            "successes": producer.intake.successes,
             "random_state": {} if random_state is None else {"engine": random_state},
         }
 
@@ -101,7 +102,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
-    producer.intake.pass_rates.load_state_dict(state["pass_rates"])
+    producer.intake.restore(state["pass_rates"], state.get("successes", {}))
     if state["random_state"]:
         producer.listener.set_random_state(state["random_state"]["engine"].cpu())
     _file(producer, [group for group in saved if group.index in kept])

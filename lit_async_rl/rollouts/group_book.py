@@ -218,15 +218,16 @@ def rollout_of(completion: Completion, text: str) -> Rollout:
     """
     if completion.reward is None:
         raise InvariantError(f"a completion of group {completion.request_id} was filed without its reward")
+    turns = completion.turns
     return Rollout(
         completion_ids=completion.token_ids,
         behavior_logprobs=completion.logprobs,
         versions=completion.versions,
         finish_reason=completion.finish_reason,
         text=text,
-        reward=completion.reward,
+        reward=float(completion.reward),  # of numpy, from some engines: checkpoints hold none
         loss_mask=completion.loss_mask,
-        turns=completion.turns,
+        turns=None if turns is None else tuple(dataclasses.replace(turn, reward=float(turn.reward)) for turn in turns),
         head=completion.head,
         experts=completion.experts,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lit_async_rl.prompts.curriculum import Curriculum, PassRates
 from lit_async_rl.prompts.stream import PromptStream
@@ -102,7 +103,7 @@ class Intake:
     def trained(self, group: RolloutGroup, number: int, position: int) -> None:
         """Counts a group as trained on."""
         self._count(TRAINED, number, _length(group), group.generation_s)
-        known = self._successes.pop(group.index, None)  # not there after a resume
+        known = self._successes.pop(group.index, None)  # not there after a resume from an older checkpoint
         self.pass_rates.measure(number, self._pass_rate(group) if known is None else known)
         self._num_lost.pop(position, None)
 
@@ -115,6 +116,16 @@ class Intake:
         if not again:
             del self._num_lost[position]
         return again
+
+    @property
+    def successes(self) -> dict[int, float]:
+        """Pass rates of groups that were not trained on yet, before filters changed their rewards."""
+        return dict(self._successes)
+
+    def restore(self, pass_rates: Mapping[str, Any], successes: Mapping[int, float]) -> None:
+        """Restores the pass rates of a checkpoint: those of prompts, and `successes`."""
+        self.pass_rates.load_state_dict(pass_rates)
+        self._successes = dict(successes)
 
     @property
     def fates(self) -> Mapping[str, FateTotals]:

@@ -206,8 +206,8 @@ class Admission:
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
         """Restores a `state_dict` with these groups admitted (index: deadline), as far as the bound allows.
 
-        With unchanged settings it allows all of them. With a smaller `max_staleness` deadlines move forward; with fewer
-        groups per round the last ones would miss theirs.
+        With unchanged settings it allows all of them. Where a group's bound is above `max_staleness` its deadline moves
+        forward; with fewer groups per round the last ones would miss theirs.
 
         Returns:
             The groups admitted; the others must be sampled again.
@@ -222,14 +222,18 @@ class Admission:
             )
         self.round, self.next_index = state["round"], state["next_index"]
         self.num_taken, self.num_lost = state["num_taken"], state["num_lost"]
-        sooner = max(0, state["max_staleness"] - self.max_staleness)
-        bounds, largest = state.get("bounds", {}), state.get("largest_bound", state["max_staleness"])  # the older way
+        largest = state.get("largest_bound", state["max_staleness"])  # older checkpoints have one for all
+        bounds = {index: state.get("bounds", {}).get(index, largest) for index in deadlines}
+        sooner = {index: max(0, bound - self.max_staleness) for index, bound in bounds.items()}
         kept: dict[int, int] = {}
-        for index, deadline in sorted(deadlines.items(), key=lambda item: (item[1], item[0])):
-            ahead = self.num_taken + max(0, len(kept) - self.redundant_groups)
-            trains_in = self.round + ahead // self.groups_per_round
-            if deadline - sooner >= trains_in:
-                kept[index] = deadline - sooner
+        for deadline, index in sorted((deadline - sooner[index], index) for index, deadline in deadlines.items()):
+            if deadline >= self._trains_in(len(kept)):
+                kept[index] = deadline
         for index in sorted(kept):
-            self._hold(index, kept[index], bounds.get(index, largest) - sooner)
+            self._hold(index, kept[index], bounds[index] - sooner[index])
         return set(kept)
+
+    def _trains_in(self, num_before: int) -> int:
+        """Last round in which a restored group trains that `num_before` others come before."""
+        ahead = self.num_taken + max(0, num_before - self.redundant_groups)
+        return self.round + ahead // self.groups_per_round

@@ -42,6 +42,9 @@ class ExpiringAdmission(Admission):
             heapq.heappop(self._finished)
         return self._finished[0] if self._finished and self.num_left_in_round > 0 else None
 
+    def _trains_in(self, num_before: int) -> int:
+        return self.round  # groups may miss their deadline here: all are kept that can still be in time
+
     def lose(self) -> list[int]:
         """Drops the groups whose last round is over."""
         if self._swept == self.round:

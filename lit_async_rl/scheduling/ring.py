@@ -9,6 +9,8 @@ older when they finish.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.scheduling.admission import Admission
@@ -29,6 +31,7 @@ class RingAdmission(Admission):
         self.num_sampling, self.capacity = num_sampling, capacity
         self._waiting: deque[int] = deque()  # finished, in the order in which they finished
         self._lost: list[int] = []
+        self._surplus = 0  # finished groups above the capacity: after a resume, until the interrupted round is over
 
     @property
     def num_admissible(self) -> int:
@@ -38,7 +41,7 @@ class RingAdmission(Admission):
     def finish(self, index: int) -> None:
         """Puts a group into the buffer; drops the oldest one if it is full."""
         self._waiting.append(index)
-        if len(self._waiting) > self.capacity:
+        while len(self._waiting) > self.capacity + self._surplus:
             self._lose_oldest()
 
     def choose(self) -> int | None:
@@ -58,6 +61,19 @@ class RingAdmission(Admission):
         """Groups dropped since the last call."""
         lost, self._lost = self._lost, []
         return lost
+
+    def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
+        """As `Admission`; the groups of the interrupted step come back into the buffer, however full it is."""
+        kept = super().restore(state, deadlines)
+        self._surplus = max(0, len(kept) - self.capacity)
+        return kept
+
+    def _trains_in(self, num_before: int) -> int:
+        return self.round  # groups may miss their deadline here: all are kept that can still be in time
+
+    def advance(self) -> None:
+        super().advance()
+        self._surplus = 0
 
     def _lose_oldest(self) -> None:
         index = self._waiting.popleft()

@@ -25,8 +25,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     (Lightning's own moves the file from the system's temporary folder, which copies it between file systems.)
 
-    When the disk is full training continues: a warning names the missing checkpoint, and no checkpoint is removed until
-    one is written again.
+    When the disk is full training continues: a warning names the missing checkpoint. After any failure no checkpoint is
+    removed until one is written again.
 
     Attributes:
         disk_is_full: whether the last checkpoint was not written for that reason.
@@ -34,6 +34,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         self.disk_is_full = False
+        self._has_failed = False  # the last checkpoint is missing, whatever the reason
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; URLs such as `s3://` are left to Lightning."""
@@ -41,6 +42,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
+        self._has_failed = True
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_stale_parts(target.parent)
@@ -54,7 +56,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self.disk_is_full = True
             log.warning("checkpoint %s was not written: the disk is full. Older ones stay; training goes on", target)
             return
-        self.disk_is_full = False
+        self.disk_is_full = self._has_failed = False
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
@@ -63,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, unless its successor could not be written."""
-        if not self.disk_is_full:
+        if not self._has_failed:
             super().remove_checkpoint(path)
 
 

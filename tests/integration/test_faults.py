@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import lightning.pytorch as pl
@@ -18,8 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.advantages.group import Raw
 from lit_async_rl.callbacks import SaveOnFailure, SaveOnSigterm
-from lit_async_rl.errors import ProducerError
+from lit_async_rl.errors import ProducerError, RewardError, StalledError
 from lit_async_rl.rewards.functions import IsolatedReward
+from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.background_io import BackgroundCheckpointIO
 from lit_async_rl.utils.files import check_writable
 
@@ -155,3 +157,29 @@ def test_an_unwritable_folder_is_named_and_left_alone(tmp_path):
         check_writable(tmp_path / "file" / "tape", "the tape's folder")
     check_writable(tmp_path / "new" / "tape", "the tape's folder")
     assert list((tmp_path / "new" / "tape").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["raises", "hangs"])
+def test_a_reward_that_fails_in_a_validation_within_the_run_costs_no_work(kind, tmp_path, caplog):
+    begun = threading.Event()
+
+    def reward(prompt, completion):
+        if begun.is_set() and prompt.text in held_out:
+            if kind == "raises":
+                raise KeyError("mine")
+            time.sleep(2)
+        return 1.0
+
+    prompts = SortDigits(4, size=4, split="held_out")
+    held_out = {prompts[n].text for n in range(4)}
+
+    class Later(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                begun.set()
+
+    data = make_data(reward=reward, groups_per_step=2, val_prompts=prompts, reward_timeout_s=1.0)
+    callbacks, settings = [Later(), SaveOnFailure()], dict(default_root_dir=tmp_path, enable_checkpointing=True)
+    with pytest.raises((RewardError, StalledError)):
+        fit(make_module(), data, 30, callbacks, val_check_interval=4, limit_val_batches=1.0, **settings)
+    assert said(caplog, "failed.ckpt after step 4, with all finished rollouts")

@@ -1,10 +1,13 @@
 """The replay buffer: what it keeps, what it draws how often, how old that may be, and that a run learns from it."""
 
+import datetime
 import math
 from collections import Counter
 from dataclasses import replace
+from decimal import Decimal
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from flow import fit, make_data, make_module
@@ -13,10 +16,12 @@ from hypothesis import strategies as st
 
 from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.callbacks import ReplayMonitor
+from lit_async_rl.engines.base import Completion
 from lit_async_rl.losses import TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.weighting import RecencyReplay, RewardReplay, UniformReplay
+from lit_async_rl.rollouts.group_book import rollout_of
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 
@@ -196,3 +201,32 @@ def test_a_monitor_without_a_buffer_is_refused():
 def test_bad_settings_are_named(make, setting):
     with pytest.raises(ValueError, match=setting):
         make()
+
+
+def test_a_checkpoint_with_it_can_be_loaded_whatever_prompts_and_engines_bring(tmp_path):
+    odd = {
+        "day": datetime.date(2026, 1, 2),
+        "price": Decimal("1.5"),
+        "size": np.int64(3),
+        "parts": np.array([1.5, 2.0]),
+    }
+    completion = Completion(
+        request_id=0,
+        sample_index=0,
+        token_ids=(5, 1),
+        logprobs=(-1.0, -1.0),
+        versions=(0, 0),
+        finish_reason="stop",
+        reward=np.float64(0.5),
+        turns=(Turn(end=2, reward=np.float64(0.5), state=0),),
+    )
+    rollouts = rollout_of(completion, "5"), rollout_of(replace(completion, token_ids=(6, 1)), "6")
+    found = replace(group(0, 3, [5], 0), rollouts=rollouts, prompt=Prompt(text="3", metadata=odd))
+    first = ReplayBuffer()
+    first.add(found)
+    torch.save(first.state_dict(), tmp_path / "buffer.pt")
+    again = ReplayBuffer()
+    again.load_state_dict(torch.load(tmp_path / "buffer.pt", weights_only=True))
+    (drawn,) = again.sample(1, 2, 0)
+    assert drawn.prompt.metadata == {"day": "2026-01-02", "price": "1.5", "size": 3, "parts": [1.5, 2.0]}
+    assert set(drawn.rollouts) == set(found.rollouts)

@@ -3,12 +3,16 @@
 import csv
 import logging
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from lit_async_rl.cli.commands import main
+from lit_async_rl.cli.tape import main as filter_tape
 from lit_async_rl.replay.tape import Tape
 
 ROOT = Path(__file__).parents[2]
@@ -84,3 +88,36 @@ def test_a_replay_that_was_interrupted_goes_on_and_ends_with_its_tape(recorded, 
     assert "the tape has ended after 6 groups" in caplog.text
     assert "optimizer steps │ 3 " in summary(capsys)
     assert len(list(Tape(tape).steps())) == STEPS
+
+
+def test_an_interrupted_replay_of_a_part_of_a_tape_goes_on_where_it_was(recorded, tmp_path, monkeypatch):
+    """The tape's first step is not the run's, and its steps are not as long."""
+    micro_batches, tape, _ = recorded
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["tape", "filter", str(tape), "--out", str(tmp_path / "part"), "--first_step", "1"])
+        filter_tape()
+    for size, steps in ((2, 4), (4, 2)):
+        settings = (*replay(tmp_path / "part"), "--data.groups_per_step", str(size))
+        folder = tmp_path / str(size)
+        expected = train(folder / "whole", micro_batches, *settings, steps=steps)
+        train(folder / "first", micro_batches, *settings, steps=1)
+        resume = ("--ckpt_path", str(folder / "first/quickstart/version_0/checkpoints/last.ckpt"))
+        assert torch.equal(train(folder / "rest", micro_batches, *settings, *resume, steps=steps), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_end_with_their_tape_as_one_does(recorded, tmp_path):
+    micro_batches, tape, _ = recorded
+    flags = ["--config", "configs/quickstart.yaml", "--config", "configs/strategies/ddp.yaml", *replay(tape)]
+    flags += ["--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.max_steps", "9"]
+    flags += ["--data.groups_per_step", "2", "--data.group_size", "2", "--data.validation.prompts.init_args.size", "8"]
+    flags += ["--data.micro_batches_per_step", str(micro_batches), "--trainer.logger.init_args.save_dir", str(tmp_path)]
+    environment = os.environ | dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))
+    command = [sys.executable, "scripts/train.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=250)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0, said
+    assert f"the tape has ended after {2 * STEPS} groups" in said
+    assert f"optimizer steps │ {STEPS} " in said
+    assert "SIGTERM" not in said

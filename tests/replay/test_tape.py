@@ -1,10 +1,12 @@
 """The tape: a replay is the run again, other choices see the same data, damage is noticed, nothing is lost."""
 
+import errno
 import logging
 import runpy
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,8 +18,11 @@ from flow import fit, make_data, make_module, parameters
 from test_resume import Watch, saving
 
 from lit_async_rl.callbacks import RolloutTape
+from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.losses import Reinforce
+from lit_async_rl.replay import tape as tape_module
 from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.utils.folder_lock import lock_path
 
 ROOT = Path(__file__).parents[2]
@@ -161,3 +166,43 @@ def test_a_run_that_failed_leaves_its_folder_to_other_processes(tmp_path):
     assert [step.step for step in Tape(tmp_path).steps()] == [0, 1]
     with FileLock(lock_path(tmp_path.resolve())).acquire(timeout=0):  # as another process would
         pass
+
+
+def test_a_file_that_the_manifest_had_no_room_for_is_listed_later(recorded, tmp_path, monkeypatch):
+    steps = list(Tape(recorded[0]).steps())
+    writer, add = TapeWriter(tmp_path), tape_module.add_to_manifest
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    writer.append(0, 0, steps[0].groups)
+    writer.flush()
+    monkeypatch.setattr(tape_module, "add_to_manifest", full)
+    for step in (1, 2):
+        writer.append(step, step, steps[step].groups)
+        writer.flush()
+    with pytest.raises(OSError, match="steps 1 to 2 are not on the tape"):
+        writer.close(0.0)
+    monkeypatch.setattr(tape_module, "add_to_manifest", add)
+    writer.append(3, 3, steps[3].groups)
+    writer.flush()
+    assert [step.step for step in Tape(tmp_path).steps()] == [0, 1, 2, 3]
+
+
+def test_rows_with_recorded_distributions_wait_in_a_checkpoint_that_can_be_loaded(recorded, tmp_path):
+    (found, *_) = next(Tape(recorded[0]).steps()).groups
+    rollouts = []
+    for rollout in found.rollouts:
+        n = len(rollout.completion_ids)
+        head = SamplerHead(torch.rand(n), torch.randint(9, (n, 2), dtype=torch.int32), -torch.rand(n, 2))
+        rollouts.append(replace(rollout, head=head, experts=ExpertChoices(torch.zeros(n, 2, 1, dtype=torch.int16))))
+    writer = TapeWriter(tmp_path / "tape")
+    writer.append(0, 0, [replace(found, rollouts=tuple(rollouts))])
+    torch.save(writer.waiting, tmp_path / "rows.pt")
+    writer.release()
+    again = TapeWriter(tmp_path / "again", 1, torch.load(tmp_path / "rows.pt", weights_only=True))
+    again.flush()
+    (step,) = Tape(tmp_path / "again").steps()
+    for read, written in zip(step.groups[0].rollouts, rollouts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(read.head.tensors, written.head.tensors, strict=True))
+        assert torch.equal(read.experts.experts, written.experts.experts)

@@ -78,3 +78,14 @@ def test_what_drops_is_refused_where_lag_is_fixed_and_settings_are_named():
         with pytest.raises(ValueError, match=message):
             make()
     assert replace(Drop(), ahead=2.0).ahead == 2.0
+
+
+def test_a_resume_measures_pass_rates_as_the_run_would_have_before_filters_changed_rewards():
+    first, again = (Intake([OverlongPenalty(4, 2)]) for _ in range(2))
+    kept = first.judge(group([1.0, 1.0], [4, 3]), 5)
+    assert [rollout.reward for rollout in kept.rollouts] != [1.0, 1.0]
+    again.restore(first.pass_rates.state_dict(), first.successes)
+    for intake in (first, again):
+        intake.trained(kept, 5, 0)
+        assert intake.pass_rates.of(5) == 1.0
+        assert intake.successes == {}

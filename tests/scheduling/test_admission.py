@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_async_rl.scheduling.admission import Admission
+from lit_async_rl.scheduling.expiry import ExpiringAdmission
+from lit_async_rl.scheduling.ring import RingAdmission
 
 
 def run(admission: Admission, rounds: int, pick, bounds=None) -> list[tuple[int, int, int]]:
@@ -158,3 +160,87 @@ def test_no_promise_of_the_package_is_an_assert():
     files = [*(root / "lit_async_rl").rglob("*.py"), *(root / "callbacks").rglob("*.py")]
     assert len(files) > 100
     assert not [file for file in files if re.search(r"^\s*assert\b", file.read_text(), re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("under", "lowered", "now"), [(8, 2, 4), (4, 4, 2), (8, 1, 1)])
+@given(data=st.data())
+def test_a_resume_holds_the_bound_for_groups_that_were_admitted_under_a_larger_one(under, lowered, now, data):
+    """As with `AdaptiveStaleness`, which had lowered the bound when the checkpoint was saved."""
+    groups = data.draw(st.integers(1, 3))
+    first = Admission(groups, under)
+    admitted = {first.admit(): 0 for _ in range(first.num_admissible)}
+    first.max_staleness = lowered
+    again = Admission(groups, now)
+    kept = again.restore(first.state_dict(), first.deadlines)
+    assert kept == set(range((now + 1) * groups)), "as many as can train in time"
+    unfinished, trained = sorted(kept), []
+    for _ in range(under + 2):
+        while again.num_left_in_round:
+            for _ in range(again.num_admissible):
+                unfinished.append(index := again.admit())
+                admitted[index] = again.round
+            while (chosen := again.choose()) is None:
+                again.finish(unfinished.pop(data.draw(st.integers(0, len(unfinished) - 1))))
+            again.take(chosen)
+            trained.append(again.round - admitted[chosen])
+        again.advance()
+    assert max(trained) <= now
+
+
+def test_a_resume_with_a_smaller_bound_keeps_what_a_ratio_had_kept_within_it():
+    first = Admission(2, 4, async_ratio=1.0)
+    indices = {first.admit() for _ in range(first.num_admissible)}
+    again = Admission(2, 2, async_ratio=1.0)
+    assert again.restore(first.state_dict(), first.deadlines) == indices
+    assert again.deadlines == first.deadlines
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ExpiringAdmission(2, 0, ahead=1.0),
+        lambda: ExpiringAdmission(4, 1, ahead=3.0),
+        lambda: RingAdmission(4, 2, num_sampling=8, capacity=4),
+    ],
+)
+def test_what_may_be_dropped_later_is_kept_by_a_resume_with_the_same_settings(make):
+    first = make()
+    indices = [first.admit() for _ in range(first.num_admissible)]
+    finished = indices[-first.groups_per_round :]
+    for index in finished:
+        first.finish(index)
+    taken = [first.choose() for _ in range(1)]
+    deadlines = {taken[0]: first.take(taken[0])}  # of a step that the checkpoint interrupts
+    again = make()
+    assert again.restore(first.state_dict(num_given_back=1), first.deadlines | deadlines) == set(indices)
+    for index in finished:
+        again.finish(index)
+    assert again.lose() == []
+    order = []
+    while again.num_left_in_round:
+        order.append(again.choose())
+        again.take(order[-1])
+    assert order == finished
+
+
+def test_a_ring_that_is_full_takes_the_groups_of_an_interrupted_step_back_once():
+    first = RingAdmission(2, 8, num_sampling=2, capacity=3)
+
+    def finish_some(admission, num):
+        for _ in range(num):
+            admission.finish(admission.admit())
+
+    finish_some(first, 3)
+    in_step = {index: first.take(index) for index in (0, 1)}
+    finish_some(first, 2)
+    again = RingAdmission(2, 8, num_sampling=2, capacity=3)
+    kept = again.restore(first.state_dict(len(in_step)), first.deadlines | in_step)
+    for index in sorted(kept):
+        again.finish(index)
+    assert again.lose() == []
+    for _ in range(2):
+        again.take(again.choose())
+    again.advance()
+    assert again.lose() == [], "three wait"
+    finish_some(again, 1)
+    assert again.lose() == [2], "the capacity counts again"

@@ -1,5 +1,6 @@
 """Checkpoints written in the background: what is saved, in which order files change, errors, kills."""
 
+import errno
 import os
 import random
 import signal
@@ -116,3 +117,30 @@ def test_a_kill_at_any_moment_leaves_the_last_one_loadable(tmp_path):
         value = BackgroundCheckpointIO().load_checkpoint(folder / "last.ckpt")["state_dict"]["policy.w"]
         assert value.eq(value[0]).all()
         assert len(list(folder.glob("[0-9]*.ckpt"))) <= 2
+
+
+@pytest.mark.parametrize("kind", [BackgroundCheckpointIO, AtomicCheckpointIO])
+def test_whatever_error_a_save_ends_in_the_checkpoint_before_it_stays(kind, tmp_path, monkeypatch):
+    io, old, new = kind(), tmp_path / "1.ckpt", tmp_path / "2.ckpt"
+    io.save_checkpoint(state(1.0), old)
+    if kind is BackgroundCheckpointIO:
+        io.wait()
+
+    def broken(*args, **kwargs):
+        raise OSError(errno.EIO, "the network file system is gone")
+
+    def save_the_next():
+        io.save_checkpoint(state(2.0), new)
+        io.remove_checkpoint(old)  # before its successor's error is known
+        io.teardown()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", broken)
+        with pytest.raises(OSError, match="is gone"):
+            save_the_next()
+    assert old.exists()
+    io.remove_checkpoint(old)
+    io.save_checkpoint(state(3.0), new)
+    io.remove_checkpoint(old)
+    io.teardown()
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["2.ckpt"]
