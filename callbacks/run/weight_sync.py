@@ -148,7 +148,7 @@ def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> N
     Raises:
         ValueError: the checkpoint has no such state, or several.
     """
-    if type(data).__qualname__ in checkpoint or data.tape is not None:  # Lightning did it; a tape has no state
+    if type(data).__qualname__ in checkpoint or data.tape is not None:  # Lightning did it; a tape begins at the step
         return
     found = [name for name, value in checkpoint.items() if is_producer_state(value)]
     if not found and checkpoint["global_step"] == 0:  # saved before anything was sampled

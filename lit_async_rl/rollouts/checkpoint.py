@@ -72,6 +72,12 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
             if listener.engine_error is None:
                 raise
     if not listener.is_working:
+        if producer.admission.in_order and listener.engine_error is None:
+            log.warning(
+                "this checkpoint is saved after the engine was closed, without its random state, and with %d groups "
+                "that a later version will sample: resumed, the run will not repeat bit for bit",
+                len(producer.book.unfinished),
+            )
         return [], None
     partials, random_state = listener.partial_completions(), listener.random_state()
     return (partials, random_state) if listener.engine_error is None else ([], None)

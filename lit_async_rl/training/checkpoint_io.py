@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from lit_async_rl.models.sharded_checkpoint import check_folder
-from lit_async_rl.utils.digest import DigestWriter, check_file
+from lit_async_rl.utils.digest import DigestWriter, check_file, read_safely
 from lit_async_rl.utils.files import is_disk_full, replacing
 from lit_async_rl.utils.folder_lock import remove_stale_parts
 from lit_async_rl.utils.lightning_types import AnyTrainer
@@ -35,6 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         self.disk_is_full = False
         self._has_failed = False  # the last checkpoint is missing, whatever the reason
+        self._is_read_again = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; URLs such as `s3://` are left to Lightning."""
@@ -57,6 +58,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             log.warning("checkpoint %s was not written: the disk is full. Older ones stay; training goes on", target)
             return
         self.disk_is_full = self._has_failed = False
+        if not self._is_read_again:
+            self._is_read_again = True
+            _warn_if_refused(target)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
@@ -67,6 +71,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Removes a checkpoint, unless its successor could not be written."""
         if not self._has_failed:
             super().remove_checkpoint(path)
+
+
+def _warn_if_refused(path: Path) -> None:
+    """Reads a checkpoint without its tensors' values: what would refuse a resume is said while the run goes on."""
+    try:
+        read_safely(path, f"checkpoint {path}")
+    except ValueError as error:
+        log.warning(
+            "%s. No run can be resumed from it. What a callback or module saves (state_dict, on_save_checkpoint, "
+            "hyperparameters) must be tensors, numbers, text, and lists and dictionaries of these",
+            error,
+        )
 
 
 def finish_saving(trainer: AnyTrainer) -> bool:

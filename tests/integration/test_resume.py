@@ -52,6 +52,15 @@ def test_a_resumed_fixed_lag_run_ends_bit_for_bit_where_the_unbroken_one_does(tm
     assert resumed.version == whole.version
 
 
+def test_a_checkpoint_that_is_saved_after_the_run_says_that_it_does_not_repeat_it(tmp_path, caplog):
+    for schedule in ("fixed_lag", "free"):
+        data = make_data(schedule=schedule, max_staleness=1, groups_per_step=2)
+        trainer = fit(make_module(), data, 2, enable_checkpointing=True, default_root_dir=tmp_path)
+        trainer.save_checkpoint(tmp_path / f"{schedule}.ckpt")
+    (line,) = [record.getMessage() for record in caplog.records if "bit for bit" in record.getMessage()]
+    assert "after the engine was closed" in line
+
+
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_after_a_resume_every_prompt_is_trained_on_once_and_within_the_bound(tmp_path, in_flight):
     chance = random.Random(0)

@@ -1,5 +1,6 @@
 """Checkpoints written in the background: what is saved, in which order files change, errors, kills."""
 
+import datetime
 import errno
 import os
 import random
@@ -117,6 +118,23 @@ def test_a_kill_at_any_moment_leaves_the_last_one_loadable(tmp_path):
         value = BackgroundCheckpointIO().load_checkpoint(folder / "last.ckpt")["state_dict"]["policy.w"]
         assert value.eq(value[0]).all()
         assert len(list(folder.glob("[0-9]*.ckpt"))) <= 2
+
+
+@pytest.mark.parametrize("kind", [BackgroundCheckpointIO, AtomicCheckpointIO])
+def test_a_checkpoint_that_could_not_be_loaded_is_named_when_it_is_saved(kind, tmp_path, caplog):
+    io = kind()
+    for day, name in enumerate(("1.ckpt", "2.ckpt")):
+        io.save_checkpoint(
+            state(1.0) | {"callbacks": {"Mine": {"since": datetime.date(2026, 1, 1 + day)}}}, tmp_path / name
+        )
+    io.teardown()
+    (line,) = [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()]
+    assert f"checkpoint {tmp_path / '1.ckpt'} holds code, which is never executed: datetime.date" in line
+    caplog.clear()
+    io = kind()
+    io.save_checkpoint(state(1.0), tmp_path / "3.ckpt")
+    io.teardown()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", [BackgroundCheckpointIO, AtomicCheckpointIO])
