@@ -46,8 +46,9 @@ class GhostTape:
         last_blocks: norms over the parameters of the head and of this many last transformer blocks; None is all layers.
 
     Raises:
-        ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, or to two
-            layers (other than embedding and head), or activations are not kept (gradient checkpointing).
+        ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, to two layers
+            (other than embedding and head), or to an adapter of the head, or activations are not kept (gradient
+            checkpointing).
     """
 
     def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
@@ -73,6 +74,14 @@ class GhostTape:
                 if id(parameter) in owners:
                     raise ValueError(f"ghost norms: layers {owners[id(parameter)]!r} and {name!r} share a parameter")
                 owners[id(parameter)] = name
+        inside = {id(module) for module in self._body.modules()}
+        for name, module in self.policy.causal_lm.named_modules():
+            is_plain_head = module is self._head and type(module) in (nn.Linear, Conv1D)
+            if id(module) not in inside and not is_plain_head and own_parameters(module):
+                raise ValueError(
+                    f"model.baseline=OptimalBaseline with norms=GHOST does not support layer {name!r} of type "
+                    f"{type(module).__name__}, which is outside of the model's body: use PER_TRAJECTORY or SCORE"
+                )
 
     def __enter__(self) -> GhostTape:
         self._records, self._hidden = {}, None
