@@ -74,7 +74,7 @@ class Support(NamedTuple):
 
 
 def known_support(head_logprobs: Float[Tensor, "B T k"], mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T k"]:
-    """Which tokens of the recorded heads are the support of the sampler.
+    """Marks the tokens of the recorded heads that are the support of the sampler.
 
     All False outside of `mask`, and where the support is not smaller than the head: it may then have more tokens.
     """
