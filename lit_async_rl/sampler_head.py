@@ -1,15 +1,17 @@
 """Head of the sampling distribution: the likeliest tokens of each position, as the engine recorded them.
 
-L tokens of one completion, k = `sampling.head`.
+L tokens of one completion, k = `sampling.head`. B rows, T positions of a batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
@@ -62,6 +64,30 @@ class SamplerHead:
     def width(self) -> int:
         """k, the number of tokens per position."""
         return self.ids.shape[1]
+
+
+class Support(NamedTuple):
+    """Tokens that a truncated sampler (top-k, top-p, min-p) chose from: those of `ids` where `known` is True."""
+
+    ids: Int[Tensor, "B T k"]
+    known: Bool[Tensor, "B T k"]
+
+
+def known_support(head_logprobs: Float[Tensor, "B T k"], mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T k"]:
+    """Marks the tokens of the recorded heads that are the support of the sampler.
+
+    All False outside of `mask`, and where the support is not smaller than the head: it may then have more tokens.
+    """
+    possible = head_logprobs > -math.inf
+    return possible & (~possible.all(-1) & mask)[..., None]
+
+
+def log_mass(logprobs: Float[Tensor, "*shape k"], known: Bool[Tensor, "*shape k"]) -> Float[Tensor, "*shape"]:
+    """Logarithm of the sum of pi over the known support, from log-probabilities of the head; 0 where none is known."""
+    is_known = known.any(-1, keepdim=True)
+    inside = torch.where(known, logprobs, -math.inf)
+    total = torch.where(is_known, inside, 0.0).logsumexp(-1)  # a row of -inf has no gradient
+    return torch.where(is_known[..., 0], total, 0.0)
 
 
 def blank_head(length: int, width: int) -> SamplerHead:

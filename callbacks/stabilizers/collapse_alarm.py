@@ -109,6 +109,8 @@ class CollapseAlarm(SignalCallback):
         self._alarm = broken if self._quiet_steps == 0 else []
         if self.watch.is_healthy and self._quiet_steps == 0:
             self.action.healthy(trainer, pl_module)
+        else:
+            self.action.unhealthy(trainer, pl_module)
         self._quiet_steps = max(0, self._quiet_steps - 1)
         self._stepped = True
         values = {name: value for name, value in vars(seen).items() if value is not None and math.isfinite(value)}

@@ -27,6 +27,7 @@ from lit_async_rl.baselines.packed_rows import gathered, own_positions, packed
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.packed_rows import PackedRows
 from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.sampler_head import Support, log_mass
 
 
 class GhostTape:
@@ -45,8 +46,9 @@ class GhostTape:
         last_blocks: norms over the parameters of the head and of this many last transformer blocks; None is all layers.
 
     Raises:
-        ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, or to two
-            layers (other than embedding and head), or activations are not kept (gradient checkpointing).
+        ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, to two layers
+            (other than embedding and head), or to an adapter of the head, or activations are not kept (gradient
+            checkpointing).
     """
 
     def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
@@ -72,6 +74,14 @@ class GhostTape:
                 if id(parameter) in owners:
                     raise ValueError(f"ghost norms: layers {owners[id(parameter)]!r} and {name!r} share a parameter")
                 owners[id(parameter)] = name
+        inside = {id(module) for module in self._body.modules()}
+        for name, module in self.policy.causal_lm.named_modules():
+            is_plain_head = module is self._head and type(module) in (nn.Linear, Conv1D)
+            if id(module) not in inside and not is_plain_head and own_parameters(module):
+                raise ValueError(
+                    f"model.baseline=OptimalBaseline with norms=GHOST does not support layer {name!r} of type "
+                    f"{type(module).__name__}, which is outside of the model's body: use PER_TRAJECTORY or SCORE"
+                )
 
     def __enter__(self) -> GhostTape:
         self._records, self._hidden = {}, None
@@ -115,17 +125,19 @@ class GhostTape:
         mask: Bool[Tensor, "B T"],
         temperature: float = 1.0,
         rows: PackedRows | None = None,
+        support: Support | None = None,
     ) -> Float[Tensor, " B"]:
         """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all parameters that were chosen.
 
-        `rows` is the layout of the forward pass if it was packed; see above for what is left out then.
+        `rows` is the layout of the forward pass if it was packed; see above for what is left out then. Where `support`
+        is known, pi is renormalised over it, as in the loss.
         """
         if self._hidden is None:
             raise SetupError("GhostTape has recorded no forward pass yet")
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
         columns = _used_columns(coefficients)
         hidden = self._hidden.detach() if rows is None else gathered(self._hidden.detach(), rows)
-        norms, hidden_grads, taken = self._head_pass(hidden, coefficients, input_ids, temperature, columns)
+        norms, hidden_grads, taken = self._head_pass(hidden, coefficients, input_ids, temperature, columns, support)
         if rows is not None:
             hidden_grads = packed(hidden_grads, columns, rows)
         names, grams = list(self._records), InputGrams()
@@ -150,7 +162,13 @@ class GhostTape:
         return norms
 
     def _head_pass(
-        self, hidden: Tensor, coefficients: Tensor, input_ids: Tensor, temperature: float, columns: slice
+        self,
+        hidden: Tensor,
+        coefficients: Tensor,
+        input_ids: Tensor,
+        temperature: float,
+        columns: slice,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms of the head, gradient at its input, and its output gradients at the prompt's and completion's own ids.
 
@@ -167,8 +185,12 @@ class GhostTape:
             handle = self._head.register_forward_hook(lambda module, args, output, raw=raw: raw.append(output))
             with torch.enable_grad():
                 logits = self.policy.logits(features.flatten(0, 1)).float() / (temperature or 1.0)
-                logprobs = torch.log_softmax(logits, -1).gather(-1, input_ids[part, predicted].flatten()[:, None])
-                total = (logprobs[:, 0] * coefficients[part, predicted].flatten()).sum()
+                log_p = torch.log_softmax(logits, -1)
+                logprobs = log_p.gather(-1, input_ids[part, predicted].flatten()[:, None])[:, 0]
+                if support is not None:
+                    ids, known = (values[part, predicted].flatten(0, 1) for values in support)
+                    logprobs = logprobs - log_mass(log_p.gather(-1, ids), known)
+                total = (logprobs * coefficients[part, predicted].flatten()).sum()
             handle.remove()
             feature_grads, logit_grads = torch.autograd.grad(total, [features, raw[0]])
             hidden_grads[part, columns] = feature_grads

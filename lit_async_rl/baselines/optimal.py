@@ -23,6 +23,7 @@ from lit_async_rl.baselines.ghost_norms import GhostTape
 from lit_async_rl.baselines.layer_norms import has_sharded_parameters
 from lit_async_rl.importance import masked, sequence_log_ratio
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
+from lit_async_rl.sampler_head import Support, known_support
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 
@@ -166,7 +167,10 @@ class OptimalBaseline:
         weights: Float[Tensor, "B T"],
         batch: RolloutBatch,
     ) -> Float[Tensor, "B T"]:
-        """Advantage of each token; `stats` carries the forward graph, `weights` are importance weights."""
+        """Advantage of each token; `stats` carries the forward graph, `weights` are importance weights.
+
+        Log-probabilities of `stats` are those of the loss, renormalised `on_support`.
+        """
         mask, logprobs = batch.loss_mask, stats.logprobs
         coefficients = mask.float() if self.flavour is Flavour.PAPER else batch.token_weights * weights
         if self.norms is Norms.SCORE:
@@ -174,9 +178,16 @@ class OptimalBaseline:
         elif tape is None:
             norms = per_trajectory_squared_norms(policy, logprobs, coefficients)
         else:
-            norms = tape.squared_norms(coefficients, batch.input_ids, mask, batch.temperature, stats.rows)
+            arguments = coefficients, batch.input_ids, mask, batch.temperature, stats.rows, _support(batch)
+            norms = tape.squared_norms(*arguments)
         log_weights = norms.log()
         if self.flavour is not Flavour.CONSISTENT:
             log_weights = log_weights + 2 * sequence_log_ratio(logprobs.detach() - batch.behavior_logprobs, mask)
         rows = optimal_advantages(log_weights, batch.rewards, batch.group_index, self.divide_by_std, self.eps)
         return masked(rows[:, None].expand_as(logprobs), mask)
+
+
+def _support(batch: RolloutBatch) -> Support | None:
+    if batch.head_ids is None or batch.head_logprobs is None or batch.head_ids.shape[-1] == 0:
+        return None
+    return Support(batch.head_ids, known_support(batch.head_logprobs, batch.loss_mask))

@@ -19,6 +19,9 @@ class AlarmAction(ABC):
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
         """Called before each update whose signals are within all limits; the current weights are good."""
 
+    def unhealthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
+        """Called before each other update: a limit is broken, or the cooldown after an alarm has not passed."""
+
     @abstractmethod
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
         """Takes the action; returns a sentence for the report."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_async_rl.models.sharded_checkpoint import MANIFEST
 from lit_async_rl.stabilizers.alarm_actions import AlarmAction
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.files import duplicate
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+
+log = logging.getLogger(__name__)
 
 
 class _Limited(AlarmAction):
@@ -104,36 +110,104 @@ class RollBack(_Limited):
 class RollBackToCheckpoint(_Limited):
     """Restores weights and optimizer state from the newest checkpoint written while the run was healthy.
 
-    A checkpoint with fewer parameter groups than the optimizer now has cannot be restored.
+    A checkpoint is healthy if the step that follows it is, the first with its weights. It is kept beside the others as
+    `healthy.ckpt` until there is a newer one, because `ModelCheckpoint` removes it (`save_top_k: 1`) and moves the link
+    `last.ckpt`. That is a hard link, or a copy where files are not replaced atomically or the file system has no links,
+    and needs the disk space of one more checkpoint.
+
+    A resumed run may return to the checkpoint that it was resumed from if that is the newest. The `healthy.ckpt` of an
+    earlier run is never used, and replaced by the run's own. Two alarms with this action would share the file.
+
+    Checkpoints at URLs such as `s3://` are not kept, and cannot be restored; nor can one with fewer parameter groups
+    than the optimizer now has.
 
     Args:
         max_rollbacks: rollbacks before training stops instead.
+
+    Attributes:
+        path: the checkpoint that would be restored; None on other ranks than the first.
     """
 
     def __init__(self, max_rollbacks: int = 3) -> None:
         super().__init__(max_rollbacks)
         self.path: str | None = None
+        self._original = ""  # its name when it was saved
+        self._judged: tuple[int, int] | None = None
 
     def begin(self, trainer: AnyTrainer) -> None:
-        self.path = None
+        newest, resumed = _newest(_names(trainer)), trainer.ckpt_path
+        is_present = newest is not None and resumed and Path(resumed).exists() and newest.samefile(resumed)
+        self.path, self._original = None, ""
+        self._judged = None if newest is None or is_present else _identity(newest)
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Records the path of the newest checkpoint."""
-        for callback in trainer.checkpoint_callbacks:
-            if hasattr(callback, "last_model_path"):  # the `ModelCheckpoint` of either Lightning
-                self.path = callback.last_model_path or callback.best_model_path or self.path
+        """Keeps the newest checkpoint, if it was written since the step before."""
+        self._judge(trainer, is_healthy=True)
+
+    def unhealthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Rejects the newest checkpoint, if it was written since the step before."""
+        self._judge(trainer, is_healthy=False)
 
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
-        if self.path is None:
+        if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
+            wait()
+        path, original = trainer.strategy.broadcast((self.path, self._original))
+        if path is None:
             return None
-        checkpoint = trainer.strategy.load_checkpoint(self.path)
+        checkpoint = trainer.strategy.load_checkpoint(path)
         if not _fits(checkpoint, trainer.optimizers):
-            self.nothing_to_restore = f"The checkpoint {self.path} has other parameter groups than the optimizer"
+            self.nothing_to_restore = f"The checkpoint {path} has other parameter groups than the optimizer"
             return None
         # not strict: a module may leave out of its checkpoints what never changes
         trainer.strategy.load_model_state_dict(checkpoint, strict=False)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
-        return f"Weights and moments were rolled back to the checkpoint {self.path}."
+        return f"Weights and moments were rolled back to the checkpoint {path}, saved as {original}."
+
+    def _judge(self, trainer: AnyTrainer, is_healthy: bool) -> None:
+        """Decides on the newest checkpoint, when it is written."""
+        names, checkpoint_io = _names(trainer), trainer.strategy.checkpoint_io
+        if not names or not trainer.is_global_zero:
+            return
+        can_link = getattr(checkpoint_io, "replaces_files", False)
+        after_saving = getattr(checkpoint_io, "after_saving", None)  # of checkpoints that are written in the background
+        if after_saving is None:
+            self._judge_newest(names, is_healthy, can_link)
+        else:
+            after_saving(lambda: self._judge_newest(names, is_healthy, can_link))
+
+    def _judge_newest(self, names: list[str], is_healthy: bool, can_link: bool) -> None:
+        newest = _newest(names)
+        if newest is None or (identity := _identity(newest)) == self._judged:
+            return
+        self._judged = identity
+        if not is_healthy:
+            return
+        kept = newest.with_name("healthy.ckpt")
+        is_replaced = can_link and (newest.is_file() or (newest / MANIFEST).is_file())  # torch writes into its folders
+        try:
+            duplicate(newest, kept, is_replaced)
+        except OSError as error:
+            log.warning("RollBackToCheckpoint could not keep %s, an older one stays: %s", newest, error)
+            return
+        self.path, self._original = str(kept), newest.name
+
+
+def _names(trainer: AnyTrainer) -> list[str]:
+    """The newest checkpoint of each `ModelCheckpoint`, of either Lightning, by its name, which may be a link."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if hasattr(callback, "last_model_path")]
+    return [name for c in callbacks if (name := c.last_model_path or c.best_model_path)]
+
+
+def _newest(names: list[str]) -> Path | None:
+    """The newest file or folder that is there, without links."""
+    found = [path for name in names if (path := Path(name).resolve()).exists()]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Differs between checkpoints that were saved under one name."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def _fits(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:

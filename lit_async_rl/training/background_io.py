@@ -51,6 +51,10 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         """Makes `link` a symbolic link to the checkpoint `target`, atomically, after all earlier calls."""
         self._submit(lambda: self._link(Path(target), Path(link)))
 
+    def after_saving(self, task: Callable[[], None]) -> None:
+        """Calls `task` in the thread, after all earlier calls: it finds the files as they are to be now."""
+        self._submit(task)
+
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         self.wait()
         return super().load_checkpoint(path, map_location, weights_only)

@@ -29,8 +29,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     removed until one is written again.
 
     Attributes:
+        replaces_files: a new checkpoint of the same name is another file, so that a hard link keeps the old one.
         disk_is_full: whether the last checkpoint was not written for that reason.
     """
+
+    replaces_files = True
 
     def __init__(self) -> None:
         self.disk_is_full = False

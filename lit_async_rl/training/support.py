@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-
-import torch
 
 from lit_async_rl.models.policy import TokenStats
+from lit_async_rl.sampler_head import known_support, log_mass
 from lit_async_rl.types import RolloutBatch
 
 
@@ -21,9 +19,5 @@ def on_support(stats: TokenStats, batch: RolloutBatch) -> TokenStats:
     """
     if batch.head_logprobs is None or stats.head.shape[-1] == 0:
         return stats
-    possible = batch.head_logprobs > -math.inf
-    known = (possible.any(-1) & ~possible.all(-1) & batch.loss_mask)[..., None]
-    inside = torch.where(possible, stats.head, -math.inf)
-    total = torch.where(known, inside, 0.0).logsumexp(-1)  # a row of -inf has no gradient
-    total = torch.where(known[..., 0], total, 0.0)
+    total = log_mass(stats.head, known_support(batch.head_logprobs, batch.loss_mask))
     return dataclasses.replace(stats, logprobs=stats.logprobs - total, head=stats.head - total[..., None])

@@ -43,8 +43,43 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def duplicate(source: Path, target: Path, link: bool) -> None:
+    """Makes `target` a duplicate of the file or folder `source`, which outlives it; replaces what was there.
+
+    Args:
+        source: exists.
+        target: takes the place of a file atomically, and of a folder by two renames.
+        link: use hard links, which take no space, where the file system has them. Only for files that nothing writes
+            into any more: the duplicate would change, too.
+
+    Raises:
+        OSError: the duplicate could not be made; what was there stays.
+    """
+    part = part_name(target)
+    copy = _link_or_copy if link else shutil.copy2
+    try:
+        if source.is_dir():
+            shutil.copytree(source, part, copy_function=copy)
+        else:
+            copy(source, part)
+        _take_place(part, target)
+    finally:  # after an error, and where both were links to the same file already: renaming does nothing then
+        if part.is_dir():
+            shutil.rmtree(part)
+        part.unlink(missing_ok=True)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def _take_place(part: Path, target: Path) -> None:
     """Renames, also onto a folder: the sharded checkpoint of a run that is resumed under another strategy."""
+    if part.is_dir() and target.is_file():
+        target.unlink()
     if not target.is_dir() or target.is_symlink():
         part.replace(target)
         return

@@ -104,6 +104,27 @@ def test_equal_ids_add_up():
     torch.testing.assert_close(embedding_squared_norms(ids, e)[0], expected)
 
 
+@pytest.mark.parametrize("settings", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize("last_blocks", [None, 1])
+def test_a_head_that_is_no_single_layer_is_refused_and_not_left_untrained(settings, last_blocks):
+    """PEFT's wrapper has no parameters of its own: norms and the gradient made of them left the head out, silently."""
+    config = LoraConfig(r=3, task_type="CAUSAL_LM", **({"target_modules": ["q_proj"]} | settings))
+    lm = get_peft_model(LlamaForCausalLM(LlamaConfig(**SIZE)), config)
+    with pytest.raises(ValueError, match=r"model\.baseline.*'lm_head\..*PER_TRAJECTORY or SCORE"):
+        GhostTape(CausalPolicy(lm), last_blocks)
+
+
+def test_a_head_of_another_type_is_refused():
+    class Halved(torch.nn.Linear):
+        def forward(self, features):
+            return super().forward(features) / 2
+
+    lm = FAMILIES["llama"]()
+    lm.lm_head = Halved(32, 40)
+    with pytest.raises(ValueError, match=r"'lm_head' of type Halved"):
+        GhostTape(CausalPolicy(lm))
+
+
 def test_an_unknown_layer_is_named():
     lm = FAMILIES["llama"]()
     lm.model.layers[1].mlp = torch.nn.Sequential(torch.nn.PReLU(2), torch.nn.Conv2d(1, 1, 3))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lit_async_rl.baselines.optimal import Flavour, Norms, OptimalBaseline, optimal_advantages, optimal_baseline
 from lit_async_rl.corrections import SequenceTruncatedIS
 from lit_async_rl.corrections.proximal import CurrentProximal
+from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import PPOClip, Reinforce
 from lit_async_rl.losses.aggregation import SequenceMean, TokenMean
 
@@ -136,6 +137,38 @@ def test_the_gradient_is_the_explicit_sum_over_trajectories():
         norms = torch.stack(norms)
         expected += (with_reward - (norms * rewards).sum() / norms.sum() * alone) / rewards.std(correction=0)
     assert (actual - expected).norm() <= 1e-4 * expected.norm()
+
+
+def gradient(batch, **changes):
+    """Advantages and the gradient of the loss of one micro-batch."""
+    loss = dict(loss=Reinforce(), proximal=CurrentProximal(), correction=SequenceTruncatedIS(cap=8.0))
+    module = make_module(**loss, **changes)
+    module.trainer = pl.Trainer(accelerator="cpu", logger=False)
+    module.training_step(batch, 0).backward()
+    return module.stabilizer_signals["advantages"], torch.cat([p.grad.flatten() for p in module.policy.parameters()])
+
+
+@pytest.fixture(scope="module")
+def truncated():
+    """Four tokens to choose from, and heads of eight, at a temperature where others have much probability."""
+    sampling = SamplingParams(max_tokens=10, temperature=3.0, top_k=4, head=8)
+    batch = step_of(make_data(reward=reward, max_staleness=0, groups_per_step=2, sampling=sampling))
+    batch.temperature = 3.0
+    return batch
+
+
+@pytest.mark.parametrize("flavour", Flavour)
+@pytest.mark.parametrize("chunk_tokens", [4096, 20])
+def test_a_truncated_support_is_part_of_the_gradient_and_its_norms(truncated, chunk_tokens, flavour):
+    """The ghost's gradient was that of the whole softmax, without the term -grad log sum_S pi, in a single chunk."""
+    possible = truncated.head_logprobs[truncated.loss_mask] > -torch.inf
+    assert possible.sum(-1).eq(4).all()
+    found, expected = (
+        gradient(truncated, baseline=OptimalBaseline(norms, flavour), logprob_chunk_tokens=chunk_tokens)
+        for norms in (Norms.GHOST, Norms.PER_TRAJECTORY)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
 
 
 def test_what_makes_no_sense_is_refused():

@@ -135,7 +135,7 @@ def test_rolling_back_to_a_checkpoint_works_in_both_lightnings(package, tmp_path
     settings = dict(data=Data(), trainer_class=package.Trainer, enable_checkpointing=True, max_steps=5)
     fit(module, alarm, checkpoints(package, tmp_path), **settings)
     assert "rolled back to the checkpoint" in alarm.reports[0]
-    saved = torch.load(tmp_path / "epoch=0-step=4.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(tmp_path / "epoch=0-step=3.ckpt", weights_only=True)["state_dict"]  # the weights of 4 are bad
     assert torch.equal(weights(module), torch.cat([value.flatten() for value in saved.values()]))
 
 

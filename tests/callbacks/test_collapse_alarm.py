@@ -7,10 +7,12 @@ import pytest
 import torch
 from foreign_modules import Regression, fit, weights
 
-from lit_async_rl.callbacks import CollapseAlarm
+from lit_async_rl.callbacks import CollapseAlarm, LinkedCheckpoint
 from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, Stop
 from lit_async_rl.stabilizers.collapse import CollapseWatch, StepHealth
 from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
+from lit_async_rl.training.background_io import BackgroundCheckpointIO
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 
 NOTHING = dict(min_ess_ratio=None, max_kl=None, max_grad_norm_factor=None)
 
@@ -151,6 +153,66 @@ def test_rolls_back_to_the_last_checkpoint_written_while_healthy_and_keeps_the_s
     assert "step=3" in callback.reports[0]
     assert torch.equal(seen.after[6], seen.after[3])
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**6)
+
+
+class Saved(Collapsing):
+    """Its steps number `bad` are disturbed; its checkpoints have what those of the package have."""
+
+    def __init__(self, bad=range(4, 99)):
+        super().__init__()
+        self.bad = bad
+
+    def training_step(self, batch, batch_idx):
+        loss, is_bad = Regression.training_step(self, batch, batch_idx), self.global_step in self.bad
+        self.stabilizer_signals = self.stabilizer_signals | {"log_ratio": batch["log_ratio"] * 1000 * is_bad}
+        return loss * (1000 if is_bad else 1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint |= {"version": 1, "updated": False, "random_state": torch.get_rng_state()}
+
+
+def fit_saving(folder, module, *callbacks, every=1, save_last="link", io=None, **settings):
+    saving = LinkedCheckpoint(folder, every_n_train_steps=every, save_top_k=1, save_last=save_last)
+    settings |= dict(enable_checkpointing=True, plugins=[io] if io else None)
+    return fit(module, *callbacks, saving, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+@pytest.mark.parametrize("save_last", ["link", True, None])
+@pytest.mark.parametrize("io", [BackgroundCheckpointIO, AtomicCheckpointIO, None])
+def test_a_healthy_checkpoint_outlives_what_the_callback_removes_and_links(tmp_path, save_last, io):
+    """With one checkpoint and a link to the newest, as shipped, the one of a bad step was restored in its place."""
+    seen, callback = Weights(), alarm(RollBackToCheckpoint())
+    fit_saving(tmp_path, Saved(), callback, seen, save_last=save_last, io=io and io())
+    assert "healthy.ckpt" in callback.reports[0]
+    assert torch.equal(seen.after[6], seen.after[3])
+    names = {"healthy.ckpt", "epoch=0-step=6.ckpt"} | ({"last.ckpt"} if save_last else set())
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+@pytest.mark.parametrize("io", [BackgroundCheckpointIO, None])
+@pytest.mark.parametrize(("bad", "cooldown"), [((4, 5, 9, 11, 12), 3), ((4, 5, 11, 12), 4)])
+def test_a_checkpoint_of_a_bad_step_or_a_cooldown_is_not_healthy_because_a_later_step_is(tmp_path, bad, cooldown, io):
+    """The checkpoint of step 9 is followed by a bad step, or one of the cooldown, and that by a good one."""
+    callback = alarm(RollBackToCheckpoint(), min_ess_ratio=0.3, cooldown_steps=cooldown)
+    seen, module = Weights(), Saved(bad)
+    fit_saving(tmp_path, module, callback, seen, every=3, io=io and io(), max_steps=13)
+    assert len(callback.reports) == 2
+    assert torch.equal(seen.after[13], seen.after[3])
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+@pytest.mark.parametrize(("first_bad", "restored"), [(4, None), (5, 4)])
+def test_a_run_uses_the_checkpoint_that_it_resumed_from_and_no_other_of_an_earlier_run(tmp_path, first_bad, restored):
+    fit_saving(tmp_path, Saved(), alarm(RollBackToCheckpoint()), max_steps=4)
+    assert torch.load(tmp_path / "healthy.ckpt", weights_only=False)["global_step"] == 3
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    module, callback = Saved(range(first_bad, 99)), alarm(RollBackToCheckpoint(), min_ess_ratio=0.3)
+    fit_saving(tmp_path, module, callback, ckpt_path=tmp_path / "last.ckpt", max_steps=first_bad + 2)
+    is_back = torch.equal(weights(module), torch.cat([value.flatten() for value in saved.values()]))
+    assert is_back == (restored is not None)
+    assert ("No healthy state was saved yet" in callback.reports[0]) != is_back
 
 
 @pytest.mark.filterwarnings("ignore:CollapseAlarm")

@@ -47,6 +47,17 @@ def test_training_goes_on_and_the_file_holds_what_was_saved(tmp_path, gate):
     io.teardown()
 
 
+def test_a_call_after_saving_finds_the_file(tmp_path, gate):
+    io, found = BackgroundCheckpointIO(), []
+    io.save_checkpoint(state(1.0), tmp_path / "a.ckpt")
+    io.after_saving(lambda: found.append((tmp_path / "a.ckpt").exists()))
+    assert not found
+    gate.set()
+    io.wait()
+    assert found == [True]
+    io.teardown()
+
+
 def test_tied_weights_are_written_once(tmp_path):
     io, saved = BackgroundCheckpointIO(), state(1.0, size=100_000)
     saved["state_dict"]["policy.head"] = saved["state_dict"]["policy.w"]

@@ -1,0 +1,65 @@
+"""A second name for a file or folder: by hard links where they are possible, else by copies."""
+
+import errno
+import os
+
+import pytest
+
+from lit_async_rl.utils.files import duplicate
+
+
+def content(path):
+    """Relative name and text of each file."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return {str(p.relative_to(path)): p.read_text() for p in files}
+
+
+def made(path, kind, text):
+    if kind == "file":
+        path.write_text(text)
+        return
+    (path / "inner").mkdir(parents=True)
+    for name in ("__0_0.distcp", ".metadata", "inner/more"):
+        (path / name).write_text(text + name)
+
+
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("before", [None, "file", "folder"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_it_takes_the_place_of_what_was_there_and_outlives_the_original(tmp_path, kind, before, link):
+    source, target = tmp_path / "step=3.ckpt", tmp_path / "healthy.ckpt"
+    made(source, kind, "new")
+    if before is not None:
+        made(target, before, "old")
+    expected = content(source)
+    duplicate(source, target, link)
+    duplicate(source, target, link)
+    one = "." if kind == "file" else ".metadata"
+    assert (target / one).samefile(source / one) == link
+    source.rename(tmp_path / "gone")
+    assert content(target) == expected
+    assert {path.name for path in tmp_path.iterdir()} == {"gone", "healthy.ckpt"}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_file_system_without_hard_links_gets_copies(tmp_path, kind, monkeypatch):
+    def refused(*args, **kwargs):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    made(tmp_path / "a", kind, "text")
+    duplicate(tmp_path / "a", tmp_path / "b", link=True)
+    assert content(tmp_path / "b") == content(tmp_path / "a")
+
+
+def test_what_was_there_stays_when_the_disk_is_full(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shutil.copy2", full)
+    made(tmp_path / "a", "file", "new")
+    made(tmp_path / "b", "file", "old")
+    with pytest.raises(OSError, match="No space"):
+        duplicate(tmp_path / "a", tmp_path / "b", link=False)
+    assert content(tmp_path / "b") == {".": "old"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
