@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -26,11 +27,11 @@ from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.engines.wrapper import EngineWrapper
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.conversation import Conversation
+from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
 from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason, Prompt
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.event_loop import LoopThread
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 
 WAKE_S = 0.01
@@ -79,13 +80,20 @@ class EpisodeEngine(EngineWrapper):
         self._answering = Overlap("answer")
         self._finished: list[Completion] = []
         self._error: BaseException | None = None
-        self._loop: LoopThread | None = None  # of the environments
+        self._tasks = EnvironmentTasks(EnvironmentLoop())
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
-        """The same environment with another engine."""
+        """The same environment, in its event loop, with another engine."""
         other = EpisodeEngine(engine, self.environment, self.max_turns, self.step_timeout_s)
         other._codec = codec
         other._ledger = RequestLedger(engine, codec.vocab_size)
+        other._tasks = EnvironmentTasks(self._tasks.shared)
+        return other
+
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
+        """See `RolloutEngine`; the environment is the same object and stays in its event loop."""
+        other: Any = super().fresh(out_of_memory)
+        other._tasks = EnvironmentTasks(self._tasks.shared)
         return other
 
     def setup(self, model: str) -> None:
@@ -113,8 +121,6 @@ class EpisodeEngine(EngineWrapper):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Starts episodes; the first turns of a group share their prompt."""
-        if self._loop is None:
-            self._loop = LoopThread("environments")
         inner = []
         with self._lock:
             for request in requests:
@@ -155,8 +161,7 @@ class EpisodeEngine(EngineWrapper):
 
     def close(self) -> None:
         super().close()
-        if self._loop is not None:
-            self._loop.close()
+        self._tasks.close()
 
     def _end_turn(self, completion: Completion) -> None:
         """Files a finished turn; unless the episode is over, passes it to the environment."""
@@ -170,8 +175,7 @@ class EpisodeEngine(EngineWrapper):
                 return
             self._num_waiting += 1
         text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
-        if self._loop is not None:
-            self._loop.begin(self._answer(talk, text))
+        self._tasks.begin(talk, self._answer(talk, text))
 
     def _take_talk(self, turn: Completion) -> Conversation | None:
         talks = self._talking.get(turn.request_id)
