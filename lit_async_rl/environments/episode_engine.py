@@ -76,7 +76,7 @@ class EpisodeEngine(EngineWrapper):
         self._live: dict[int, list[Conversation]] = {}  # request -> conversations that have not ended
         self._talking: dict[int, dict[int, Conversation]] = {}  # inner request -> conversations whose turn it samples
         self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
-        self._num_waiting = 0  # conversations whose environment works
+        self._waiting: set[Conversation] = set()  # conversations whose environment works
         self._answering = Overlap("answer")
         self._finished: list[Completion] = []
         self._error: BaseException | None = None
@@ -139,7 +139,7 @@ class EpisodeEngine(EngineWrapper):
                 if self._error is not None:
                     raise self._error
                 finished, self._finished = self._finished, []
-                waiting = self._num_waiting > 0
+                waiting = bool(self._waiting)
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
                 return finished
@@ -148,11 +148,13 @@ class EpisodeEngine(EngineWrapper):
                 self._end_turn(completion)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Aborts episodes; the pending response of an environment is ignored."""
+        """Aborts episodes; the pending response of an environment is cancelled, and any error of it ignored."""
         with self._lock:
-            gone = {id(talk) for number in request_ids for talk in self._live.pop(number, [])}
+            gone = {talk for number in request_ids for talk in self._live.pop(number, [])}
+            self._tasks.cancel(gone & self._waiting)
+            self._waiting -= gone
             turns = self._talking.items()
-            inner = [number for number, talks in turns if any(id(talk) in gone for talk in talks.values())]
+            inner = [number for number, talks in turns if not gone.isdisjoint(talks.values())]
             for number in inner:
                 del self._talking[number]
             self._asked.abort(inner)
@@ -173,9 +175,9 @@ class EpisodeEngine(EngineWrapper):
             if completion.finish_reason != "stop":
                 self._finish(talk, completion.finish_reason)
                 return
-            self._num_waiting += 1
-        text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
-        self._tasks.begin(talk, self._answer(talk, text))
+            self._waiting.add(talk)
+            text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
+            self._tasks.begin(talk, self._answer(talk, text))
 
     def _take_talk(self, turn: Completion) -> Conversation | None:
         talks = self._talking.get(turn.request_id)
@@ -198,12 +200,9 @@ class EpisodeEngine(EngineWrapper):
             with self._lock:
                 self._continue(talk, observation)
         except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
-            self._fail(prompt, text, f"did not answer within step_timeout_s={self.step_timeout_s:g}")
+            self._fail(talk, text, f"did not answer within step_timeout_s={self.step_timeout_s:g}")
         except Exception as error:
-            self._fail(prompt, text, f"raised {type(error).__name__}: {error}", error)
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
+            self._fail(talk, text, f"raised {type(error).__name__}: {error}", error)
 
     async def _ask(self, talk: Conversation, prompt: Prompt, text: str) -> Observation:
         if talk.episode is None:
@@ -212,8 +211,9 @@ class EpisodeEngine(EngineWrapper):
 
     def _continue(self, talk: Conversation, observation: Observation) -> None:
         """Ends the episode, or submits the policy's next turn."""
-        if talk not in self._live.get(talk.request.id, ()):
+        if talk not in self._waiting:
             return  # aborted
+        self._waiting.remove(talk)
         talk.add_answer(observation)
         if observation.done:
             self._finish(talk, "stop")
@@ -244,8 +244,11 @@ class EpisodeEngine(EngineWrapper):
             del self._live[talk.request.id]
         self._finished.append(talk.completion(reason))
 
-    def _fail(self, prompt: Prompt, text: str, what: str, cause: Exception | None = None) -> None:
-        where = f"environment {type(self.environment).__name__} on prompt {prompt.text[:200]!r}, turn {text[:200]!r}"
+    def _fail(self, talk: Conversation, text: str, what: str, cause: Exception | None = None) -> None:
+        """Has `poll` raise that the environment failed, unless the episode was aborted."""
+        prompt = "" if talk.request.prompt is None else talk.request.prompt.text
+        where = f"environment {type(self.environment).__name__} on prompt {prompt[:200]!r}, turn {text[:200]!r}"
         with self._lock:
-            self._error = EnvironmentFailure(f"{where} {what}")
-            self._error.__cause__ = cause
+            if talk in self._live.get(talk.request.id, ()):
+                self._error = EnvironmentFailure(f"{where} {what}")
+                self._error.__cause__ = cause
