@@ -25,12 +25,12 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.engines.wrapper import EngineWrapper
-from lit_async_rl.environments.base import Environment, Observation
+from lit_async_rl.environments.base import Environment
 from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
-from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import FinishReason, Prompt
+from lit_async_rl.types import FinishReason
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 
@@ -124,8 +124,6 @@ class EpisodeEngine(EngineWrapper):
         inner = []
         with self._lock:
             for request in requests:
-                if request.prompt is None:
-                    raise InvariantError("an environment needs the prompt, not only its tokens")
                 inner.append(replace(request, id=next(self._ids)))
                 self._live[request.id] = [Conversation(request, n) for n in range(request.num_samples)]
                 self._talking[inner[-1].id] = dict(enumerate(self._live[request.id]))
@@ -189,44 +187,50 @@ class EpisodeEngine(EngineWrapper):
         return talk
 
     async def _answer(self, talk: Conversation, text: str) -> None:
-        prompt = talk.request.prompt
-        if prompt is None:
-            raise InvariantError("an episode without a prompt")
+        """Continues an episode with the environment's response. `poll` raises any error, unless it was aborted."""
+        try:
+            ids = await self._respond(talk, text)
+            with self._lock:
+                if talk in self._waiting:
+                    self._waiting.remove(talk)
+                    self._continue(talk, ids)
+        except Exception as error:
+            with self._lock:
+                if talk in self._live.get(talk.request.id, ()):
+                    self._error = self._error or error
+
+    async def _respond(self, talk: Conversation, text: str) -> tuple[int, ...] | None:
+        """Tokens of the environment's response; None if it ends the episode. All errors are `EnvironmentFailure`."""
         try:
             with self._answering.one(turns=1):
-                observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
+                return await asyncio.wait_for(self._ask(talk, text), self.step_timeout_s)
+        except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
+            limit = f"step_timeout_s={self.step_timeout_s:g}"
+            raise talk.failure(self.environment, text, f"did not answer within {limit}") from None
+
+    async def _ask(self, talk: Conversation, text: str) -> tuple[int, ...] | None:
+        try:
+            if talk.episode is None:
+                talk.episode = await self.environment.start(talk.prompt)
+            observation = await talk.episode.step(text)
             if not math.isfinite(observation.reward):
                 raise ValueError(f"a reward of {observation.reward}")
-            with self._lock:
-                self._continue(talk, observation)
-        except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
-            self._fail(talk, text, f"did not answer within step_timeout_s={self.step_timeout_s:g}")
-        except Exception as error:
-            self._fail(talk, text, f"raised {type(error).__name__}: {error}", error)
+            talk.add_answer(observation)
+            return None if observation.done else self._tokenizer.encode_continuation(observation.text)
+        except Exception as error:  # also its own TimeoutError, which is none of `step_timeout_s`
+            raise talk.failure(self.environment, text, f"raised {type(error).__name__}: {error}") from error
 
-    async def _ask(self, talk: Conversation, prompt: Prompt, text: str) -> Observation:
-        if talk.episode is None:
-            talk.episode = await self.environment.start(prompt)
-        return await talk.episode.step(text)
-
-    def _continue(self, talk: Conversation, observation: Observation) -> None:
-        """Ends the episode, or submits the policy's next turn."""
-        if talk not in self._waiting:
-            return  # aborted
-        self._waiting.remove(talk)
-        talk.add_answer(observation)
-        if observation.done:
+    def _continue(self, talk: Conversation, ids: tuple[int, ...] | None) -> None:
+        """Ends the episode, or submits the policy's next turn, which reads `ids`. Errors are the engine's."""
+        if ids is None:
             self._finish(talk, "stop")
             return
-        ids = self._tokenizer.encode_continuation(observation.text)
         request = talk.request
         length = len(request.prompt_ids) + len(talk.token_ids) + len(ids) + request.sampling.max_tokens
         if len(talk.turns) == self.max_turns or length > self.max_model_len:
             self._finish(talk, "length")
             return
-        talk.add_observation(ids)
-        so_far = request.prompt_ids + tuple(talk.token_ids)
-        following = replace(request, id=next(self._ids), prompt_ids=so_far, num_samples=1)
+        following = talk.next_request(next(self._ids), ids)
         self._talking[following.id] = {0: talk}
         self._asked.open([following])
         self.engine.submit([following])
@@ -243,12 +247,3 @@ class EpisodeEngine(EngineWrapper):
         if not live:
             del self._live[talk.request.id]
         self._finished.append(talk.completion(reason))
-
-    def _fail(self, talk: Conversation, text: str, what: str, cause: Exception | None = None) -> None:
-        """Has `poll` raise that the environment failed, unless the episode was aborted."""
-        prompt = "" if talk.request.prompt is None else talk.request.prompt.text
-        where = f"environment {type(self.environment).__name__} on prompt {prompt[:200]!r}, turn {text[:200]!r}"
-        with self._lock:
-            if talk in self._live.get(talk.request.id, ()):
-                self._error = EnvironmentFailure(f"{where} {what}")
-                self._error.__cause__ = cause

@@ -7,6 +7,8 @@ import pytest
 from instant_episodes import playing, poll_for, request
 
 from lit_async_rl.environments.base import Observation
+from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.errors import EngineError, EnvironmentFailure, StalledError
 
 
 @pytest.mark.parametrize("is_stubborn", [False, True])
@@ -50,3 +52,41 @@ def test_the_episodes_that_live_go_on_when_others_are_aborted():
     found = poll_for(engine, 20.0, until=lambda found: len(found) >= 2)
     assert [(c.request_id, c.reward) for c in found] == [(1, 1.0)] * 2
     engine.close()
+
+
+def failure_of(engine: EpisodeEngine) -> Exception:
+    """The error that `poll` raises in the first episodes."""
+    engine.submit([request(0)])
+    with pytest.raises((EnvironmentFailure, EngineError, StalledError)) as caught:
+        poll_for(engine, 20.0)
+    engine.close()
+    return caught.value
+
+
+def test_a_timeout_of_the_tool_itself_is_its_exception():
+    async def answer():
+        raise TimeoutError("the search gave up after 10 ms")
+
+    error = failure_of(playing(answer, step_timeout_s=60.0))
+    assert type(error) is EnvironmentFailure
+    assert str(error).endswith("raised TimeoutError: the search gave up after 10 ms")
+    assert repr(error.__cause__) == "TimeoutError('the search gave up after 10 ms')"
+
+
+@pytest.mark.parametrize("kind", [StalledError, EngineError])
+def test_an_error_of_the_engine_is_not_blamed_on_the_environment(kind):
+    async def answer():
+        return Observation(text="3")
+
+    error = kind("the engine is gone")
+    assert failure_of(playing(answer, error)) is error
+
+
+@pytest.mark.parametrize("wrong", [{"text": None}, {"text": 3, "state": ""}, {"reward": "1"}, {"reward": float("nan")}])
+def test_a_response_that_cannot_be_used_is_the_environments(wrong):
+    async def answer():
+        return Observation(**wrong)
+
+    error = failure_of(playing(answer))
+    assert type(error) is EnvironmentFailure
+    assert str(error).startswith("environment Tool on prompt '1+2='")
