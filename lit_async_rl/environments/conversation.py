@@ -6,10 +6,11 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
-from lit_async_rl.environments.base import Episode, Observation
+from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.errors import EnvironmentFailure, InvariantError
 from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
-from lit_async_rl.types import FinishReason, Turn
+from lit_async_rl.types import FinishReason, Prompt, Turn
 
 
 @dataclass(eq=False)
@@ -18,6 +19,7 @@ class Conversation:
 
     request: GenerationRequest
     sample_index: int
+    prompt: Prompt = field(init=False)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -28,6 +30,11 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     state: int = 0  # what the environment showed last
     episode: Episode | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.prompt is None:
+            raise InvariantError("an environment needs the prompt, not only its tokens")
+        self.prompt = self.request.prompt
 
     def add_turn(self, turn: Completion) -> None:
         """Appends a turn of the policy, without reward so far."""
@@ -55,6 +62,17 @@ class Conversation:
         self.loss_mask += [False] * len(token_ids)
         if self.heads:
             self.heads.append(blank_head(len(token_ids), self.heads[0].width))
+
+    def next_request(self, number: int, observation: tuple[int, ...]) -> GenerationRequest:
+        """Appends tokens of the environment and asks for the next turn, as request `number`."""
+        self.add_observation(observation)
+        so_far = self.request.prompt_ids + tuple(self.token_ids)
+        return replace(self.request, id=number, prompt_ids=so_far, num_samples=1)
+
+    def failure(self, environment: Environment, text: str, what: str) -> EnvironmentFailure:
+        """The error of an environment that failed at the turn `text`; `what` it did."""
+        where = f"on prompt {self.prompt.text[:200]!r}, turn {text[:200]!r}"
+        return EnvironmentFailure(f"environment {type(environment).__name__} {where} {what}")
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The rollout as a completion."""

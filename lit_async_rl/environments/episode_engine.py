@@ -18,19 +18,20 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.engines.wrapper import EngineWrapper
-from lit_async_rl.environments.base import Environment, Observation
+from lit_async_rl.environments.base import Environment
 from lit_async_rl.environments.conversation import Conversation
-from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
+from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import FinishReason, Prompt
+from lit_async_rl.types import FinishReason
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.event_loop import LoopThread
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 
 WAKE_S = 0.01
@@ -75,17 +76,24 @@ class EpisodeEngine(EngineWrapper):
         self._live: dict[int, list[Conversation]] = {}  # request -> conversations that have not ended
         self._talking: dict[int, dict[int, Conversation]] = {}  # inner request -> conversations whose turn it samples
         self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
-        self._num_waiting = 0  # conversations whose environment works
+        self._waiting: set[Conversation] = set()  # conversations whose environment works
         self._answering = Overlap("answer")
         self._finished: list[Completion] = []
         self._error: BaseException | None = None
-        self._loop: LoopThread | None = None  # of the environments
+        self._tasks = EnvironmentTasks(EnvironmentLoop())
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
-        """The same environment with another engine."""
+        """The same environment, in its event loop, with another engine."""
         other = EpisodeEngine(engine, self.environment, self.max_turns, self.step_timeout_s)
         other._codec = codec
         other._ledger = RequestLedger(engine, codec.vocab_size)
+        other._tasks = EnvironmentTasks(self._tasks.shared)
+        return other
+
+    def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
+        """See `RolloutEngine`; the environment is the same object and stays in its event loop."""
+        other: Any = super().fresh(out_of_memory)
+        other._tasks = EnvironmentTasks(self._tasks.shared)
         return other
 
     def setup(self, model: str) -> None:
@@ -113,13 +121,9 @@ class EpisodeEngine(EngineWrapper):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Starts episodes; the first turns of a group share their prompt."""
-        if self._loop is None:
-            self._loop = LoopThread("environments")
         inner = []
         with self._lock:
             for request in requests:
-                if request.prompt is None:
-                    raise InvariantError("an environment needs the prompt, not only its tokens")
                 inner.append(replace(request, id=next(self._ids)))
                 self._live[request.id] = [Conversation(request, n) for n in range(request.num_samples)]
                 self._talking[inner[-1].id] = dict(enumerate(self._live[request.id]))
@@ -133,7 +137,7 @@ class EpisodeEngine(EngineWrapper):
                 if self._error is not None:
                     raise self._error
                 finished, self._finished = self._finished, []
-                waiting = self._num_waiting > 0
+                waiting = bool(self._waiting)
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
                 return finished
@@ -142,11 +146,13 @@ class EpisodeEngine(EngineWrapper):
                 self._end_turn(completion)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Aborts episodes; the pending response of an environment is ignored."""
+        """Aborts episodes; the pending response of an environment is cancelled, and any error of it ignored."""
         with self._lock:
-            gone = {id(talk) for number in request_ids for talk in self._live.pop(number, [])}
+            gone = {talk for number in request_ids for talk in self._live.pop(number, [])}
+            self._tasks.cancel(gone & self._waiting)
+            self._waiting -= gone
             turns = self._talking.items()
-            inner = [number for number, talks in turns if any(id(talk) in gone for talk in talks.values())]
+            inner = [number for number, talks in turns if not gone.isdisjoint(talks.values())]
             for number in inner:
                 del self._talking[number]
             self._asked.abort(inner)
@@ -155,8 +161,7 @@ class EpisodeEngine(EngineWrapper):
 
     def close(self) -> None:
         super().close()
-        if self._loop is not None:
-            self._loop.close()
+        self._tasks.close()
 
     def _end_turn(self, completion: Completion) -> None:
         """Files a finished turn; unless the episode is over, passes it to the environment."""
@@ -168,10 +173,9 @@ class EpisodeEngine(EngineWrapper):
             if completion.finish_reason != "stop":
                 self._finish(talk, completion.finish_reason)
                 return
-            self._num_waiting += 1
-        text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
-        if self._loop is not None:
-            self._loop.begin(self._answer(talk, text))
+            self._waiting.add(talk)
+            text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
+            self._tasks.begin(talk, self._answer(talk, text))
 
     def _take_talk(self, turn: Completion) -> Conversation | None:
         talks = self._talking.get(turn.request_id)
@@ -183,46 +187,50 @@ class EpisodeEngine(EngineWrapper):
         return talk
 
     async def _answer(self, talk: Conversation, text: str) -> None:
-        prompt = talk.request.prompt
-        if prompt is None:
-            raise InvariantError("an episode without a prompt")
+        """Continues an episode with the environment's response. `poll` raises any error, unless it was aborted."""
+        try:
+            ids = await self._respond(talk, text)
+            with self._lock:
+                if talk in self._waiting:
+                    self._waiting.remove(talk)
+                    self._continue(talk, ids)
+        except Exception as error:
+            with self._lock:
+                if talk in self._live.get(talk.request.id, ()):
+                    self._error = self._error or error
+
+    async def _respond(self, talk: Conversation, text: str) -> tuple[int, ...] | None:
+        """Tokens of the environment's response; None if it ends the episode. All errors are `EnvironmentFailure`."""
         try:
             with self._answering.one(turns=1):
-                observation = await asyncio.wait_for(self._ask(talk, prompt, text), self.step_timeout_s)
+                return await asyncio.wait_for(self._ask(talk, text), self.step_timeout_s)
+        except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
+            limit = f"step_timeout_s={self.step_timeout_s:g}"
+            raise talk.failure(self.environment, text, f"did not answer within {limit}") from None
+
+    async def _ask(self, talk: Conversation, text: str) -> tuple[int, ...] | None:
+        try:
+            if talk.episode is None:
+                talk.episode = await self.environment.start(talk.prompt)
+            observation = await talk.episode.step(text)
             if not math.isfinite(observation.reward):
                 raise ValueError(f"a reward of {observation.reward}")
-            with self._lock:
-                self._continue(talk, observation)
-        except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
-            self._fail(prompt, text, f"did not answer within step_timeout_s={self.step_timeout_s:g}")
-        except Exception as error:
-            self._fail(prompt, text, f"raised {type(error).__name__}: {error}", error)
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
+            talk.add_answer(observation)
+            return None if observation.done else self._tokenizer.encode_continuation(observation.text)
+        except Exception as error:  # also its own TimeoutError, which is none of `step_timeout_s`
+            raise talk.failure(self.environment, text, f"raised {type(error).__name__}: {error}") from error
 
-    async def _ask(self, talk: Conversation, prompt: Prompt, text: str) -> Observation:
-        if talk.episode is None:
-            talk.episode = await self.environment.start(prompt)
-        return await talk.episode.step(text)
-
-    def _continue(self, talk: Conversation, observation: Observation) -> None:
-        """Ends the episode, or submits the policy's next turn."""
-        if talk not in self._live.get(talk.request.id, ()):
-            return  # aborted
-        talk.add_answer(observation)
-        if observation.done:
+    def _continue(self, talk: Conversation, ids: tuple[int, ...] | None) -> None:
+        """Ends the episode, or submits the policy's next turn, which reads `ids`. Errors are the engine's."""
+        if ids is None:
             self._finish(talk, "stop")
             return
-        ids = self._tokenizer.encode_continuation(observation.text)
         request = talk.request
         length = len(request.prompt_ids) + len(talk.token_ids) + len(ids) + request.sampling.max_tokens
         if len(talk.turns) == self.max_turns or length > self.max_model_len:
             self._finish(talk, "length")
             return
-        talk.add_observation(ids)
-        so_far = request.prompt_ids + tuple(talk.token_ids)
-        following = replace(request, id=next(self._ids), prompt_ids=so_far, num_samples=1)
+        following = talk.next_request(next(self._ids), ids)
         self._talking[following.id] = {0: talk}
         self._asked.open([following])
         self.engine.submit([following])
@@ -239,9 +247,3 @@ class EpisodeEngine(EngineWrapper):
         if not live:
             del self._live[talk.request.id]
         self._finished.append(talk.completion(reason))
-
-    def _fail(self, prompt: Prompt, text: str, what: str, cause: Exception | None = None) -> None:
-        where = f"environment {type(self.environment).__name__} on prompt {prompt.text[:200]!r}, turn {text[:200]!r}"
-        with self._lock:
-            self._error = EnvironmentFailure(f"{where} {what}")
-            self._error.__cause__ = cause

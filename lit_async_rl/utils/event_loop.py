@@ -30,11 +30,11 @@ class LoopThread:
         self._thread.start()
         self._closed = threading.Event()
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str, setting: str = "") -> T:
         """Runs `coroutine` in the loop; returns its result or raises its error.
 
         Raises:
-            StalledError: `what` did not finish within `timeout_s`.
+            StalledError: `what` did not finish within `timeout_s`; names the `setting` behind the limit, if given.
             EngineError: `close` was called meanwhile.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -45,7 +45,7 @@ class LoopThread:
             if is_done:
                 return future.result()
         future.cancel()
-        raise StalledError(f"{what} did not end within {timeout_s:g} s")
+        raise StalledError(f"{what} did not end within {timeout_s:g} s" + (f" (set by {setting})" if setting else ""))
 
     def answers(self, timeout_s: float) -> bool:
         """Whether the loop runs a coroutine within `timeout_s`: none that it runs blocks it."""

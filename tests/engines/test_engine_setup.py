@@ -7,7 +7,7 @@ from tiny_models import save, tiny_gemma2, tiny_llama
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.errors import SetupError
+from lit_async_rl.errors import SetupError, StalledError
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2])
@@ -21,6 +21,14 @@ def test_no_weights_are_read_from_disk(make, tmp_path):
         engine.submit(requests)
     engine.load_weights(0, lm.named_parameters())
     assert_exact(lm, requests, engine.run(requests))
+
+
+def test_a_process_that_does_not_start_in_time_is_an_error_that_names_the_setting(tmp_path):
+    engine = EmbeddedEngine(device="cpu", own_process=True)
+    engine.startup_timeout_s = 0.01
+    with pytest.raises(StalledError, match=r"setup: .*did not answer .*data\.engine\.startup_timeout_s=0\.01"):
+        engine.setup(save(tiny_llama(), tmp_path))
+    engine.close()
 
 
 def test_validation_decodes_num_slots_rows_together(monkeypatch):

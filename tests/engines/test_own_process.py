@@ -160,8 +160,12 @@ def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_p
     engine.submit(requests_of([4], max_tokens=60))
     os.kill(engine._process.pid, signal.SIGSTOP)
     wait_until_stopped(engine._process.pid)
-    with pytest.raises(StalledError, match=r"did not answer within 0\.5 s"):
+    setting = r"\(set by data\.engine\.update_timeout_s=0\.5\)"
+    with pytest.raises(StalledError, match=rf"abort: .*did not answer within 0\.5 s {setting}"):
         engine.abort([0])
+    engine.load_weights(1, endless().named_parameters())  # in flight only the next one waits
+    with pytest.raises(StalledError, match=rf"load_weights: .*did not answer within 1 s {setting}"):
+        engine.load_weights(2, endless().named_parameters())
     began = time.monotonic()
     os.kill(engine._process.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"process ended \(SIGKILL"):

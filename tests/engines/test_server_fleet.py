@@ -18,7 +18,7 @@ from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
-from lit_async_rl.errors import EngineError
+from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
 
@@ -213,6 +213,13 @@ def test_without_in_flight_updates_new_weights_wait_for_requests(fleet):
     while len(found) < 24:
         found += engine.poll(5.0)
     assert all(set(c.versions) == {c.request_id // 10} for c in found)
+
+
+def test_requests_that_new_weights_wait_for_too_long_are_an_error_that_names_the_setting(fleet):
+    engine, _ = fleet(1, lambda number: "hang", in_flight_weight_updates=False, update_timeout_s=0.6)
+    engine.submit(requests(1))
+    with pytest.raises(StalledError, match=r"old weights did not end .*set by data\.engine\.update_timeout_s=0\.6"):
+        publish(engine, 1)
 
 
 def test_aborted_requests_never_come(fleet):

@@ -45,7 +45,9 @@ class Child:
 
     def __init__(self, channel: Channel, engine: EmbeddedEngine) -> None:
         self._channel, self._engine = channel, engine
-        self._turn = FairLock(engine.update_timeout_s, "the token that the embedded engine's process computes")
+        limit_s = engine.update_timeout_s
+        what = f"the token that the embedded engine's process computes (data.engine.update_timeout_s={limit_s:g})"
+        self._turn = FairLock(limit_s, what)
         self._work = threading.Event()
         self._updates = ThreadPoolExecutor(1)
         self._spans: Spans | None = None

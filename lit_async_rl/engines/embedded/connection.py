@@ -79,9 +79,11 @@ class Connection:
         except OSError:
             raise EngineError("the embedded engine's process has ended, or the engine was closed") from None
 
-    def ask(self, kind: str, limit_s: float, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Message:
+    def ask(
+        self, kind: str, limit_s: float, setting: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any
+    ) -> Message:
         """The answer to a message, see `answer`."""
-        return self.answer(self.begin(kind, tensors, **fields), limit_s)
+        return self.answer(self.begin(kind, tensors, **fields), kind, limit_s, setting)
 
     def begin(
         self, kind: str, tensors: Mapping[str, Tensor] | None = None, must_succeed: bool = False, **fields: Any
@@ -93,15 +95,16 @@ class Connection:
         self.send({"kind": kind, "call": number, **fields}, tensors)
         return number
 
-    def answer(self, number: int, limit_s: float) -> Message:
+    def answer(self, number: int, kind: str, limit_s: float, setting: str) -> Message:
         """The answer to a message that has begun.
 
         Raises:
-            StalledError: there was none within `limit_s`.
+            StalledError: there was none within `limit_s`; names the call, `kind`, and the setting behind the limit.
             EngineError: the process has ended. Errors of the engine are raised as they are.
         """
         if not self.wait_for(lambda: number in self._answers, limit_s):
-            raise StalledError(f"the embedded engine's process did not answer within {limit_s:g} s")
+            what = f"{kind}: the embedded engine's process did not answer within {limit_s:g} s"
+            raise StalledError(f"{what} (set by {setting})")
         answer = self._answers.pop(number)
         self._must_succeed.discard(number)
         if "error" in answer[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,18 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         names = inspect.signature(EmbeddedEngine.__init__).parameters.keys() - {"self", "own_process", "max_model_len"}
         settings = {name: getattr(self, name) for name in names}
         settings |= {"max_model_len": self._max_model_len, "device": _with_number(self.device)}
-        limits, _ = self._process.ask("setup", self.startup_timeout_s, model=model, settings=settings)
+        limit = f"data.engine.startup_timeout_s={self.startup_timeout_s:g}"
+        limits, _ = self._process.ask("setup", self.startup_timeout_s, limit, model=model, settings=settings)
         self._max_model_len, self._vocab_size = limits["max_model_len"], limits["vocab_size"]
         if self._spans is not None:
             self._process.send({"kind": "observe"})
+
+    @property
+    def _update_limit(self) -> str:
+        return f"data.engine.update_timeout_s={self.update_timeout_s:g}"
+
+    def _ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Message:
+        return self._process.ask(kind, self.update_timeout_s, self._update_limit, tensors, **fields)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if not self._has_weights:
@@ -81,12 +89,12 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        self._process.ask("abort", self.update_timeout_s, request_ids=list(request_ids))
+        self._ask("abort", request_ids=list(request_ids))
         kept = [c for c in self.poll(0.0) if c.request_id not in set(request_ids)]
         self._finished.extendleft(reversed(kept))  # what was finished before has arrived before the answer
 
     def partial_completions(self) -> list[Completion]:
-        fields, heads = self._process.ask("partial_completions", self.update_timeout_s)
+        fields, heads = self._ask("partial_completions")
         return unpack_completions(fields["completions"], heads)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -127,15 +135,16 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         if self._update is not None:
             (number, folder), self._update = self._update, None
             try:
-                self._process.answer(number, 2 * self.update_timeout_s)  # the engine's own error says more
+                limit_s = 2 * self.update_timeout_s  # the engine's own error says more
+                self._process.answer(number, "load_weights", limit_s, self._update_limit)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def random_state(self) -> Tensor:
-        return self._process.ask("random_state", self.update_timeout_s)[1]["state"]
+        return self._ask("random_state")[1]["state"]
 
     def set_random_state(self, state: Tensor) -> None:
-        self._process.ask("set_random_state", self.update_timeout_s, {"state": state})
+        self._ask("set_random_state", {"state": state})
 
     def _take_in(self, report: Message) -> None:
         fields, heads = report

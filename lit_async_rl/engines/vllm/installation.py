@@ -19,6 +19,12 @@ CPU_VARIABLES = {
 }
 DIE_WITH_PARENT = {"LIT_ASYNC_RL_DIE_WITH_PARENT": "1"}  # see `lit_async_rl.engines.vllm.worker`
 
+# Variables of the launcher of a distributed trainer: vLLM would take itself for one of its ranks.
+LAUNCHER = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
+)
+
 
 def check_vllm(needed_by: str = "data.engine=VLLMEngine") -> None:
     """Refuses a missing or outdated vLLM; does not import it.

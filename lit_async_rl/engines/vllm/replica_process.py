@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from lit_async_rl.engines.vllm.installation import LAUNCHER
 from lit_async_rl.utils.ports import LOOPBACK, free_port
 
 PROGRAM = "from lit_async_rl.engines.vllm.serve import main; main()"
@@ -27,7 +28,7 @@ class Replica:
         number: counts from 0.
         model: Hugging Face name or folder.
         arguments: fields of vLLM's `AsyncEngineArgs`.
-        environment: variables of the process.
+        environment: variables of the process, besides the trainer's own.
     """
 
     def __init__(self, number: int, model: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
@@ -44,7 +45,8 @@ class Replica:
         """Starts the process and returns at once."""
         own = ["--model", self.model, "--host", LOOPBACK, "--port", str(self.port), "--die_with_parent"]
         command = [sys.executable, "-c", PROGRAM, *own, *flags(self.arguments)]
-        self._process = subprocess.Popen(command, env={**os.environ, **self.environment}, start_new_session=True)
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+        self._process = subprocess.Popen(command, env=inherited | dict(self.environment), start_new_session=True)
 
     def listens(self) -> bool:
         """Whether it accepts connections."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -127,7 +128,8 @@ class VLLMReplicas(VLLMEngine):
         check_vllm()
         check_can_sleep(self.sleep_level)
         key = secrets.token_hex(16)
-        environment = {**self.transfer.environment(), "VLLM_API_KEY": key, "OMP_NUM_THREADS": str(self.num_threads)}
+        threads = os.environ.get("OMP_NUM_THREADS", str(self.num_threads))  # the user's own choice first
+        environment = {**self.transfer.environment(), "VLLM_API_KEY": key, "OMP_NUM_THREADS": threads}
         self._arguments["dtype"] = self.dtype = self._arguments["dtype"] or stored_dtype(model)
         replicas = [Replica(n, model, self._arguments_of(n), environment) for n in range(self.replicas)]
         self._fleet = ReplicaFleet(

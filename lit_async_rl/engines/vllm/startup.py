@@ -8,17 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from lit_async_rl.engines.vllm.engine_arguments import unusable_settings
-from lit_async_rl.engines.vllm.installation import CPU_VARIABLES, DIE_WITH_PARENT, VARIABLES, check_vllm
+from lit_async_rl.engines.vllm.installation import CPU_VARIABLES, DIE_WITH_PARENT, LAUNCHER, VARIABLES, check_vllm
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.models.loading import load_config
 
 CPU_KV_CACHE = 2**30  # bytes; its own choice is most of the memory
-
-# Variables of the launcher of a distributed trainer: vLLM would take itself for one of its ranks.
-_LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
-)
 
 
 def start_vllm(
@@ -79,7 +73,7 @@ def engine_environment(changes: Mapping[str, str], num_threads: int) -> Iterator
     """
     before = dict(os.environ)
     try:
-        for name in _LAUNCHER:
+        for name in LAUNCHER:
             os.environ.pop(name, None)
         _set_defaults(VARIABLES | DIE_WITH_PARENT)  # before vLLM is imported, which is when it reads some of them
         _set_defaults({"OMP_NUM_THREADS": str(num_threads)} | ({} if has_gpu() else CPU_VARIABLES))

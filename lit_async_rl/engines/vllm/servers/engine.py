@@ -151,7 +151,8 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             self.startup_timeout_s,
         )
         limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
-        served = self._thread.call(start, limit_s, "the check of the vLLM servers")
+        setting = f"data.engine.startup_timeout_s={self.startup_timeout_s:g}"
+        served = self._thread.call(start, limit_s, "the check of the vLLM servers", setting)
         self._max_model_len, self.dtype = served.max_model_len, served.dtype
 
     @property
@@ -188,20 +189,25 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             raise SetupError("the engine was used before its setup")
         return self._thread
 
+    @property
+    def _update_limit(self) -> str:
+        return f"data.engine.update_timeout_s={self.update_timeout_s:g}"
+
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         """Servers that fail to load are taken out; with the first weights that is an error."""
         loop, limit_s = self._loop, self.update_timeout_s
         if not self.in_flight_weight_updates:
-            loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights (data.engine)")
+            loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights", self._update_limit)
         patience_s = 2 * limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
-        loop.call(self._fleet.begin_update(), patience_s, "waiting for a server that was coming back")
+        coming = "waiting for a server that was coming back"
+        loop.call(self._fleet.begin_update(), patience_s, coming, self._update_limit)
         try:
             self._fleet.probe = self.probe
             self.transfer.stage(weights)
             if self._sleep.is_on:
                 free_cached_memory()
             update = self._sleep.update(version, self.transfer)
-            return loop.call(update, patience_s, "loading weights into the vLLM servers")
+            return loop.call(update, patience_s, "loading weights into the vLLM servers", self._update_limit)
         finally:
             loop.soon(self._sleep.end)
 
@@ -209,7 +215,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         """Frees the servers' memory of KV cache and weights until the next update, unless requests are running."""
         if self.sleep_level:
             limit_s = 2 * self.update_timeout_s
-            self._loop.call(self._sleep.begin(), limit_s, "putting the vLLM servers to sleep")
+            self._loop.call(self._sleep.begin(), limit_s, "putting the vLLM servers to sleep", self._update_limit)
 
     @property
     def needs_weights(self) -> bool:  # type: ignore[override]
