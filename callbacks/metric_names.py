@@ -81,7 +81,7 @@ METRICS: dict[str, list[Metric]] = {
         perf/share_to_win | share | of the window that removing the bottleneck would save at most
     """),
     "PolicyModule": _metrics("""
-        optim/lr | rate | learning rate of the step
+        optim/lr | rate | learning rate of the schedule, before `ess/lr_scale`
         val/pass@<k> | share | held-out prompts solved, or by one of k completions (estimated without bias)
         val/reward | reward | mean reward on held-out prompts
     """),

@@ -61,11 +61,11 @@ def speedup_with_interval(found: tuple[float, float, float]) -> str:
 
 
 def with_interval(found: tuple[float, float, float], digits: int = 2) -> str:
-    """`2.31 (2.10 to 2.55)`."""
+    """`2.31 (2.10 to 2.55)`, or `2.31` without an interval."""
     value, low, high = found
     if math.isnan(value):
         return "not reached"
-    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{value:.{digits}f}" + ("" if math.isnan(low) else f" ({low:.{digits}f} to {high:.{digits}f})")
 
 
 def curves(table: pd.DataFrame, workload: str, reference: str) -> Figure:

@@ -66,7 +66,9 @@ def ratio(reference: Sequence[float], other: Sequence[float]) -> float:
 
 
 def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """S with its 95 % bootstrap interval: seeds of both systems are drawn with replacement."""
+    """S with its 95 % bootstrap interval: seeds of both systems are drawn with replacement. One seed has none."""
+    if min(len(reference), len(other)) < 2:
+        return ratio(reference, other), math.nan, math.nan
     rng = np.random.default_rng(seed)
     drawn = [ratio(rng.choice(reference, len(reference)), rng.choice(other, len(other))) for _ in range(NUM_RESAMPLED)]
     low, high = np.nanpercentile(drawn, [2.5, 97.5], method="nearest")
@@ -74,7 +76,9 @@ def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -
 
 
 def difference(reference: Sequence[float], other: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Mean of the other system less that of the reference, with its 95 % bootstrap interval."""
+    """Mean of the other system less that of the reference, with its 95 % bootstrap interval. One seed has none."""
+    if min(len(reference), len(other)) < 2:
+        return float(np.mean(other) - np.mean(reference)), math.nan, math.nan
     rng = np.random.default_rng(seed)
     drawn = [
         rng.choice(other, len(other)).mean() - rng.choice(reference, len(reference)).mean()

@@ -83,12 +83,15 @@ class BottleneckVerdict(pl.Callback):
             began = self._totals(trainer)
             self._run, self._window = StepLoad(began), StepLoad(began)
             self._run_began_at = self._window_began_at = time.time()
+            self._staleness.go_on()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation_began = self._totals(trainer)
+        self._staleness.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._left_out = self._left_out + (self._totals(trainer) - self._validation_began)
+        self._staleness.go_on()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

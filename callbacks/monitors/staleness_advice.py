@@ -6,6 +6,8 @@ import statistics
 import time
 from collections import deque
 
+import torch
+
 from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, num_cores
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.environments.episode_engine import EpisodeEngine
@@ -24,6 +26,14 @@ class StalenessAdvice:
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._ess: deque[float] = deque(maxlen=KEPT)
+        self._cpu_s, self._began_cpu = 0.0, time.process_time()
+
+    def pause(self) -> None:
+        """Stops counting processor time, for a validation."""
+        self._cpu_s += time.process_time() - self._began_cpu
+
+    def go_on(self) -> None:
+        """Counts processor time from now on."""
         self._began_cpu = time.process_time()
 
     def observe(self, data: RolloutDataModule, ess_ratio: float | None) -> None:
@@ -37,7 +47,11 @@ class StalenessAdvice:
         steps = load.num_steps
         if steps < FEWEST or not self._waits or not isinstance(data.admission, Bounded):
             return None
-        cpu_s = time.process_time() - self._began_cpu if pl_module.device.type == "cpu" else 0.0
+        engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
+        self.pause()
+        cpu_s = self._cpu_s if pl_module.device.type == "cpu" else 0.0
+        if cpu_s and getattr(engine, "own_process", False):  # it computes while it is busy, on each of its threads
+            cpu_s += run.engine_busy_s * (getattr(engine, "num_threads", None) or torch.get_num_threads())
         work = StepWork(
             train_s=run.trainer_s / steps,
             engine_s=run.engine_busy_s / steps,
@@ -46,7 +60,6 @@ class StalenessAdvice:
             groups_per_step=data.groups_per_step,
             core_s=cpu_s / num_cores() / steps,
         )
-        engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
         return advise(
             work,
             ess_ratio=statistics.median(self._ess) if self._ess else None,

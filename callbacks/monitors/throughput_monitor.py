@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from torchmetrics import SumMetric
 
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.callbacks.parts import rollout_data
+from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -18,7 +20,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class ThroughputMonitor(StepMonitor):
     """Logs seconds and tokens per second of each step, and idle shares of trainer and engine.
 
-    * `perf/step_s`, `perf/tokens_per_s`: completion tokens trained on.
+    * `perf/step_s`, `perf/tokens_per_s`: completion tokens trained on, of all ranks.
     * `perf/rollout_wait_s`, `perf/trainer_wait_share`: the trainer waited for rollouts.
     * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
     * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
@@ -32,22 +34,24 @@ class ThroughputMonitor(StepMonitor):
 
     def __init__(self) -> None:
         super().__init__()
-        self._tokens = 0
+        self.tokens = SumMetric()
         self._began = 0.0
         self._before: ProducerStats | None = None
         self._total_tokens = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._began, self._before, self._tokens = time.monotonic(), None, 0
+        self._began, self._before = time.monotonic(), None
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        self._tokens += int(batch.loss_mask.sum())
+        self.tokens.update(batch.loss_mask.sum().cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         now = time.monotonic()
         step_s = now - self._began
-        values = {"perf/step_s": step_s, "perf/tokens_per_s": self._tokens / step_s}
+        tokens = float(self.tokens.compute()) * data_parallel(trainer)[0] / trainer.world_size  # not of copies
+        self.tokens.reset()
+        values = {"perf/step_s": step_s, "perf/tokens_per_s": tokens / step_s}
         data = rollout_data(trainer, "ThroughputMonitor")
         stats = data.stats()
         if stats is not None:
@@ -63,7 +67,7 @@ class ThroughputMonitor(StepMonitor):
                     "sample/unfinished": float(stats.num_unfinished),
                     "sample/lost": float(stats.num_lost - before.num_lost),
                 }
-        self._began, self._before, self._tokens = now, stats, 0
+        self._began, self._before = now, stats
         return values
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class AdaptiveStaleness(SignalCallback):
 
     Additive increase and multiplicative decrease, as in TCP congestion control. Data sampled under the old bound keeps
     arriving for a while, so after a change the loop waits until all of it has been trained on: max(old, new) + 1
-    optimizer steps. Not from a paper.
+    publications. Not from a paper.
 
     With `max_kl` the loop follows the mean KL(mu || pi) per token (k3) instead: above `max_kl` it lowers the bound,
     below half of it it raises the bound.
@@ -109,7 +109,7 @@ class AdaptiveStaleness(SignalCallback):
         before = data.max_staleness
         self._bound = self._react(signals, before)
         if self._bound != before:
-            self._wait = max(before, self._bound) + 1
+            self._wait = (max(before, self._bound) + 1) * getattr(data, "weight_sync_steps", 1)
             data.set_max_staleness(self._bound)
         pl_module.log("staleness/bound", float(self._bound))
         if self._smoothed is not None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
-from lit_async_rl.stabilizers.step_lr import optimizer_index, raw_optimizer, tolerate_dropped_gradients
+from lit_async_rl.stabilizers.step_lr import optimizer_index, overflows, raw_optimizer, tolerate_dropped_gradients
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -18,7 +18,8 @@ class SkipNonFinite(pl.Callback):
     """Drops updates whose gradient contains NaN or infinity on any rank; weights, moments and version are unchanged.
 
     One of the default callbacks. `GradientClipping` does the same, with its own limit. With loss scaling
-    (`precision: 16-mixed`) the scaler skips such steps, and this callback does nothing.
+    (`precision: 16-mixed`) the scaler skips such steps, and lowers its scale; they count here from a scale of 1 on,
+    where the scale is not the reason.
 
     Logs `grad/num_skipped`, the number of dropped updates, once it is above 0.
 
@@ -42,7 +43,14 @@ class SkipNonFinite(pl.Callback):
         """Checks the accumulated gradient; a collective where it is sharded."""
         precision: Any = trainer.precision_plugin
         if hasattr(precision, "scaler") and precision.scaler is not None:
-            return
+            is_broken = overflows(trainer, raw_optimizer(optimizer)) and precision.scaler.get_scale() <= 1
+            self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
+        else:
+            self._drop_if_broken(trainer, optimizer)
+        if self.dropped.total:
+            pl_module.log("grad/num_skipped", float(self.dropped.total))
+
+    def _drop_if_broken(self, trainer: AnyTrainer, optimizer: Optimizer) -> None:
         if trainer.strategy.model is None:
             raise SetupError("the Trainer has no model yet")
         space = self._spaces.of(trainer.strategy.model, raw_optimizer(optimizer))
@@ -50,8 +58,6 @@ class SkipNonFinite(pl.Callback):
         self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
         if is_broken:
             space.drop(range(space.num_groups))
-        if self.dropped.total:
-            pl_module.log("grad/num_skipped", float(self.dropped.total))
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Fails the run after too many dropped updates, once all callbacks have completed the last step."""

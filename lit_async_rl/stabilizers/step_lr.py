@@ -74,6 +74,16 @@ def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
         scaler.unscale_(optimizer)
 
 
+def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
+    """Whether the loss scaler will skip the step, because it has found NaN or infinity; False without a scaler."""
+    precision: Any = trainer.precision_plugin
+    scaler = precision.scaler if hasattr(precision, "scaler") else None
+    if scaler is None or not scaler.is_enabled():
+        return False
+    unscale_gradients(trainer, optimizer)
+    return any(bool(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
 def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:
     """Makes `gradient_clip_algorithm: value` skip updates without gradients, for which torch raises IndexError."""
     precision: Any = trainer.precision_plugin

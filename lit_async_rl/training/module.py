@@ -31,7 +31,7 @@ from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import gradients, make_adamw, make_optimizer, warn_of_lost_updates
 from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
-from lit_async_rl.training.scheduler import bind_scheduler, check_resumable
+from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
 from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
@@ -194,7 +194,7 @@ class PolicyModule(WholeSteps):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         super().on_before_optimizer_step(optimizer)
-        self.log("optim/lr", float(optimizer.param_groups[0]["lr"]))
+        self.log("optim/lr", scheduled_rate(self.trainer, optimizer))
 
     def stream_weights(
         self, adapters: bool = False, known: dict[str, int] | None = None

@@ -79,7 +79,7 @@ class Objective:
             "entropy": stats.entropy.detach(),
             "staleness": staleness,
             "advantages": advantages,
-            "rewards": batch.rewards,
+            "rewards": torch.where(batch.group_index >= 0, batch.rewards, torch.nan),  # not of padding
             "clipped": output.clipped,
             "correction_weights": weights,
             "version": version,

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_async_rl.training.schedules import RateSchedule
+from lit_async_rl.utils.lightning_types import AnyTrainer
 
 INSTEAD = "use a schedule that takes rate and length from the run (model.scheduler=OneCycle, Cosine, Linear)"
 
@@ -105,3 +106,10 @@ def check_resumable(scheduler: Any, checkpoint: Mapping[str, Any], max_steps: in
         if 0 < max_steps != length:
             given = f"trainer.max_steps={max_steps}, but the checkpoint's model.scheduler has total_steps={length}"
             raise ValueError(f"{given}: {INSTEAD}")
+
+
+def scheduled_rate(trainer: AnyTrainer, optimizer: Optimizer) -> float:
+    """Learning rate of the present step before callbacks scale it (`OneStepLearningRate`)."""
+    schedules = trainer.lr_scheduler_configs
+    rates = schedules[0].scheduler.get_last_lr() if schedules else [optimizer.param_groups[0]["lr"]]
+    return float(rates[0])

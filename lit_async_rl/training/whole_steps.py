@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.optimizer import gradients
 from lit_async_rl.training.step_guard import StepGuard, count_whole_steps
 from lit_async_rl.training.step_saves import SavesBetweenUpdates
@@ -58,7 +59,7 @@ class WholeSteps(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raises if micro-batches of the step are missing; after all callbacks, one of which may drop the gradients."""
         self.guard.check_whole()
-        self._updated |= any(True for _ in gradients(optimizer))
+        self._updated |= any(True for _ in gradients(optimizer)) and not overflows(self.trainer, optimizer)
 
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Writes checkpoints deferred during the update."""

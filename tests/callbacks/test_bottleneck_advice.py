@@ -13,6 +13,7 @@ from lit_async_rl import Bounded, FixedLag
 from lit_async_rl.callbacks import BottleneckVerdict, RolloutMonitor
 from lit_async_rl.callbacks.monitors import bottleneck_settings as advice
 from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, what_to_turn
+from lit_async_rl.callbacks.monitors.staleness_advice import StalenessAdvice
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.scorer import Scorer, score_all
@@ -211,3 +212,22 @@ def test_a_run_that_learns_now_and_then_is_not(capsys):
 
 def always(value):
     return lambda prompt, completion: value
+
+
+def test_processor_time_of_validations_is_not_that_of_the_steps():
+    found = StalenessAdvice()
+
+    def compute(seconds):
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+
+    compute(0.2)  # before the first step
+    found.go_on()
+    compute(0.05)
+    found.pause()
+    compute(0.2)
+    found.go_on()
+    compute(0.05)
+    found.pause()
+    assert 0.1 <= found._cpu_s < 0.2

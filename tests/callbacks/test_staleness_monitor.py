@@ -35,3 +35,14 @@ def test_the_age_of_a_rollout_is_split_into_lag_before_and_within_it() -> None:
     assert found["sample/intra_rollout_lag"] == ((5 - 3) + 0) / 2
     assert found["sample/mixed_version_share"] == 0.5
     assert found["sample/staleness_max"] == 4
+
+
+def test_a_step_may_have_more_tokens_than_torch_takes_quantiles_of() -> None:
+    monitor, trainer = StalenessMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    num = 2**24 + 1
+    monitor.tokens.update(torch.arange(num) // (num // 10 + 1))  # 0 to 9, as many of each
+    for part in (monitor.mixed, monitor.inter, monitor.intra):
+        part.update(torch.zeros(1))
+    assert monitor.compute(trainer, pl.LightningModule())["sample/staleness_p95"] == 9
+    monitor.tokens.update(torch.tensor([0.0, 1.0, 2.0]))
+    assert monitor.compute(trainer, pl.LightningModule())["sample/staleness_p95"] == 2

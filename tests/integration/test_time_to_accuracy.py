@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.time_to_accuracy import trl_cell
 from benchmarks.time_to_accuracy.documents import write_documents
-from benchmarks.time_to_accuracy.report import write_report
+from benchmarks.time_to_accuracy.report import with_interval, write_report
 from benchmarks.time_to_accuracy.statistics import difference, final, level_at, speedup, summarize, time_to
 from benchmarks.time_to_accuracy.suite import CONFIGS, Cell, load_suite
 from lit_async_rl import asset
@@ -182,3 +182,10 @@ def test_trls_steps_have_the_names_of_this_trainers_metrics():
     assert list(found["perf/step_s"]) == [2.0, 1.0]
     assert list(found["perf/rollout_wait_s"]) == [0.5, 0.5]
     assert list(found["perf/engine_idle_share"]) == [0.75, 0.5]
+
+
+def test_one_run_has_no_interval():
+    for found in (speedup([10.0, 12.0], [5.0]), difference([0.9, 0.91], [0.95])):
+        assert math.isfinite(found[0])
+        assert all(map(math.isnan, found[1:]))
+    assert with_interval(speedup([10.0, 12.0], [5.0])) == "2.20"

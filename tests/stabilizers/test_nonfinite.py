@@ -6,6 +6,7 @@ import torch
 from failing_engines import Watch, said
 from flow import fit, make_data, make_module, parameters
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lit_async_rl.callbacks import GradientClipping, RolloutTape, SaveOnFailure, SkipNonFinite
 from lit_async_rl.errors import NonFiniteError
@@ -90,3 +91,22 @@ def test_a_nan_in_one_group_of_parameters_drops_the_update_of_all(guard):
     fit(module, make_data(groups_per_step=2), 2, [LastNaN(), guard()])
     assert torch.equal(parameters(module), before)
     assert module.version == 0
+
+
+def scaled(scale):
+    return dict(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))])
+
+
+def test_a_step_that_the_loss_scaler_skips_is_no_new_version():
+    nans = NaNs({2, 3})
+    fit(make_module(), make_data(groups_per_step=2), 6, [nans, SkipNonFinite()], **scaled(8.0))
+    assert [version for *_, version in nans.seen] == [1, 2, 2, 2, 3, 4]
+    assert torch.equal(nans.seen[1][0], nans.seen[3][0])
+    assert not torch.equal(nans.seen[3][0], nans.seen[4][0])
+
+
+def test_nans_that_no_loss_scale_explains_end_the_run():
+    guards = [NaNs(range(2, 99)), SkipNonFinite(max_in_a_row=2)]
+    with pytest.raises(NonFiniteError, match=r"3 updates in a row .* SkipNonFinite\.max_in_a_row=2"):
+        fit(make_module(), make_data(groups_per_step=2), 99, guards, **scaled(4.0))
+    assert len(guards[0].seen) == 2 + 2 + 3, "two halvings of the scale, then three that count"

@@ -11,7 +11,7 @@ import torch
 from flow import barrier_engine, fit, make_data, make_module, parameters
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from lit_async_rl import ConstantRate, Cosine, FixedLag, Linear, OneCycle, StableDecay
+from lit_async_rl import ConstantRate, Cosine, ESSLearningRate, FixedLag, Linear, OneCycle, StableDecay
 from lit_async_rl.cli.commands import main
 from lit_async_rl.training.scheduler import bind_scheduler
 
@@ -171,3 +171,17 @@ def test_a_contradiction_is_one_line_before_anything_runs(run):
         run("--model.scheduler", torchs, "--trainer.max_steps", "10", "--model.learning_rate", "1e-4")
     assert "max_lr=0.00025, but model.learning_rate=0.0001" in str(error.value.code)
     assert "\n" not in str(error.value.code).strip()
+
+
+def test_the_logged_rate_is_that_of_the_schedule_also_where_a_callback_scales_the_step():
+    logged = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            logged.append([float(trainer.callback_metrics[name]) for name in ("optim/lr", "ess/lr_scale")])
+
+    data = make_data(schedule="fixed_lag", max_staleness=2, groups_per_step=2)
+    fit(make_module(), data, 5, [ESSLearningRate(), Watch()])
+    rates, scales = zip(*logged, strict=True)
+    assert min(scales) < 0.99
+    assert rates == pytest.approx([1e-3] * 5)
