@@ -3,15 +3,19 @@
 import asyncio
 import csv
 import random
+from pathlib import Path
 
 import datasets
 import lightning.pytorch as pl
 import pytest
+import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 import lit_async_rl as rl
 from lit_async_rl.errors import RewardError
+from lit_async_rl.report.html import write_report
+from lit_async_rl.training.trackers import keeps_files
 
 MODEL = rl.asset("sort_policy")
 DIGITS = ["".join(random.Random(n).choices("0123456789", k=4)) for n in range(40)]
@@ -146,6 +150,28 @@ def test_a_csv_log_is_written_beside_another_logger(tmp_path):
     assert [type(one) for one in loggers] == [TensorBoardLogger, rl.CSVLog]
     assert len(rl.Trainer(accelerator="cpu", max_steps=1, logger=CSVLogger(tmp_path)).loggers) == 1
     assert rl.Trainer(accelerator="cpu", max_steps=1, logger=False).loggers == []
+
+
+@pytest.mark.parametrize(
+    ("make", "folder"),
+    [
+        (lambda: WandbLogger(project="mine"), "runs/version_0"),
+        (lambda: TensorBoardLogger("tb", name="mine", sub_dir="board"), "tb/mine/version_0/board"),
+        (lambda: [TensorBoardLogger("tb"), rl.CSVLog("mine")], "mine/lightning_logs/version_0"),
+    ],
+    ids=["wandb", "tensorboard", "own csv log"],
+)
+def test_with_any_logger_metrics_and_samples_lie_in_one_folder_and_the_report_has_curves(make, folder, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trainer = rl.fit(MODEL, ROWS, reward, max_steps=2, logger=make(), **SMALL, **CPU)
+    wandb.finish()
+    assert list(Path().rglob("metrics.csv")) == [Path(folder, "metrics.csv")]
+    assert list(Path().rglob("samples.jsonl")) == [Path(folder, "samples.jsonl")]
+    report = Path(folder, "report.html")
+    assert report.exists() == any(keeps_files(logger) for logger in trainer.loggers), "uploaded with its run"
+    page = write_report(Path(folder), out=report).read_text()
+    assert '"series":{}' not in page
+    assert '"reward/mean":' in page
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
