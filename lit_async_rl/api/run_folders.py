@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
@@ -50,16 +51,16 @@ def run_folders(trainer: Trainer, resumed_from: str | None = None) -> Iterator[N
         for what, folder in folders:
             check_writable(folder, what)
         with locked(folders, beside=[CHECKPOINTS]):
-            _prepare_tables(run_folder(trainer), resumed_from)
+            if (log_dir := run_folder(trainer)) is not None:
+                _prepare_tables(log_dir, resumed_from)
+                _remember_wandb_run(trainer, log_dir, resumed_from)
             yield
     except BaseException:
         remove_unused(trainer)
         raise
 
 
-def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
-    if log_dir is None:
-        return
+def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
     for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
         remove_stale_parts(earlier)
     step = None if resumed_from is None else checkpoint_step(resumed_from)
@@ -70,6 +71,20 @@ def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
         older = [set_aside(log_dir / name) for name in (*TABLES, "config.yaml")]
         if any(older):
             log.warning("trainer.logger: %s holds an earlier run, whose files are kept, such as metrics.1.csv", log_dir)
+
+
+def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None) -> None:
+    """Gives a W&B run an id of its own, or that of the run in whose folder it goes on; one that was chosen stays."""
+    file = folder / WANDB_ID
+    goes_on = resumed_from is not None and Path(resumed_from).parent.parent.resolve() == folder.resolve()
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            from wandb.sdk.lib.runid import generate_id  # costs a second, and only such a run needs it
+
+            known = file.read_text().strip() if goes_on and file.is_file() else ""
+            logger._id = logger._wandb_init["id"] = logger.version or known or generate_id()
+            with contextlib.suppress(OSError):  # said by what writes there
+                file.write_text(f"{logger._id}\n")
 
 
 def remove_unused(trainer: Trainer) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 import lightning.pytorch as pl
 import pytest
+import torch
 import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -172,6 +173,28 @@ def test_with_any_logger_metrics_and_samples_lie_in_one_folder_and_the_report_ha
     page = write_report(Path(folder), out=report).read_text()
     assert '"series":{}' not in page
     assert '"reward/mean":' in page
+
+
+@pytest.mark.parametrize(
+    ("make", "folder"),
+    [
+        (lambda: None, "runs/version_0"),
+        (lambda: WandbLogger(project="mine"), "runs/version_0"),
+        (lambda: TensorBoardLogger("tb"), "tb/lightning_logs/version_0"),
+    ],
+    ids=["csv", "wandb", "tensorboard"],
+)
+def test_a_resumed_fit_goes_on_in_its_folder(make, folder, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    last = Path(folder, "checkpoints", "last.ckpt")
+    for steps, checkpoint in ((2, None), (4, str(last))):
+        rl.fit(MODEL, ROWS, reward, max_steps=steps, ckpt_path=checkpoint, logger=make(), **SMALL, **CPU)
+        wandb.finish()
+    assert list(Path().rglob("version_*")) == [Path(folder)]
+    with Path(folder, "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["reward/mean"]] == ["0", "1", "2", "3"]
+    assert torch.load(last, weights_only=True)["global_step"] == 4, "and not last-v1.ckpt"
+    assert len({path.name.rpartition("-")[2] for path in Path("wandb").glob("offline-run-*")}) < 2, "one run of W&B"
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
