@@ -95,7 +95,7 @@ class Evaluation(pl.Callback):
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Schedules an evaluation at the first step; `load_state_dict`, called later, restores the schedule."""
         if stage == "fit":
-            self._run, self._next_step = None, 0
+            self._run, self._next_step, self._questions = None, 0, []
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks settings, and reads the prompts on rank 0."""

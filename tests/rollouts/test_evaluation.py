@@ -2,12 +2,13 @@
 
 import csv
 import logging
+import shutil
 import time
 
 import pytest
 import torch
 from failing_engines import failing, said
-from flow import barrier_engine, fit, make_data, make_module, parameters
+from flow import MODEL, barrier_engine, fit, make_data, make_module, parameters
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl.callbacks import Evaluation
@@ -128,6 +129,19 @@ def test_it_measures_what_validation_does():
     assert 0 < result.metrics["pass@1"] < 1
     assert result.metrics["pass@1"] == pytest.approx(expected["val/pass@1"])
     assert result.metrics["reward"] == pytest.approx(expected["val/reward"])
+
+
+def test_a_second_run_has_the_tokens_of_its_own_tokenizer(tmp_path):
+    shutil.copytree(MODEL, tmp_path / "other")
+    tokenizer = tmp_path / "other" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"1": 3', '"1": 4').replace('"2": 4', '"2": 3'))
+    evaluation = Evaluation(held_out(2), every_n_steps=100, end_wait_s=0.0)
+    for model in (MODEL, str(tmp_path / "other")):
+        engine = Slow(Constant(0.002), num_slots=64)
+        data = make_data(engine=engine, model=model)
+        fit(make_module(model=model), data, 1, [evaluation])
+        assert engine.came
+        assert all(request.prompt_ids == data.codec.encode(request.prompt) for request in engine.came)
 
 
 def test_it_never_blocks_longer_than_it_says():
