@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,21 +109,26 @@ def checkpoint_step(path: str) -> int | None:
 def cut(path: Path, step: int) -> None:
     """Sets a table aside, and leaves of it the rows of the first `step` steps. Nothing happens where none is later.
 
-    Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more.
+    Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more: a
+    resumed run repeats it. `Evaluation` counts from 1, and what had ended at the checkpoint is not repeated.
     """
     if not path.exists():
         return
     with path.open(newline="") as file:
         lines = file.readlines()
     if path.suffix == ".csv":
-        steps = [row.get("step") for row in csv.DictReader(lines)]
-        kept = [lines[0], *(line for line, at in zip(lines[1:], steps, strict=False) if _number(at) < step)]
+        table = zip(lines[1:], csv.DictReader(lines), strict=False)
+        kept = [lines[0], *(line for line, row in table if _number(row.get("step")) < step + _is_evaluation(row))]
     else:
         kept = [line for line in lines if _number(_step_of(line)) <= step]
     if len(kept) < len(lines):
         set_aside(path)
         with replacing(path) as new:
             new.write("".join(kept).encode())
+
+
+def _is_evaluation(row: Mapping[str | None, object]) -> bool:
+    return all(str(name).startswith("eval/") for name, value in row.items() if value and name != "step")
 
 
 def _step_of(line: str) -> object:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from failing_engines import failing, said
 from flow import MODEL, barrier_engine, fit, make_data, make_module, parameters
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl.callbacks import Evaluation
@@ -208,6 +209,15 @@ def test_a_resumed_run_begins_an_interrupted_evaluation_again():
     again = Evaluation(held_out(), every_n_steps=10)
     again.load_state_dict(saved)
     assert again._next_step == 20
+
+
+def test_a_resumed_run_may_have_another_interval(tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="at2", every_n_train_steps=2)
+    before = Evaluation(held_out(2), every_n_steps=1000, max_block_s=30.0)
+    fit(make_module(), make_data(), 2, [before, saver], enable_checkpointing=True)
+    after = Evaluation(held_out(2), every_n_steps=1, max_block_s=30.0)
+    fit(make_module(), make_data(), 5, [after], ckpt_path=str(tmp_path / "at2.ckpt"))
+    assert [result.version for result in before.results + after.results] == [0, 3, 4]
 
 
 @pytest.mark.parametrize(
