@@ -45,7 +45,8 @@ class Evaluation(pl.Callback):
     Args:
         datasets: held-out prompts by name of the dataset.
         every_n_steps: optimizer steps between the starts of evaluations; the first starts with the first step. One
-            that is due while another runs starts after it.
+            that is due while another runs starts after it. After a resume the next one starts when the run before
+            would have started it, and at most this many steps later.
         num_samples: completions per prompt, n.
         ks: values of k for pass@k; None is 1 and `num_samples`.
         sampling: sampling parameters; None is `data.val_sampling`.
@@ -95,10 +96,12 @@ class Evaluation(pl.Callback):
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Schedules an evaluation at the first step; `load_state_dict`, called later, restores the schedule."""
         if stage == "fit":
-            self._run, self._next_step = None, 0
+            self._run, self._next_step, self._questions = None, 0, []
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks settings, and reads the prompts on rank 0."""
+        # The run before a resume may have had a longer interval.
+        self._next_step = min(self._next_step, trainer.global_step + self.every_n_steps)
         data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
             raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")

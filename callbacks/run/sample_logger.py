@@ -61,6 +61,11 @@ class SampleLogger(pl.Callback):
         self._folder: Path | None = None
         self._lock: FolderLock | None = None
 
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        """Before a validation of another run than the last: its samples wait for the folder, as those of the first."""
+        if stage == "validate" and self._folder is not None and run_folder(trainer) != self._folder:  # a collective
+            self._folder = None
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "SampleLogger")
         self._step, self._folder = trainer.global_step, run_folder(trainer)  # a collective: asked for on all ranks

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.api.interrupts import CtrlC
+from lit_async_rl.api.loggers import add_csv_log
 from lit_async_rl.api.recipe import with_recipe
 from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
@@ -56,7 +57,7 @@ def fit(
             proximal policy, correction, baseline, advantage nor aggregation is given. `"vcpo"`: weights of whole
             completions, the baseline of least variance, and a rate that follows the effective sample size
             (arXiv:2602.17616); None: plain GRPO.
-        ckpt_path: checkpoint to resume from.
+        ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
         **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
 
     Returns:
@@ -80,7 +81,8 @@ def fit(
     parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
     if ckpt_path is not None:
         check_checkpoint(ckpt_path)
-    trainer = Trainer(max_steps=max_steps, **parts[2])
+    trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **parts[2])
+    add_csv_log(trainer, ckpt_path)
     data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
     with CtrlC():

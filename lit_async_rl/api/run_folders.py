@@ -8,12 +8,13 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
@@ -50,16 +51,16 @@ def run_folders(trainer: Trainer, resumed_from: str | None = None) -> Iterator[N
         for what, folder in folders:
             check_writable(folder, what)
         with locked(folders, beside=[CHECKPOINTS]):
-            _prepare_tables(run_folder(trainer), resumed_from)
+            if (log_dir := run_folder(trainer)) is not None:
+                _prepare_tables(log_dir, resumed_from)
+                _remember_wandb_run(trainer, log_dir, resumed_from)
             yield
     except BaseException:
         remove_unused(trainer)
         raise
 
 
-def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
-    if log_dir is None:
-        return
+def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
     for earlier in {path.parent for path in log_dir.parent.glob("*/checkpoints/.*.part")}:
         remove_stale_parts(earlier)
     step = None if resumed_from is None else checkpoint_step(resumed_from)
@@ -70,6 +71,20 @@ def _prepare_tables(log_dir: Path | None, resumed_from: str | None) -> None:
         older = [set_aside(log_dir / name) for name in (*TABLES, "config.yaml")]
         if any(older):
             log.warning("trainer.logger: %s holds an earlier run, whose files are kept, such as metrics.1.csv", log_dir)
+
+
+def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None) -> None:
+    """Gives a W&B run an id of its own, or that of the run in whose folder it goes on; one that was chosen stays."""
+    file = folder / WANDB_ID
+    goes_on = resumed_from is not None and Path(resumed_from).parent.parent.resolve() == folder.resolve()
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            from wandb.sdk.lib.runid import generate_id  # costs a second, and only such a run needs it
+
+            known = file.read_text().strip() if goes_on and file.is_file() else ""
+            logger._id = logger._wandb_init["id"] = logger.version or known or generate_id()
+            with contextlib.suppress(OSError):  # said by what writes there
+                file.write_text(f"{logger._id}\n")
 
 
 def remove_unused(trainer: Trainer) -> None:
@@ -94,21 +109,26 @@ def checkpoint_step(path: str) -> int | None:
 def cut(path: Path, step: int) -> None:
     """Sets a table aside, and leaves of it the rows of the first `step` steps. Nothing happens where none is later.
 
-    Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more.
+    Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more: a
+    resumed run repeats it. `Evaluation` counts from 1, and what had ended at the checkpoint is not repeated.
     """
     if not path.exists():
         return
     with path.open(newline="") as file:
         lines = file.readlines()
     if path.suffix == ".csv":
-        steps = [row.get("step") for row in csv.DictReader(lines)]
-        kept = [lines[0], *(line for line, at in zip(lines[1:], steps, strict=False) if _number(at) < step)]
+        table = zip(lines[1:], csv.DictReader(lines), strict=False)
+        kept = [lines[0], *(line for line, row in table if _number(row.get("step")) < step + _is_evaluation(row))]
     else:
         kept = [line for line in lines if _number(_step_of(line)) <= step]
     if len(kept) < len(lines):
         set_aside(path)
         with replacing(path) as new:
             new.write("".join(kept).encode())
+
+
+def _is_evaluation(row: Mapping[str | None, object]) -> bool:
+    return all(str(name).startswith("eval/") for name, value in row.items() if value and name != "step")
 
 
 def _step_of(line: str) -> object:

@@ -12,13 +12,13 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 
 from lit_async_rl.api.defaults import build, default_callbacks, defaults_file
+from lit_async_rl.api.loggers import add_csv_log
 from lit_async_rl.api.notices import quiet
 from lit_async_rl.errors import describe
 from lit_async_rl.training.background_io import BackgroundCheckpointIO
-from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.suggestions import meant
 
@@ -29,8 +29,9 @@ class Trainer(pl.Trainer):
     """A Lightning Trainer that synchronizes weights, monitors the run and saves checkpoints.
 
     The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
-    place. A CSV log is always written, beside other loggers, unless `logger=False`. Checkpoints are written atomically,
-    in the background; `plugins=[AtomicCheckpointIO()]` writes them while training waits.
+    place. A CSV log is always written into the run's folder, unless `logger=False`: TensorBoard's, or `runs/version_N`
+    in the `save_dir` of another logger. Checkpoints are written atomically, in the background;
+    `plugins=[AtomicCheckpointIO()]` writes them while training waits.
 
     Example: `Trainer(max_steps=200, defaults={"gradients": None, "samples": SampleLogger(every_n_steps=5)})`.
 
@@ -79,8 +80,8 @@ class Trainer(pl.Trainer):
         _check_nodes(self)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = BackgroundCheckpointIO()
-        if adds_csv_log and self.loggers and not any(isinstance(one, CSVLogger) for one in self.loggers):
-            self.loggers = [*self.loggers, CSVLog(self.log_dir or "runs", name="csv")]
+        if adds_csv_log:
+            add_csv_log(self)
 
 
 def _check_nodes(trainer: pl.Trainer) -> None:

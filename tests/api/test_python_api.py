@@ -3,15 +3,20 @@
 import asyncio
 import csv
 import random
+from pathlib import Path
 
 import datasets
 import lightning.pytorch as pl
 import pytest
+import torch
+import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 import lit_async_rl as rl
 from lit_async_rl.errors import RewardError
+from lit_async_rl.report.html import write_report
+from lit_async_rl.training.trackers import keeps_files
 
 MODEL = rl.asset("sort_policy")
 DIGITS = ["".join(random.Random(n).choices("0123456789", k=4)) for n in range(40)]
@@ -146,6 +151,51 @@ def test_a_csv_log_is_written_beside_another_logger(tmp_path):
     assert [type(one) for one in loggers] == [TensorBoardLogger, rl.CSVLog]
     assert len(rl.Trainer(accelerator="cpu", max_steps=1, logger=CSVLogger(tmp_path)).loggers) == 1
     assert rl.Trainer(accelerator="cpu", max_steps=1, logger=False).loggers == []
+
+
+@pytest.mark.parametrize(
+    ("make", "folder"),
+    [
+        (lambda: WandbLogger(project="mine", save_dir=Path.cwd()), "runs/version_0"),
+        (lambda: TensorBoardLogger("tb", name="mine", sub_dir="board"), "tb/mine/version_0/board"),
+        (lambda: [TensorBoardLogger("tb"), rl.CSVLog("mine")], "mine/lightning_logs/version_0"),
+    ],
+    ids=["wandb", "tensorboard", "own csv log"],
+)
+def test_with_any_logger_metrics_and_samples_lie_in_one_folder_and_the_report_has_curves(make, folder, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trainer = rl.fit(MODEL, ROWS, reward, max_steps=2, logger=make(), **SMALL, **CPU)
+    wandb.finish()
+    assert list(Path().rglob("metrics.csv")) == [Path(folder, "metrics.csv")]
+    assert list(Path().rglob("samples.jsonl")) == [Path(folder, "samples.jsonl")]
+    report = Path(folder, "report.html")
+    assert report.exists() == any(keeps_files(logger) for logger in trainer.loggers), "uploaded with its run"
+    page = write_report(Path(folder), out=report).read_text()
+    assert '"series":{}' not in page
+    assert '"reward/mean":' in page
+
+
+@pytest.mark.parametrize(
+    ("make", "folder"),
+    [
+        (lambda: None, "runs/version_0"),
+        (lambda: WandbLogger(project="mine", save_dir=Path.cwd()), "runs/version_0"),
+        (lambda: TensorBoardLogger("tb"), "tb/lightning_logs/version_0"),
+    ],
+    ids=["csv", "wandb", "tensorboard"],
+)
+def test_a_resumed_fit_goes_on_in_its_folder(make, folder, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    last = Path(folder, "checkpoints", "last.ckpt")
+    for steps, checkpoint in ((2, None), (4, str(last))):
+        trainer = rl.fit(MODEL, ROWS, reward, max_steps=steps, ckpt_path=checkpoint, logger=make(), **SMALL, **CPU)
+        wandb.finish()
+    assert list(Path().rglob("version_*")) == [Path(folder)]
+    with Path(folder, "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["reward/mean"]] == ["0", "1", "2", "3"]
+    assert torch.load(last, weights_only=True)["global_step"] == 4, "and not last-v1.ckpt"
+    ids = {path.name.rpartition("-")[2] for path in Path("wandb").glob("offline-run-*")}
+    assert len(ids) == any(keeps_files(logger) for logger in trainer.loggers), "one run of W&B"
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

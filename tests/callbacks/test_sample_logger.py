@@ -8,9 +8,12 @@ import math
 import pytest
 from flow import MODEL, fit, make_data, make_module
 
+import lit_async_rl as rl
 from lit_async_rl.callbacks import BottleneckVerdict, SampleLogger
 from lit_async_rl.callbacks.run.sample_rows import thin
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.rewards.functions import exact_match
+from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.csv_logger import CSVLog
 
 
@@ -39,6 +42,18 @@ def test_every_token_has_its_text_version_and_values(tmp_path):
     for step, group in groups:
         rewards = {row["reward"]: row["advantages"][0] for row in found if (row["step"], row["group"]) == (step, group)}
         assert [rewards[r] for r in sorted(rewards)] == sorted(rewards.values()), "more reward, more advantage"
+
+
+def test_held_out_samples_of_a_second_run_lie_in_its_own_folder(tmp_path):
+    logger, held_out = SampleLogger(num_held_out=3), SortDigits(8, size=4, split="held_out")
+    settings = dict(validation=rl.Validation(prompts=held_out), groups_per_step=2, group_size=2, callbacks=logger)
+    settings |= dict(accelerator="cpu", devices=1, enable_progress_bar=False, sampling=rl.SamplingParams(max_tokens=9))
+    for version in "ab":
+        log = CSVLog(tmp_path, "x", version=version)
+        rl.fit(MODEL, SortDigits(8, size=1000), exact_match, max_steps=1, logger=log, **settings)
+    for version in "ab":
+        steps = [row["step"] for row in rows(tmp_path / "x" / version / "held_out.jsonl")]
+        assert steps == [0, 0, 0, 1, 1, 1, 1, 1, 1], "before training, after the step, and after training"
 
 
 def test_long_completions_keep_beginning_and_end(tmp_path):

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import wandb
 import yaml
-from flow import fit, make_data, make_module
+from flow import MODEL, fit, make_data, make_module
 
+import lit_async_rl as rl
 from lit_async_rl.api.run_folders import cut
 from lit_async_rl.callbacks import SampleLogger
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.cli.commands import evaluate, main
 from lit_async_rl.cli.loggers import run_name
+from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.csv_logger import CSVLog
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +90,23 @@ def test_tables_are_cut_at_the_step(tmp_path):
     assert (tmp_path / "metrics.csv").read_text() == "a,step\n1,0\n2,1\n"
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1}\n'
     assert names(tmp_path) == {"metrics.csv", "metrics.1.csv", "samples.jsonl", "samples.1.jsonl"}
+
+
+def test_an_evaluation_that_ended_at_the_step_stays(tmp_path):
+    table = tmp_path / "metrics.csv"
+    table.write_text("epoch,eval/pass@1,step,val/pass@1\n0,,1,\n,1,2,\n0,,2,1\n0,,2,\n0,1,2,1\n,1,3,\n")
+    cut(table, 2)
+    assert table.read_text() == "epoch,eval/pass@1,step,val/pass@1\n0,,1,\n,1,2,\n"
+
+
+def test_a_resumed_run_has_every_evaluation_once(tmp_path):
+    settings = dict(groups_per_step=2, group_size=2, accelerator="cpu", devices=1, enable_progress_bar=False)
+    held_out, last = SortDigits(8, size=2, split="held_out"), tmp_path / "version_0" / "checkpoints" / "last.ckpt"
+    for steps, checkpoint in ((4, None), (6, str(last))):
+        settings["callbacks"] = rl.Evaluation({"held_out": held_out}, every_n_steps=1, max_block_s=20.0)
+        settings["logger"] = CSVLog(tmp_path, name="")
+        rl.fit(MODEL, SortDigits(8, size=1000), rl.exact_match, max_steps=steps, ckpt_path=checkpoint, **settings)
+    assert sorted(rows(tmp_path / "version_0" / "metrics.csv", "eval/pass@1")) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
@@ -167,6 +186,7 @@ def test_runs_that_begin_together_get_a_folder_each(tmp_path):
 def test_a_run_through_the_api_keeps_others_out_of_its_folder(tmp_path):
     holder = """
 import sys, time
+from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.csv_logger import CSVLog
 log = CSVLog(sys.argv[1], "x", version="fixed")
 log.experiment

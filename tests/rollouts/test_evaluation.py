@@ -2,12 +2,14 @@
 
 import csv
 import logging
+import shutil
 import time
 
 import pytest
 import torch
 from failing_engines import failing, said
-from flow import barrier_engine, fit, make_data, make_module, parameters
+from flow import MODEL, barrier_engine, fit, make_data, make_module, parameters
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_async_rl.callbacks import Evaluation
@@ -130,6 +132,19 @@ def test_it_measures_what_validation_does():
     assert result.metrics["reward"] == pytest.approx(expected["val/reward"])
 
 
+def test_a_second_run_has_the_tokens_of_its_own_tokenizer(tmp_path):
+    shutil.copytree(MODEL, tmp_path / "other")
+    tokenizer = tmp_path / "other" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"1": 3', '"1": 4').replace('"2": 4', '"2": 3'))
+    evaluation = Evaluation(held_out(2), every_n_steps=100, end_wait_s=0.0)
+    for model in (MODEL, str(tmp_path / "other")):
+        engine = Slow(Constant(0.002), num_slots=64)
+        data = make_data(engine=engine, model=model)
+        fit(make_module(model=model), data, 1, [evaluation])
+        assert engine.came
+        assert all(request.prompt_ids == data.codec.encode(request.prompt) for request in engine.came)
+
+
 def test_it_never_blocks_longer_than_it_says():
     evaluation = Evaluation(held_out(), every_n_steps=100, max_block_s=0.3, end_wait_s=0.2)
     fit(make_module(), make_data(engine=Slow(Constant(0.002), num_slots=64)), 4, [evaluation])
@@ -194,6 +209,15 @@ def test_a_resumed_run_begins_an_interrupted_evaluation_again():
     again = Evaluation(held_out(), every_n_steps=10)
     again.load_state_dict(saved)
     assert again._next_step == 20
+
+
+def test_a_resumed_run_may_have_another_interval(tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="at2", every_n_train_steps=2)
+    before = Evaluation(held_out(2), every_n_steps=1000, max_block_s=30.0)
+    fit(make_module(), make_data(), 2, [before, saver], enable_checkpointing=True)
+    after = Evaluation(held_out(2), every_n_steps=1, max_block_s=30.0)
+    fit(make_module(), make_data(), 5, [after], ckpt_path=str(tmp_path / "at2.ckpt"))
+    assert [result.version for result in before.results + after.results] == [0, 3, 4]
 
 
 @pytest.mark.parametrize(
