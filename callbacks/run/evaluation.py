@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.prompts.sources import PromptSource
@@ -99,7 +100,7 @@ class Evaluation(pl.Callback):
             self._run, self._next_step, self._questions = None, 0, []
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks settings, and reads the prompts on rank 0."""
+        """Checks settings."""
         # The run before a resume may have had a longer interval.
         self._next_step = min(self._next_step, trainer.global_step + self.every_n_steps)
         data = rollout_data(trainer, "Evaluation")
@@ -109,18 +110,18 @@ class Evaluation(pl.Callback):
             raise ValueError(
                 f"Evaluation.num_samples={self.num_samples} at temperature 0 would be copies of one completion"
             )
-        if trainer.is_global_zero and not self._questions:
-            self._questions = make_questions(self.datasets, data.codec)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts an evaluation if one is due."""
+        """Starts an evaluation if one is due; reads the prompts before the first."""
+        data = rollout_data(trainer, "Evaluation")
+        if trainer.is_global_zero and not self._questions:
+            self._questions = self._read(data)
         if not self._questions or self._run is not None or trainer.global_step < self._next_step:
             return
         self._began_step, self._blocked_s = trainer.global_step, 0.0
         self._next_step = trainer.global_step + self.every_n_steps
-        data = rollout_data(trainer, "Evaluation")
         plan = EvaluationPlan(
             questions=self._questions,
             num_samples=self.num_samples,
@@ -131,6 +132,12 @@ class Evaluation(pl.Callback):
         )
         self._run = data.shared_source.evaluate(plan)
         self._next_id += len(self._questions)
+
+    def _read(self, data: RolloutDataModule) -> list[Question]:
+        """The usable prompts; read this late because the engine's length is known once it has weights."""
+        length, max_tokens = data.engine.max_model_len, (self.sampling or data.val_sampling).max_tokens
+        why = f"the engine's max_model_len={length} leaves besides Evaluation's sampling.max_tokens={max_tokens}"
+        return make_questions(self.datasets, data.codec, length - max_tokens, why)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -1,6 +1,6 @@
 """Command line: LightningCLI, where constructor signatures are the schema.
 
-Several `--config` files compose, `${...}` interpolates, dotted flags override, and flags are never abbreviated
+Several `--config` files compose, `${...}` interpolates, dotted flags override files, and are never abbreviated
 (argparse would take the misspelt `--data.max_stalenes 7` for `max_staleness`).
 """
 
@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationResolutionError
 import lit_async_rl
 from lit_async_rl.api.defaults import defaults_file, full_path
 from lit_async_rl.api.trainer import Trainer
-from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values
+from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values, files_first
 from lit_async_rl.cli.error_report import Parser
 from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
 from lit_async_rl.data.module import RolloutDataModule
@@ -61,10 +61,11 @@ class AsyncRLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Refuses invalid configuration files and class paths before anything is called."""
-        check_config_files(sys.argv[1:] if args is None else args)
+        given = sys.argv[1:] if args is None else args
+        check_config_files(given)
         set_parsing_settings(import_path_denylist=[])  # those denied by default are errors now
         try:
-            self.config = parser.parse_args(args)
+            self.config = parser.parse_args(files_first(given))
         except InterpolationResolutionError as error:
             place = str(error.full_key or "a setting")
             raise ValueError(f"{place}: {str(error).splitlines()[0]}") from None

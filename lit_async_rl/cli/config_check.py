@@ -89,6 +89,18 @@ def config_files(args: Sequence[str]) -> Iterator[Path]:
             yield Path(argument.removeprefix("--config=")).expanduser()
 
 
+def files_first(args: Sequence[str]) -> list[str]:
+    """The words of a command line, those of `--config` in front: flags override files wherever they stand."""
+    files: list[str] = []
+    flags: list[str] = []
+    left = list(args)
+    while left:
+        is_pair = left[0] in ("--config", "-c") and len(left) > 1
+        place = files if is_pair or left[0].startswith("--config=") else flags
+        place += [left.pop(0) for _ in range(1 + is_pair)]
+    return files + flags
+
+
 def _check_yaml(file: Path) -> None:
     if file.stat().st_size > MOST_BYTES:
         raise ValueError(f"config={str(file)!r} is not a configuration: it has more than {MOST_BYTES:,} bytes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -55,14 +55,25 @@ def run_name(args: Sequence[str]) -> str:
 
 
 def _is_named(args: Sequence[str]) -> bool:
-    """Whether a name was chosen for this logger, and not left over from that of another file."""
+    """Whether a name was chosen for W&B's logger, and not left over from another logger, whose place it took."""
     if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
         return True
-    for file in config_files(args):
-        chosen = (yaml.safe_load(file.read_text()).get("trainer") or {}).get("logger") or {}
-        if isinstance(chosen, dict) and "Wandb" in str(chosen.get("class_path")):
-            return "name" in (chosen.get("init_args") or {})
+    kind = ""  # that settings without a class are for
+    for chosen in _chosen_loggers(args):
+        kind = str(chosen.get("class_path", kind))
+        if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
+            return True
     return False
+
+
+def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What the files say of `trainer.logger`: classes, alone or in lists, and settings of the class before."""
+    for file in config_files(args):
+        trainer = yaml.safe_load(file.read_text()).get("trainer") or {}
+        for given in (trainer.get("logger"), trainer.get("logger+")):
+            for one in given if isinstance(given, list) else [given]:
+                if isinstance(one, (dict, str)):
+                    yield one if isinstance(one, dict) else {"class_path": one}
 
 
 class SaveConfig(SaveConfigCallback):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lit_async_rl.data.dataloaders import PromptFeed
 from lit_async_rl.data.settings import Validation
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.types import Prompt, PromptBatch
@@ -17,22 +19,27 @@ class HeldOut:
 
     Args:
         settings: `data.validation`.
-        encode: token ids of a prompt.
+        sampling: sampling parameters of their completions.
         make_scorer: scorer of the training reward; called when the first completion is scored.
     """
 
-    def __init__(
-        self, settings: Validation, encode: Callable[[Prompt], tuple[int, ...]], make_scorer: Callable[[], Scorer]
-    ) -> None:
-        self._settings, self._encode, self._make_scorer = settings, encode, make_scorer
+    def __init__(self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer]) -> None:
+        self._settings, self._max_tokens, self._make_scorer = settings, sampling.max_tokens, make_scorer
         self._scorer: Scorer | None = None
 
-    def batches(self, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
-        """This rank's batches of the usable prompts; none without `data.validation.prompts`."""
+    def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
+        """This rank's batches of the usable prompts; none without `data.validation.prompts`.
+
+        Raises:
+            ValueError: see `UsablePrompts`.
+        """
         if (source := self._settings.source) is None:
             warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
             return []
-        usable = UsableSubset(source, self._encode)
+        length, max_tokens = codec.context_length, self._max_tokens  # validation samples from the trained model itself
+        why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
+        # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation says so
+        usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)
         return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
 
     def score(self, completions: Sequence[tuple[Prompt, str]], on_progress: Callable[[], None]) -> list[float | None]:

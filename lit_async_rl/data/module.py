@@ -123,7 +123,7 @@ class RolloutDataModule(ModelName):
         self.stream = PromptStream(self.prompts, seed=self.intake.seed)
         self._bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
-        self.held_out = HeldOut(validation, self.encode, partial(scoring.make_scorer, reward))
+        self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward))
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
@@ -195,7 +195,7 @@ class RolloutDataModule(ModelName):
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
-        return self.held_out.batches(self._trainer.global_rank, self._trainer.world_size)
+        return self.held_out.batches(self.codec, self._trainer.global_rank, self._trainer.world_size)
 
     def setup(self, stage: str) -> None:
         """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""

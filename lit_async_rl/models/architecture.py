@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # settings of configurations beyond whose number of tokens some layers do not attend to all of them
 WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "attention_chunk_size", "index_topk")
 
 
 def context_length(lm: PreTrainedModel) -> int:
+    """Context length of a model, see `configured_length`."""
+    return configured_length(lm.config)
+
+
+def configured_length(of_model: PreTrainedConfig) -> int:
     """Context length in tokens: number of positions, or the shortest attention window if that is shorter."""
-    config = lm.config.get_text_config()
+    config = of_model.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or 2**20
     names = WINDOWS if getattr(config, "use_sliding_window", True) else ()
     windows = [getattr(config, name, None) for name in names]

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from lit_async_rl.models.architecture import configured_length
 from lit_async_rl.models.loading import load_config, load_tokenizer
 from lit_async_rl.models.stop_strings import cut_at_stop
 from lit_async_rl.types import Prompt
@@ -28,6 +29,7 @@ class TextCodec:
     def __init__(self, model: str) -> None:
         self.tokenizer = load_tokenizer(model)
         config: Any = load_config(model).get_text_config()
+        self.context_length = configured_length(config)
         self.vocab_size = int(config.vocab_size)  # the model's, which may have more ids than the tokenizer
         self.model = model
         self._texts: dict[int, str] = {}

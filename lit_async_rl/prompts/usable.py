@@ -83,13 +83,14 @@ class UsableSubset(PromptSource):
     Args:
         source: source of the prompts.
         encode: token ids of a prompt.
+        max_tokens: see `UsablePrompts`; likewise `why`.
 
     Raises:
         ValueError: see `UsablePrompts`.
     """
 
-    def __init__(self, source: PromptSource, encode: Encode) -> None:
-        usable = UsablePrompts(source, encode)
+    def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
+        usable = UsablePrompts(source, encode, max_tokens, why)
         self._source = source
         self._numbers = [number for number in range(len(source)) if number in usable]
 

@@ -108,9 +108,11 @@ class _Open:
     rewards: list[float | None] = field(default_factory=list)  # None: could not be scored
 
 
-def make_questions(datasets: dict[str, PromptSource], codec: TextCodec) -> list[Question]:
-    """All usable prompts of all data sets."""
-    usable = [(name, UsableSubset(source, codec.encode)) for name, source in datasets.items()]
+def make_questions(
+    datasets: dict[str, PromptSource], codec: TextCodec, max_tokens: int | None = None, why: str = ""
+) -> list[Question]:
+    """All usable prompts of all data sets; `max_tokens` and `why` are those of `UsablePrompts`, which may raise."""
+    usable = [(name, UsableSubset(source, codec.encode, max_tokens, why)) for name, source in datasets.items()]
     prompts = [(name, source[n]) for name, source in usable for n in range(len(source))]
     return [Question(dataset=name, prompt=prompt, prompt_ids=codec.encode(prompt)) for name, prompt in prompts]
 

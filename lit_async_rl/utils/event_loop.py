@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -38,8 +39,9 @@ class LoopThread:
             EngineError: `close` was called meanwhile.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        for _ in range(max(1, round(timeout_s / LOOK_S))):
-            is_done = bool(concurrent.futures.wait([future], timeout=min(LOOK_S, timeout_s)).done)
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            is_done = bool(concurrent.futures.wait([future], timeout=min(LOOK_S, left)).done)
             if self._closed.is_set():  # which cancels whatever is running
                 raise EngineError(f"{self.name} was closed during {what}")
             if is_done:

@@ -50,6 +50,34 @@ def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
     assert not {"Progress", "SaveOnSigterm", "LinkedCheckpoint"} & {type(c).__name__ for c in cli.trainer.callbacks}
 
 
+def parsed(monkeypatch, *words):
+    """All settings of a command line, of which nothing is made."""
+    monkeypatch.setattr(AsyncRLCLI, "instantiate_classes", lambda self: None)
+    return AsyncRLCLI(words).config
+
+
+@pytest.mark.parametrize("files", [["--config", "{}"], ["--config={}"], ["-c", "{}"]], ids=" ".join)
+def test_a_flag_wins_wherever_it_stands_and_files_keep_their_order(files, tmp_path, monkeypatch):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("data: {max_staleness: 3, group_size: 6}\ntrainer: {callbacks: [LengthBiasMonitor]}\n")
+    first, last = ([word.format(path) for word in files] for path in (BASE[1], mine))
+    added = ["--trainer.callbacks+", "SampleLogger", "--trainer.callbacks.every_n_steps", "7"]
+    more = ["--trainer.callbacks+", "RolloutMonitor", "--data.max_staleness", "8"]
+    config = parsed(monkeypatch, "--data.max_staleness", "7", *first, *added, *last, *more)
+    assert (config.data.max_staleness, config.data.group_size, config.data.groups_per_step) == (8, 6, 32)
+    names = [callback.class_path.rpartition(".")[2] for callback in config.trainer.callbacks]
+    assert names == ["LengthBiasMonitor", "SampleLogger", "RolloutMonitor"]
+    assert config.trainer.callbacks[1].init_args.every_n_steps == 7
+    assert parsed(monkeypatch, "--data.group_size", "7", *first, *last).data.group_size == 7
+
+
+def test_options_of_a_command_keep_their_values_in_front_of_files(monkeypatch):
+    monkeypatch.setattr(AsyncRLCLI, "instantiate_classes", lambda self: None)
+    extra = {"--out": {"type": str, "required": True}}
+    config = AsyncRLCLI(["--out", "here", *BASE, "--data.group_size", "5"], extra).config
+    assert (config.out, config.data.group_size) == ("here", 5)
+
+
 @pytest.mark.parametrize("name", sorted(NEEDS_HUB))
 @pytest.mark.slow
 def test_a_configuration_that_needs_the_hub_parses(name):

@@ -11,6 +11,7 @@ import pytest
 import wandb
 import yaml
 from flow import MODEL, fit, make_data, make_module
+from lightning.pytorch.loggers import WandbLogger
 
 import lit_async_rl as rl
 from lit_async_rl.api.run_folders import cut
@@ -153,6 +154,38 @@ def test_a_name_of_the_configuration_files():
     given = ["--config", "configs/quickstart.yaml", "--x", "1", "--config=configs/stabilizers/vcpo.yaml"]
     assert run_name([*given, "--config", "configs/loggers/wandb.yaml"]) == "quickstart-vcpo"
     assert run_name([]) == "run"
+
+
+WANDB = "configs/loggers/wandb.yaml"
+CHOSEN = "{class_path: WandbLogger, init_args: {name: chosen}}"
+OTHER = "{class_path: CSVLog, init_args: {name: other}}"
+NAMED = {  # files behind quickstart.yaml, whose CSV log has a name, too
+    "settings of its own overlay": ([WANDB, "{init_args: {name: chosen}}"], True),
+    "settings without init_args": ([WANDB, "{name: chosen}"], True),
+    "class": ([CHOSEN], True),
+    "class by its name alone": (["WandbLogger", "{init_args: {name: chosen}}"], True),
+    "list": ([f"[{OTHER}, {CHOSEN}]"], True),
+    "none": ([WANDB], False),
+    "that of another logger": ([OTHER, WANDB], False),
+    "settings of another logger": (["{init_args: {name: other}}", WANDB], False),
+    "that of another logger in a list": ([f"[{OTHER}, WandbLogger]"], False),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_a_name_that_a_file_chooses_for_wandb_stays(case, tmp_path, monkeypatch):
+    for link in ("configs", "lit_async_rl"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    monkeypatch.chdir(tmp_path)
+    loggers, is_chosen = NAMED[case]
+    args = ["--config", "configs/quickstart.yaml"]
+    for number, logger in enumerate(loggers):
+        path = Path(f"{number}.yaml")
+        path.write_text(f"trainer: {{logger: {logger}}}\n")
+        args += ["--config", logger if logger == WANDB else str(path)]
+    (found,) = (logger for logger in AsyncRLCLI(args).trainer.loggers if isinstance(logger, WandbLogger))
+    name = "chosen" if is_chosen else f"{run_name(args)}, seed 0"
+    assert found._name == found._wandb_init["name"] == name
 
 
 @pytest.mark.parametrize("off", [["--trainer.logger", "false"], ["--trainer.fast_dev_run", "true"]])

@@ -7,7 +7,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from flow import make_data, make_module
 
+import lit_async_rl as rl
 from lit_async_rl.prompts.sources import HuggingFacePrompts, JsonlPrompts, ParquetPrompts, PromptSource
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.prompts.usable import UsablePrompts, UsableSubset
@@ -133,3 +135,33 @@ def test_a_source_of_ones_own_is_named_with_the_number_of_the_prompt():
 
     with pytest.raises(ValueError, match="Numbers, prompt 10: the prompt has 2 tokens, more than max_prompt_tokens=1"):
         UsablePrompts(Numbers(), letters).check()
+
+
+def sampled(where, source):
+    """Held-out prompts that a run samples, in validation or in `Evaluation`; its model has 256 positions."""
+    data, module = make_data(val_prompts=source if where == "validation" else None), make_module()
+    evaluation = rl.Evaluation({"mine": source}, max_block_s=30.0)
+    off = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    callbacks = [evaluation] if where == "Evaluation" else []
+    rl.Trainer(accelerator="cpu", max_steps=1, callbacks=callbacks, **off).fit(module, datamodule=data)
+    if where == "validation":
+        return [sample.prompt for sample in module.validator.samples]
+    assert len(evaluation.results) == 1
+    return [question.prompt for question in evaluation._questions]
+
+
+TOO_LONG = {
+    "validation": "the model's context of 256 tokens leaves besides validation's sampling.max_tokens=10",
+    "Evaluation": "the engine's max_model_len=256 leaves besides Evaluation's sampling.max_tokens=10",
+}
+
+
+@pytest.mark.parametrize("where", TOO_LONG)
+def test_a_held_out_prompt_that_is_too_long_is_left_out_or_named(where, make):
+    rows = [{"prompt": "2" * (n - 1) + "=", "answer": "2"} for n in (3, 3001, 246, 247)]
+    source = make("jsonl", rows, on_bad_prompt="skip")
+    assert sampled(where, source) == [source[0], source[2]]
+    with pytest.raises(
+        ValueError, match="rows.jsonl, line 2: the prompt has 3001 tokens, more than " + TOO_LONG[where]
+    ):
+        sampled(where, make("jsonl", rows))
