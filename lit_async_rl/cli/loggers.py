@@ -67,7 +67,7 @@ def _is_named(args: Sequence[str]) -> bool:
 
 
 def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What the files say of `trainer.logger`: classes, alone or in lists, and settings of the class before."""
+    """Entries of `trainer.logger` in the files: classes, alone or in lists, and settings of the class before."""
     for file in config_files(args):
         trainer = yaml.safe_load(file.read_text()).get("trainer") or {}
         for given in (trainer.get("logger"), trainer.get("logger+")):
