@@ -56,6 +56,7 @@ class VirtualTrainer:
     received_sigterm: bool = False
     sanity_checking: bool = False
     world_size: int = 1
+    precision_plugin: None = None
 
     def __post_init__(self) -> None:
         self.accumulate_grad_batches, self.callbacks = self.settings.micro_batches, []

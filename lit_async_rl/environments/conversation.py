@@ -19,7 +19,6 @@ class Conversation:
 
     request: GenerationRequest
     sample_index: int
-    prompt: Prompt = field(init=False)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -31,10 +30,12 @@ class Conversation:
     state: int = 0  # what the environment showed last
     episode: Episode | None = None
 
-    def __post_init__(self) -> None:
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as the environment gets it."""
         if self.request.prompt is None:
             raise InvariantError("an environment needs the prompt, not only its tokens")
-        self.prompt = self.request.prompt
+        return self.request.prompt
 
     def add_turn(self, turn: Completion) -> None:
         """Appends a turn of the policy, without reward so far."""

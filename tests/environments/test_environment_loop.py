@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 
+import pytest
 from flow import fit, make_data, make_module
 from instant_episodes import CODEC, Instant, playing, poll_for, request
 
@@ -33,8 +34,16 @@ class OneAtATime(Environment):
         return Observation(reward=1.0, done=True)
 
 
+others: set[threading.Thread] = set()  # of engines that other tests have not closed
+
+
+@pytest.fixture(autouse=True)
+def _without_those_of_other_tests():
+    others.update(threads())
+
+
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "environments"]
+    return [thread for thread in threading.enumerate() if thread.name == "environments" and thread not in others]
 
 
 def play(engine, number=0):
