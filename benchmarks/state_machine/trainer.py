@@ -57,6 +57,7 @@ class VirtualTrainer:
     sanity_checking: bool = False
     world_size: int = 1
     precision_plugin: None = None
+    lr_scheduler_configs: tuple[()] = ()
 
     def __post_init__(self) -> None:
         self.accumulate_grad_batches, self.callbacks = self.settings.micro_batches, []
