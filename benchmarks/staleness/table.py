@@ -103,11 +103,15 @@ def all_runs(out: Path, known: pd.DataFrame | None) -> pd.DataFrame:
     Raises:
         FileNotFoundError: there is none.
     """
-    if known is None:
-        return read_cells(out)
-    if not any(out.glob(RESULTS)):
+    if known is not None and not any(out.glob(RESULTS)):
         return known
-    new = read_cells(out)
+    return merged(known, read_cells(out))
+
+
+def merged(known: pd.DataFrame | None, new: pd.DataFrame) -> pd.DataFrame:
+    """The runs of two tables; one that is in both is the new one."""
+    if known is None:
+        return new
     again = pd.MultiIndex.from_frame(known[CELL]).isin(pd.MultiIndex.from_frame(new[CELL]))
     return pd.concat([known[~again], new], ignore_index=True)
 
@@ -116,10 +120,10 @@ def collect(name: str, out: Path, tables: Path) -> None:
     """Adds what a grid has finished to its table in the folder `tables`, and where that is from."""
     path, sources = tables / f"{name}.parquet", tables / SOURCES
     found = json.loads(sources.read_text()) if sources.is_file() else {}
-    known, commits = read_table(path) if path.is_file() else None, [checked_out()]
-    if known is not None and not cells_of(known) <= cells_of(read_cells(out)):
+    known, new, commits = read_table(path) if path.is_file() else None, read_cells(out), [checked_out()]
+    if known is not None and not cells_of(known) <= cells_of(new):
         commits = [c for c in found[name]["commit"].split(", ") if c not in commits] + commits
-    write_table(all_runs(out, known), path)
+    write_table(merged(known, new), path)
     command = f"python scripts/staleness_bench.py --suite {name}"
     found[name] = {"command": command, "commit": ", ".join(commits), "date": date.today().isoformat()}
     sources.write_text(json.dumps(found, indent=2) + "\n")

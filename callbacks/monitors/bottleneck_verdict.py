@@ -83,15 +83,12 @@ class BottleneckVerdict(pl.Callback):
             began = self._totals(trainer)
             self._run, self._window = StepLoad(began), StepLoad(began)
             self._run_began_at = self._window_began_at = time.time()
-            self._staleness.go_on()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation_began = self._totals(trainer)
-        self._staleness.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._left_out = self._left_out + (self._totals(trainer) - self._validation_began)
-        self._staleness.go_on()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -185,6 +182,7 @@ class BottleneckVerdict(pl.Callback):
             sync_s=sum(syncs),
             engine_busy_s=stats.engine_busy_s,
             scoring_s=stats.scoring_s,
+            cpu_s=time.process_time(),
         )
         return now - self._left_out
 

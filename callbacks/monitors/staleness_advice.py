@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 
 import torch
@@ -26,15 +25,6 @@ class StalenessAdvice:
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._ess: deque[float] = deque(maxlen=KEPT)
-        self._cpu_s, self._began_cpu = 0.0, time.process_time()
-
-    def pause(self) -> None:
-        """Stops counting processor time, for a validation."""
-        self._cpu_s += time.process_time() - self._began_cpu
-
-    def go_on(self) -> None:
-        """Counts processor time from now on."""
-        self._began_cpu = time.process_time()
 
     def observe(self, data: RolloutDataModule, ess_ratio: float | None) -> None:
         """Takes in one optimizer step."""
@@ -48,8 +38,7 @@ class StalenessAdvice:
         if steps < FEWEST or not self._waits or not isinstance(data.admission, Bounded):
             return None
         engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
-        self.pause()
-        cpu_s = self._cpu_s if pl_module.device.type == "cpu" else 0.0
+        cpu_s = run.cpu_s if pl_module.device.type == "cpu" else 0.0
         if cpu_s and getattr(engine, "own_process", False):  # it computes while it is busy, on each of its threads
             cpu_s += run.engine_busy_s * (getattr(engine, "num_threads", None) or torch.get_num_threads())
         work = StepWork(

@@ -53,9 +53,10 @@ class StalenessMonitor(StepMonitor):
             part.reset()
         if not len(tokens):
             return {}
-        return {  # sorted for the percentile: torch.quantile takes no more than 16M values
+        in_order = tokens.sort().values  # torch.quantile takes no more than 16M values
+        return {
             "sample/staleness_mean": tokens.mean(),
-            "sample/staleness_p95": tokens.sort().values[math.ceil(0.95 * (len(tokens) - 1))],
+            "sample/staleness_p95": in_order[math.ceil(0.95 * (len(tokens) - 1))],
             "sample/staleness_max": tokens.max(),
             "sample/mixed_version_share": mixed,
             "sample/inter_rollout_lag": inter,

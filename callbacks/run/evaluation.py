@@ -88,7 +88,7 @@ class Evaluation(pl.Callback):
         self.sampling, self.max_concurrent, self.max_block_s = sampling, max_concurrent, max_block_s
         self.timeout_s, self.end_wait_s = timeout_s, end_wait_s
         self.results: list[EvaluationResult] = []
-        self._questions: list[Question] = []
+        self._questions: list[Question] | None = None  # not read yet
         self._run: EvaluationRun | None = None
         self._next_step = self._began_step = 0
         self._next_id = FIRST_ID
@@ -97,7 +97,7 @@ class Evaluation(pl.Callback):
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Schedules an evaluation at the first step; `load_state_dict`, called later, restores the schedule."""
         if stage == "fit":
-            self._run, self._next_step, self._questions = None, 0, []
+            self._run, self._next_step, self._questions = None, 0, None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks settings."""
@@ -116,8 +116,8 @@ class Evaluation(pl.Callback):
     ) -> None:
         """Starts an evaluation if one is due; reads the prompts before the first."""
         data = rollout_data(trainer, "Evaluation")
-        if trainer.is_global_zero and not self._questions:
-            self._questions = self._read(data)
+        if self._questions is None:
+            self._questions = self._read(data) if trainer.is_global_zero else []
         if not self._questions or self._run is not None or trainer.global_step < self._next_step:
             return
         self._began_step, self._blocked_s = trainer.global_step, 0.0

@@ -10,7 +10,13 @@ from torch.optim import Optimizer
 from lit_async_rl.errors import SetupError
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
-from lit_async_rl.stabilizers.step_lr import optimizer_index, overflows, raw_optimizer, tolerate_dropped_gradients
+from lit_async_rl.stabilizers.step_lr import (
+    loss_scaler,
+    optimizer_index,
+    overflows,
+    raw_optimizer,
+    tolerate_dropped_gradients,
+)
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -41,9 +47,8 @@ class SkipNonFinite(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Checks the accumulated gradient; a collective where it is sharded."""
-        precision: Any = trainer.precision_plugin
-        if hasattr(precision, "scaler") and precision.scaler is not None:
-            is_broken = overflows(trainer, raw_optimizer(optimizer)) and precision.scaler.get_scale() <= 1
+        if (scaler := loss_scaler(trainer)) is not None:
+            is_broken = overflows(trainer, raw_optimizer(optimizer)) and scaler.get_scale() <= 1
             self.dropped.note(is_broken, optimizer_index(trainer, optimizer))
         else:
             self._drop_if_broken(trainer, optimizer)

@@ -22,7 +22,8 @@ from omegaconf.errors import InterpolationResolutionError
 import lit_async_rl
 from lit_async_rl.api.defaults import defaults_file, full_path
 from lit_async_rl.api.trainer import Trainer
-from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values, files_first
+from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values
+from lit_async_rl.cli.config_words import files_first
 from lit_async_rl.cli.error_report import Parser
 from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
 from lit_async_rl.data.module import RolloutDataModule

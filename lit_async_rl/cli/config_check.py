@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from lit_async_rl.cli.config_words import config_files
 from lit_async_rl.utils.suggestions import meant
 
 log = logging.getLogger(__name__)
@@ -78,27 +79,6 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def config_files(args: Sequence[str]) -> Iterator[Path]:
-    """Files of `--config` on a command line, in their order."""
-    for number, argument in enumerate(args):
-        if argument in ("--config", "-c") and number + 1 < len(args):
-            yield Path(args[number + 1]).expanduser()
-        elif argument.startswith("--config="):
-            yield Path(argument.removeprefix("--config=")).expanduser()
-
-
-def files_first(args: Sequence[str]) -> list[str]:
-    """The words of a command line, those of `--config` in front: flags override files wherever they stand."""
-    files: list[str] = []
-    flags: list[str] = []
-    left = list(args)
-    while left:
-        is_pair = left[0] in ("--config", "-c") and len(left) > 1
-        place = files if is_pair or left[0].startswith("--config=") else flags
-        place += [left.pop(0) for _ in range(1 + is_pair)]
-    return files + flags
 
 
 def _check_yaml(file: Path) -> None:

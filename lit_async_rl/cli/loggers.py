@@ -14,7 +14,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lit_async_rl.api.loggers import go_on_in_folder
-from lit_async_rl.cli.config_check import config_files
+from lit_async_rl.cli.config_words import config_files
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.training.trackers import TrackioLogger
 from lit_async_rl.utils.lightning_types import AnyTrainer

@@ -43,9 +43,8 @@ class StepFeed:
         if not self._micro_batches:
             step = self._source.next_step(self._trainer)
             if step is None:
-                if self._trainer.world_size > 1 and self._source.is_any_asked_to_stop(
-                    self._trainer
-                ):  # Lightning's own flag is one rank's
+                # all ranks agree on it; Lightning's own flag is one rank's
+                if self._trainer.world_size > 1 and self._source.is_any_asked_to_stop(self._trainer):
                     raise SIGTERMException
                 self._trainer.should_stop = True
                 raise StopIteration

@@ -12,6 +12,8 @@ from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
 from lit_async_rl.types import FinishReason, Prompt, Turn
 
+NO_PROMPT = "an environment needs the prompt, not only its tokens"
+
 
 @dataclass(eq=False)
 class Conversation:
@@ -34,7 +36,7 @@ class Conversation:
     def prompt(self) -> Prompt:
         """The prompt as the environment gets it."""
         if self.request.prompt is None:
-            raise InvariantError("an environment needs the prompt, not only its tokens")
+            raise InvariantError(NO_PROMPT)
         return self.request.prompt
 
     def add_turn(self, turn: Completion) -> None:

@@ -21,7 +21,7 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from lit_async_rl.errors import InvariantError, StalenessError
 from lit_async_rl.types import RolloutGroup
@@ -53,7 +53,12 @@ class Admission:
         async_ratio: alpha of ROLL Flash (arXiv:2510.11345): at most (1 + alpha) P groups are sampled or queued at a
             time, 0 <= alpha <= S. A token is then at most ceil(alpha) versions old. None is S.
         redundant_groups: R.
+
+    Attributes:
+        may_be_late: whether an admitted group may miss its deadline, and is dropped then (`Drop`, `Retry`, `Ring`).
     """
+
+    may_be_late: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -227,13 +232,10 @@ class Admission:
         sooner = {index: max(0, bound - self.max_staleness) for index, bound in bounds.items()}
         kept: dict[int, int] = {}
         for deadline, index in sorted((deadline - sooner[index], index) for index, deadline in deadlines.items()):
-            if deadline >= self._trains_in(len(kept)):
+            ahead = self.num_taken + max(0, len(kept) - self.redundant_groups)
+            trains_in = self.round + (0 if self.may_be_late else ahead // self.groups_per_round)
+            if deadline >= trains_in:
                 kept[index] = deadline
         for index in sorted(kept):
             self._hold(index, kept[index], bounds[index] - sooner[index])
         return set(kept)
-
-    def _trains_in(self, num_before: int) -> int:
-        """Last round in which a restored group trains that `num_before` others come before."""
-        ahead = self.num_taken + max(0, num_before - self.redundant_groups)
-        return self.round + ahead // self.groups_per_round

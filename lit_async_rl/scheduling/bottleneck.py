@@ -28,6 +28,7 @@ class Intervals:
         wait_s: the trainer waited for rollouts; `sync_s`: it published weights.
         engine_busy_s: the engine generated.
         scoring_s: a reward worker scored, the mean over workers.
+        cpu_s: processor seconds of this process, all threads; not known from a trace.
     """
 
     wall_s: float
@@ -35,6 +36,7 @@ class Intervals:
     sync_s: float
     engine_busy_s: float
     scoring_s: float = 0.0
+    cpu_s: float = 0.0
 
     def __sub__(self, before: Intervals) -> Intervals:
         return Intervals(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})

@@ -26,6 +26,8 @@ class ExpiringAdmission(Admission):
         max_tries: a prompt is sampled again until its group was dropped that many times in a row.
     """
 
+    may_be_late = True
+
     def __init__(self, groups_per_round: int, max_staleness: int, ahead: float, max_tries: int = 1) -> None:
         super().__init__(groups_per_round, max_staleness)
         self.ahead, self.max_tries = ahead, max_tries
@@ -41,9 +43,6 @@ class ExpiringAdmission(Admission):
         while self._finished and self._finished[0] not in self._deadlines:
             heapq.heappop(self._finished)
         return self._finished[0] if self._finished and self.num_left_in_round > 0 else None
-
-    def _trains_in(self, num_before: int) -> int:
-        return self.round  # groups may miss their deadline here: all are kept that can still be in time
 
     def lose(self) -> list[int]:
         """Drops the groups whose last round is over."""

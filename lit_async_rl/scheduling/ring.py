@@ -26,6 +26,8 @@ class RingAdmission(Admission):
         capacity: C, finished groups in the buffer.
     """
 
+    may_be_late = True
+
     def __init__(self, groups_per_round: int, max_staleness: int, num_sampling: int, capacity: int) -> None:
         super().__init__(groups_per_round, max_staleness)
         self.num_sampling, self.capacity = num_sampling, capacity
@@ -67,9 +69,6 @@ class RingAdmission(Admission):
         kept = super().restore(state, deadlines)
         self._surplus = max(0, len(kept) - self.capacity)
         return kept
-
-    def _trains_in(self, num_before: int) -> int:
-        return self.round  # groups may miss their deadline here: all are kept that can still be in time
 
     def advance(self) -> None:
         super().advance()

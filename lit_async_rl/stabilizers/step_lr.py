@@ -60,15 +60,20 @@ def metric_suffix(trainer: AnyTrainer, choice: int | str | None, index: int) -> 
     return f"/{index}" if choice is None and len(trainer.optimizers) > 1 else ""
 
 
+def loss_scaler(trainer: AnyTrainer) -> Any:
+    """Loss scaler of the run (`precision: 16-mixed`); None without one, or if it is disabled."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)  # of several plugin classes of two packages
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
 def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
     """Divides gradients by the loss scale for fused optimizers, which unscale only within their own step.
 
     Lightning unscales for all others before `on_before_optimizer_step`. The scaler tracks its state, so the call is
     idempotent.
     """
-    precision: Any = trainer.precision_plugin
-    scaler = precision.scaler if hasattr(precision, "scaler") else None  # several plugin classes of two packages
-    if scaler is None or not scaler.is_enabled():
+    scaler = loss_scaler(trainer)
+    if scaler is None:
         return
     if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":  # no public way to ask
         scaler.unscale_(optimizer)
@@ -76,9 +81,8 @@ def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
 
 def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
     """Whether the loss scaler will skip the step, because it has found NaN or infinity; False without a scaler."""
-    precision: Any = trainer.precision_plugin
-    scaler = precision.scaler if hasattr(precision, "scaler") else None
-    if scaler is None or not scaler.is_enabled():
+    scaler = loss_scaler(trainer)
+    if scaler is None:
         return False
     unscale_gradients(trainer, optimizer)
     return any(bool(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from lit_async_rl.models.sharded_checkpoint import check_folder
-from lit_async_rl.utils.digest import DigestWriter, check_file, read_safely
+from lit_async_rl.utils.digest import DigestWriter, check_file, read_in_thread
 from lit_async_rl.utils.files import is_disk_full, replacing
 from lit_async_rl.utils.folder_lock import remove_stale_parts
 from lit_async_rl.utils.lightning_types import AnyTrainer
@@ -79,7 +79,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def _warn_if_refused(path: Path) -> None:
     """Reads a checkpoint without its tensors' values: what would refuse a resume is said while the run goes on."""
     try:
-        read_safely(path, f"checkpoint {path}")
+        read_in_thread(path, f"checkpoint {path}")
     except ValueError as error:
         log.warning(
             "%s. No run can be resumed from it. What a callback or module saves (state_dict, on_save_checkpoint, "

@@ -116,15 +116,20 @@ def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
 
 
 def read_safely(file: Path, where: str) -> Any:
-    """Content of a `torch.save` file on the meta device (no tensor values); never executes code.
+    """Content of a `torch.save` file on the meta device (no tensor values), without warnings; never executes code.
 
     Raises:
         ValueError: the file cannot be read without executing code, or not at all.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return read_in_thread(file, where)
+
+
+def read_in_thread(file: Path, where: str) -> Any:
+    """As `read_safely`, for any thread: leaves the filters of warnings, which all threads share, as they are."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.load(file, map_location="meta", weights_only=True)
+        return torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         if found := re.search(r"(?i)unsupported global:? (?:GLOBAL )?(\S+)", str(error)):
             raise ValueError(f"{where} holds code, which is never executed: {found[1]}") from None

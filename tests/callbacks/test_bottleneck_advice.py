@@ -13,7 +13,6 @@ from lit_async_rl import Bounded, FixedLag
 from lit_async_rl.callbacks import BottleneckVerdict, RolloutMonitor
 from lit_async_rl.callbacks.monitors import bottleneck_settings as advice
 from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, what_to_turn
-from lit_async_rl.callbacks.monitors.staleness_advice import StalenessAdvice
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.scorer import Scorer, score_all
@@ -22,6 +21,7 @@ from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal
 from lit_async_rl.simulation.run import SimulatedRun
 from lit_async_rl.stabilizers.collapse import CollapseTrend
+from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt
 
 
@@ -215,19 +215,21 @@ def always(value):
 
 
 def test_processor_time_of_validations_is_not_that_of_the_steps():
-    found = StalenessAdvice()
+    verdict, prompts = BottleneckVerdict(), SortDigits(4, size=4, split="held_out")
+    held_out, seconds = {prompts[n].text for n in range(4)}, []
 
-    def compute(seconds):
-        until = time.process_time() + seconds
-        while time.process_time() < until:
+    def reward(prompt, completion):
+        if prompt.text not in held_out:
+            return 1.0
+        began = time.process_time()
+        while time.process_time() < began + 0.5:
             pass
+        seconds.append(0.5)
+        return 1.0
 
-    compute(0.2)  # before the first step
-    found.go_on()
-    compute(0.05)
-    found.pause()
-    compute(0.2)
-    found.go_on()
-    compute(0.05)
-    found.pause()
-    assert 0.1 <= found._cpu_s < 0.2
+    data = make_data(reward=reward, groups_per_step=2, val_prompts=prompts)
+    began = time.process_time()
+    fit(make_module(), data, 4, [verdict], val_check_interval=2, limit_val_batches=1.0)
+    of_all = time.process_time() - began
+    assert sum(seconds) >= 4
+    assert 0 < verdict.verdict.intervals.cpu_s < of_all - sum(seconds) + 0.05

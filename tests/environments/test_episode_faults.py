@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from instant_episodes import playing, poll_for, request
 
 from lit_async_rl.environments.base import Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
-from lit_async_rl.errors import EngineError, EnvironmentFailure, StalledError
+from lit_async_rl.errors import EngineError, EnvironmentFailure, InvariantError, StalledError
 
 
 @pytest.mark.parametrize("is_stubborn", [False, True])
@@ -90,3 +91,14 @@ def test_a_response_that_cannot_be_used_is_the_environments(wrong):
     error = failure_of(playing(answer))
     assert type(error) is EnvironmentFailure
     assert str(error).startswith("environment Tool on prompt '1+2='")
+
+
+def test_a_request_without_its_prompt_is_refused_when_it_is_made():
+    async def answer():
+        return Observation(text="3")
+
+    engine = playing(answer)
+    with pytest.raises(InvariantError, match="an environment needs the prompt"):
+        engine.submit([replace(request(0), prompt=None)])
+    assert engine.poll(0.0) == []
+    engine.close()
