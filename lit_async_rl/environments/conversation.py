@@ -32,6 +32,17 @@ class Conversation:
     state: int = 0  # what the environment showed last
     episode: Episode | None = None
 
+    @classmethod
+    def of(cls, request: GenerationRequest) -> list[Conversation]:
+        """Conversations of a request, one for each sample.
+
+        Raises:
+            InvariantError: the request has no prompt.
+        """
+        if request.prompt is None:
+            raise InvariantError(NO_PROMPT)
+        return [cls(request, n) for n in range(request.num_samples)]
+
     @property
     def prompt(self) -> Prompt:
         """The prompt as the environment gets it."""

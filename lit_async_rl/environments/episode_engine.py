@@ -26,9 +26,9 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngi
 from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.engines.wrapper import EngineWrapper
 from lit_async_rl.environments.base import Environment
-from lit_async_rl.environments.conversation import NO_PROMPT, Conversation
+from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
-from lit_async_rl.errors import InvariantError, SetupError
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason
 from lit_async_rl.utils.checks import check_range
@@ -124,10 +124,8 @@ class EpisodeEngine(EngineWrapper):
         inner = []
         with self._lock:
             for request in requests:
-                if request.prompt is None:
-                    raise InvariantError(NO_PROMPT)
+                self._live[request.id] = Conversation.of(request)
                 inner.append(replace(request, id=next(self._ids)))
-                self._live[request.id] = [Conversation(request, n) for n in range(request.num_samples)]
                 self._talking[inner[-1].id] = dict(enumerate(self._live[request.id]))
             self._asked.open(inner)
         self.engine.submit(inner)
