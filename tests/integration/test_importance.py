@@ -139,7 +139,8 @@ def test_chi2_and_ratios_of_extreme_values_are_finite(size: float) -> None:
 @given(seed=st.integers(0, 2**31), scale=st.sampled_from([0.01, 1.0, 100.0]))
 def test_entropy_is_that_of_torchs_distribution(seed: int, scale: float) -> None:
     logits = scale * torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(entropy(logits), torch.distributions.Categorical(logits=logits).entropy())
+    exact = torch.distributions.Categorical(logits=logits.double()).entropy()  # its own float32 errs by up to 1.4e-5
+    torch.testing.assert_close(entropy(logits), exact.float())
 
 
 def test_entropy_ignores_impossible_tokens_in_value_and_gradient() -> None:
