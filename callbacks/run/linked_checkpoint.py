@@ -7,8 +7,9 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_async_rl.callbacks.run.save_on_sigterm import SaveOnSigterm, is_asked_to_stop
 from lit_async_rl.training.background_io import BackgroundCheckpointIO
-from lit_async_rl.utils.lightning_types import AnyTrainer
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class LinkedCheckpoint(ModelCheckpoint):
@@ -16,7 +17,22 @@ class LinkedCheckpoint(ModelCheckpoint):
 
     With `save_last: link` the file `last.ckpt` is a symbolic link, which moves in one step once the newest checkpoint
     is written. A run that is resumed from it moves it on.
+
+    The end of training is saved, too: after the last step with `every_n_train_steps`, it may be up to one interval
+    later. With a `monitor` that is `last.ckpt` alone, as a file, since the metric is of an earlier step.
     """
+
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Saves the last steps, unless the run was asked to stop: `SaveOnSigterm` does then."""
+        saves_itself = any(isinstance(callback, SaveOnSigterm) for callback in trainer.checkpoint_callbacks)
+        if self._should_skip_saving_checkpoint(trainer) or (saves_itself and is_asked_to_stop(trainer)):
+            return
+        metrics = self._monitor_candidates(trainer)
+        if self.monitor is None:
+            self._save_topk_checkpoint(trainer, metrics)
+        else:
+            self._last_checkpoint_saved = ""  # there is nothing at this step that a link could name
+        self._save_last_checkpoint(trainer, metrics)
 
     @staticmethod
     def _link_checkpoint(trainer: AnyTrainer, filepath: str, linkpath: str) -> None:

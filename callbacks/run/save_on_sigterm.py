@@ -57,12 +57,12 @@ class SaveOnSigterm(Checkpoint):
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves between two steps (a `Checkpoint` runs after all other callbacks)."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and _on_any_rank(trainer):
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and is_asked_to_stop(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Saves if the signal arrived while the trainer waited for rollouts."""
-        if self.path is None and _on_any_rank(trainer):
+        if self.path is None and is_asked_to_stop(trainer):
             self._save(trainer)
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
@@ -96,7 +96,8 @@ def checkpoint_folder(trainer: AnyTrainer) -> Path:
     return Path(trainer.default_root_dir) if folder is None else folder / "checkpoints"
 
 
-def _on_any_rank(trainer: AnyTrainer) -> bool:
+def is_asked_to_stop(trainer: AnyTrainer) -> bool:
+    """Whether SIGTERM or Ctrl-C reached any rank. A collective."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     asked = data.is_asked_to_stop if isinstance(data, RolloutDataModule) else trainer.received_sigterm
     return trainer.strategy.reduce_boolean_decision(asked, all=False)

@@ -22,6 +22,7 @@ from lit_async_rl.cli.error_report import one_line_errors
 from lit_async_rl.cli.resume import resume_command
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.training.checkpoint_io import check_is_one_file
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import check_writable
 
@@ -70,6 +71,7 @@ def export(args: Sequence[str] | None = None) -> None:
             raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
         if any(Path(cli.config["out"]).glob("*")):
             raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
+        check_is_one_file(cli.config["ckpt_path"])
         checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
         cli.model.configure_model()
         cli.model.on_load_checkpoint(checkpoint)

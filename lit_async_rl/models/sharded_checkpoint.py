@@ -18,7 +18,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -185,6 +185,8 @@ class _MetadataReader(pickle.Unpickler):
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
             ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
             ("collections", "OrderedDict"): OrderedDict,
+            ("pathlib", "PosixPath"): PurePosixPath,  # where it was written
+            ("pathlib._local", "PosixPath"): PurePosixPath,  # the same in Python 3.13
         }
         if (module, name) not in others:
             raise pickle.UnpicklingError(f"it holds code, which is never executed: {module}.{name}")

@@ -68,6 +68,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
         check_checkpoint(path)
+        check_is_one_file(path)
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only=True)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -113,6 +114,19 @@ def check_checkpoint(path: str | Path) -> None:
         raise FileNotFoundError(f"{where}: there is no such checkpoint")
     check = check_folder if Path(path).is_dir() else check_file
     check(Path(path), where)
+
+
+def check_is_one_file(path: str | Path) -> None:
+    """Refuses a folder of shards where one device is to load it.
+
+    Raises:
+        ValueError: it is a folder; says how to make a file of it.
+    """
+    if Path(path).is_dir():
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is a folder of shards, which only the strategy that wrote it can load; "
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}` makes {path}.consolidated of it"
+        )
 
 
 def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

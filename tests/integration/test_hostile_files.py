@@ -96,6 +96,14 @@ def test_a_malicious_sharded_checkpoint_is_refused_and_nothing_runs(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_index_that_torch_writes_is_no_code(tmp_path):
+    torch.distributed.checkpoint.save({"model": {"weight": torch.zeros(3)}}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"version": 0, "updated": 0, "random_state": 0}, tmp_path / "meta.pt")
+    check_folder(tmp_path, "ckpt_path")
+    with pytest.raises(ValueError, match=r"is a folder of shards.*consolidate_checkpoint"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("setting", ["model.scheduler", "model.optimizer", "data.reward"])
 @pytest.mark.parametrize("path", ["os.system", "shutil.copy"])
 def test_a_function_is_no_class_and_is_not_called(setting, path, tmp_path, capsys, monkeypatch):

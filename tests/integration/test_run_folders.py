@@ -76,7 +76,7 @@ def test_a_resumed_run_goes_on_in_its_folder_and_an_evaluation_leaves_nothing(tm
     tokens = [float(value) for value in rows(folder / "metrics.csv", "sample/total_tokens").values()]
     assert tokens == sorted(tokens)
     assert tokens[0] > 0
-    assert names(folder / "checkpoints") == saved, "no last-v1.ckpt"
+    assert names(folder / "checkpoints") == saved | {"epoch=1-step=5.ckpt"}, "no last-v1.ckpt"
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [1] * 4
     assert all(sample["answer"] == "".join(sorted(sample["prompt"].rstrip("="))) for sample in samples)

@@ -1,0 +1,134 @@
+"""The weights at the end of a run are saved, whatever the interval of its checkpoints."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from flow import fit, make_data, make_module
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_async_rl.callbacks import LinkedCheckpoint, SaveOnSigterm, WeightSync
+from lit_async_rl.cli.commands import export, main
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
+
+ROOT = Path(__file__).parents[2]
+EVERY = "--defaults.checkpoint.init_args.every_n_train_steps"
+TOP_K = "--defaults.checkpoint.init_args.save_top_k"
+MONITOR = ["--defaults.checkpoint.init_args.monitor", "val/pass@1", "--defaults.checkpoint.init_args.mode", "max"]
+SETTINGS = {
+    "as_shipped": [],
+    "one_kept_two_micro_batches": [TOP_K, "1", "--data.micro_batches_per_step", "2"],
+    "the_best_kept": [*MONITOR, TOP_K, "1"],
+    "a_copy_of_its_own": [*MONITOR, "--defaults.checkpoint.init_args.save_last", "true"],
+    "none_but_the_last": [TOP_K, "0"],
+}
+TWO = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def flags(folder, *more):
+    sizes = ["--data.groups_per_step", "2", "--data.group_size", "4", "--data.validation.prompts.init_args.size", "4"]
+    where = ["--trainer.logger.init_args.save_dir", str(folder), "--num_threads", "1"]
+    every = ["--trainer.val_check_interval", "2", EVERY, "2", "--trainer.enable_progress_bar", "false"]
+    return ["--config", "configs/quickstart.yaml", *sizes, *where, *every, "--trainer.max_steps", "3", *more]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_last_step_is_saved_exported_and_resumed(settings, tmp_path, capsys):
+    main(flags(tmp_path, *settings))
+    (last,) = tmp_path.rglob("last*.ckpt")
+    saved = torch.load(last, weights_only=True)
+    assert saved["global_step"] == 3
+    export(["--config", "configs/quickstart.yaml", "--ckpt_path", str(last), "--out", str(tmp_path / "exported")])
+    assert "version 3" in capsys.readouterr().out
+    main(flags(tmp_path, *settings, "--ckpt_path", str(last), "--trainer.max_steps", "4"))
+    (last,) = tmp_path.rglob("last*.ckpt")
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+    kept = {path.name for path in last.parent.iterdir()} - {"last.ckpt"}
+    if MONITOR[0] in settings:  # the best of those at which it was measured
+        assert len(kept) == 1 or "1" not in settings
+        assert all("step=3" not in name for name in kept)
+    assert not last.is_symlink() or last.resolve().name in kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("monitor", [[], MONITOR], ids=["", "the_best_kept"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "fsdp2_folders"])
+def test_with_two_ranks(strategy, monitor, tmp_path):
+    more = ["--config", f"configs/strategies/{strategy.removesuffix('_folders')}.yaml", *TWO, *monitor]
+    of_it = {"fsdp2": {"data_parallel_size": "2", "tensor_parallel_size": "1"}}
+    of_it["fsdp2_folders"] = {**of_it["fsdp2"], "save_distributed_checkpoint": "true"}
+    for name, value in of_it.get(strategy, {}).items():
+        more += [f"--trainer.strategy.init_args.{name}", value]
+    for resumed in ([], ["--trainer.max_steps", "5"]):
+        found = [word for path in tmp_path.rglob("last.ckpt") for word in ("--ckpt_path", str(path))]
+        command = [sys.executable, "scripts/train.py", *flags(tmp_path, *more), *found, *resumed]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        (last,) = tmp_path.rglob("last*.ckpt")
+        assert last.is_dir() == (strategy in ("fsdp1", "fsdp2_folders"))
+        meta = last / "meta.pt" if last.is_dir() else last
+        assert torch.load(meta, weights_only=True)["global_step"] == (5 if resumed else 3)
+
+
+class Named(AtomicCheckpointIO):
+    """Lists the names of what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.names.append((Path(path).name, checkpoint["global_step"]))
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def end_process():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("where", ["after a step", "while it waits"])
+def test_after_sigterm_it_is_saved_once(where, tmp_path):
+    asked = []
+
+    def reward(prompt, completion):
+        if where == "while it waits" and trainer.global_step == 3:
+            asked or asked.append(end_process())
+            time.sleep(0.3)
+        return float(len(completion))
+
+    io, saver = Named(), LinkedCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, save_last="link")
+    after = LambdaCallback(
+        on_train_batch_end=lambda *_: end_process() if where == "after a step" and trainer.global_step == 3 else None
+    )
+    callbacks = [WeightSync(), after, saver, SaveOnSigterm()]
+    settings = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = pl.Trainer(max_steps=9, plugins=[io], callbacks=callbacks, **settings)
+    with contextlib.suppress(SIGTERMException):
+        trainer.fit(make_module(), datamodule=make_data(reward=reward, max_staleness=0))
+    assert io.names == [("epoch=0-step=2.ckpt", 2), ("last.ckpt", 3)]
+
+
+def test_nothing_is_saved_without_a_step_or_twice(tmp_path):
+    settings = dict(enable_checkpointing=True)
+    for every, steps in ((3, [3]), (2, [2, 3])):
+        io, saver = Named(), LinkedCheckpoint(tmp_path / str(every), every_n_train_steps=every, save_last="link")
+        fit(make_module(), make_data(), 3, [saver], plugins=[io], **settings)
+        assert [step for _, step in io.names] == steps
+    io = Named()
+    fit(make_module(), make_data(), 3, [LinkedCheckpoint(tmp_path / "none")], plugins=[io], fast_dev_run=1, **settings)
+    assert not io.names
