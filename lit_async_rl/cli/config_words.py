@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+SHORT = re.compile(r"^-c=?(?=.)")  # of `-c=FILE` and `-cFILE`
 
 
 def config_files(args: Sequence[str]) -> Iterator[Path]:
     """Files of `--config` on a command line, in their order."""
     for *_, file in _divided(args)[0]:
-        yield Path(file.removeprefix("--config=")).expanduser()
+        yield Path(SHORT.sub("", file.removeprefix("--config="))).expanduser()
 
 
 def files_first(args: Sequence[str]) -> list[str]:
@@ -19,7 +22,7 @@ def files_first(args: Sequence[str]) -> list[str]:
 
 
 def _divided(args: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """`--config FILE` or `--config=FILE`, each as its words, and all other words."""
+    """`--config FILE`, `--config=FILE` and the like, each as its words, and all other words."""
     files: list[list[str]] = []
     flags: list[str] = []
     left = list(args)
@@ -27,7 +30,7 @@ def _divided(args: Sequence[str]) -> tuple[list[list[str]], list[str]]:
         word = left.pop(0)
         if word in ("--config", "-c") and left:
             files.append([word, left.pop(0)])
-        elif word.startswith("--config="):
+        elif word.startswith("--config=") or SHORT.match(word):
             files.append([word])
         else:
             flags.append(word)

@@ -67,13 +67,23 @@ def _is_named(args: Sequence[str]) -> bool:
 
 
 def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Entries of `trainer.logger` in the files: classes, alone or in lists, and settings of the class before."""
-    for file in config_files(args):
-        trainer = yaml.safe_load(file.read_text()).get("trainer") or {}
+    """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
+    for trainer in [
+        *(yaml.safe_load(file.read_text()).get("trainer") or {} for file in config_files(args)),
+        *_flags(args),
+    ]:
         for given in (trainer.get("logger"), trainer.get("logger+")):
             for one in given if isinstance(given, list) else [given]:
                 if isinstance(one, (dict, str)):
                     yield one if isinstance(one, dict) else {"class_path": one}
+
+
+def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What `--trainer.logger VALUE` and the like set, as in a file."""
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag in ("--trainer.logger", "--trainer.logger+"):
+            yield {flag.removeprefix("--trainer."): yaml.safe_load(value if has_value else following)}
 
 
 class SaveConfig(SaveConfigCallback):

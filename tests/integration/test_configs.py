@@ -56,7 +56,9 @@ def parsed(monkeypatch, *words):
     return AsyncRLCLI(words).config
 
 
-@pytest.mark.parametrize("files", [["--config", "{}"], ["--config={}"], ["-c", "{}"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "files", [["--config", "{}"], ["--config={}"], ["-c", "{}"], ["-c={}"], ["-c{}"]], ids=" ".join
+)
 def test_a_flag_wins_wherever_it_stands_and_files_keep_their_order(files, tmp_path, monkeypatch):
     mine = tmp_path / "mine.yaml"
     mine.write_text("data: {max_staleness: 3, group_size: 6}\ntrainer: {callbacks: [LengthBiasMonitor]}\n")

@@ -153,6 +153,7 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch, capsys)
 def test_a_name_of_the_configuration_files():
     given = ["--config", "configs/quickstart.yaml", "--x", "1", "--config=configs/stabilizers/vcpo.yaml"]
     assert run_name([*given, "--config", "configs/loggers/wandb.yaml"]) == "quickstart-vcpo"
+    assert run_name(["-c=configs/quickstart.yaml", "-cconfigs/stabilizers/vcpo.yaml"]) == "quickstart-vcpo"
     assert run_name([]) == "run"
 
 
@@ -186,6 +187,16 @@ def test_a_name_that_a_file_chooses_for_wandb_stays(case, tmp_path, monkeypatch)
     (found,) = (logger for logger in AsyncRLCLI(args).trainer.loggers if isinstance(logger, WandbLogger))
     name = "chosen" if is_chosen else f"{run_name(args)}, seed 0"
     assert found._name == found._wandb_init["name"] == name
+
+
+AS_JSON = '{"class_path": "WandbLogger", "init_args": {"name": "chosen"}}'
+
+
+@pytest.mark.parametrize("flag", [["--trainer.logger", AS_JSON], [f"--trainer.logger=[{OTHER}, {AS_JSON}]"]])
+def test_a_name_that_a_flag_chooses_for_wandb_stays(flag, tmp_path):
+    cli = AsyncRLCLI(["--config", "configs/quickstart.yaml", *flag])
+    (found,) = (logger for logger in cli.trainer.loggers if isinstance(logger, WandbLogger))
+    assert found._name == found._wandb_init["name"] == "chosen"
 
 
 @pytest.mark.parametrize("off", [["--trainer.logger", "false"], ["--trainer.fast_dev_run", "true"]])
