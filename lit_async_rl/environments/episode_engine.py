@@ -151,8 +151,7 @@ class EpisodeEngine(EngineWrapper):
             gone = {talk for number in request_ids for talk in self._live.pop(number, [])}
             self._tasks.cancel(gone & self._waiting)
             self._waiting -= gone
-            turns = self._talking.items()
-            inner = [number for number, talks in turns if not gone.isdisjoint(talks.values())]
+            inner = [number for number, talks in self._talking.items() if not gone.isdisjoint(talks.values())]
             for number in inner:
                 del self._talking[number]
             self._asked.abort(inner)
@@ -207,6 +206,8 @@ class EpisodeEngine(EngineWrapper):
         except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
             limit = f"step_timeout_s={self.step_timeout_s:g}"
             raise talk.failure(self.environment, text, f"did not answer within {limit}") from None
+        except asyncio.CancelledError:  # by itself; nobody looks where the episode was aborted
+            raise talk.failure(self.environment, text, "was cancelled") from None
 
     async def _ask(self, talk: Conversation, text: str) -> tuple[int, ...] | None:
         try:

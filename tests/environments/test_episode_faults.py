@@ -74,6 +74,17 @@ def test_a_timeout_of_the_tool_itself_is_its_exception():
     assert repr(error.__cause__) == "TimeoutError('the search gave up after 10 ms')"
 
 
+def test_an_environment_that_is_cancelled_is_not_waited_for():
+    async def answer():
+        raise asyncio.CancelledError
+
+    began = time.monotonic()
+    error = failure_of(playing(answer, step_timeout_s=60.0))
+    assert type(error) is EnvironmentFailure
+    assert str(error).endswith("was cancelled")
+    assert time.monotonic() - began < 20.0
+
+
 @pytest.mark.parametrize("kind", [StalledError, EngineError])
 def test_an_error_of_the_engine_is_not_blamed_on_the_environment(kind):
     async def answer():
