@@ -39,6 +39,16 @@ def kept(regime: str, method: str, lag: int, scale: float = 1.0) -> str:
     return pm(*gain_share(found["final"], float(found["start"].mean()), synchronous(runs, regime)["final"]))
 
 
+def kept_by_other_engines(method: str) -> str:
+    """The same at lag 32 where the engine is not quite the trainer; the mean of its kinds for each seed."""
+    runs = runs_of("mismatch")
+    if runs is None:
+        return "not run"
+    found = runs[runs["method"].str.startswith(f"{method}+engine") & (runs["lag"] == 32)].groupby("seed")["final"]
+    exact = runs[(runs["method"] == "uncorrected") & (runs["lag"] == 0)]["final"]
+    return pm(*gain_share(found.mean(), float(runs["start"].mean()), exact))
+
+
 def decision() -> str:
     """What to use, by situation."""
     tails, clip = "heavy_tails", "a clip (PPO, M2PO, DPPO) that you want to keep"
@@ -52,6 +62,8 @@ def decision() -> str:
          f"lag 256: {kept('very_stale', 'vcpo', 256)}, at half of the rate see [every lag](#every-lag)"],
         ["of several versions, as weights change in flight", "VCPO",
          f"{kept('mixed_lag', 'vcpo', 16)}; without correction {kept('mixed_lag', 'uncorrected', 16)}"],
+        ["sampled by an engine in bfloat16 or INT8", "VCPO where it is stale, too; nothing where it is fresh",
+         f"lag 32: {kept_by_other_engines('vcpo')}, without correction {kept_by_other_engines('uncorrected')}"],
         [f"stale, with {clip}", "a third of the learning rate",
          f"PPO-clip, lag 32: {kept(tails, 'ppo_clip', 32, 0.3)} instead of {kept(tails, 'ppo_clip', 32)}; "
          f"M2PO: {kept(tails, 'm2po', 32, 0.3)} instead of {kept(tails, 'm2po', 32)}"],
