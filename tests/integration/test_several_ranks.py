@@ -89,6 +89,7 @@ def test_after_a_rank_was_killed_the_other_one_ends_with_one_line(tmp_path):
     said = finish(ranks, 100)[0]
     assert ranks[0].returncode == 1
     assert said.count("\nerror: ") == 1, said[-3000:]
+    assert "the connection to another rank broke: " in said or "rank 1" in said, said[-3000:]
     assert "Traceback" not in said, said[-3000:]
 
 
@@ -97,3 +98,16 @@ def test_an_evaluation_is_printed_once(tmp_path):
     ranks = start(script, words, 2)
     said = finish(ranks, 200)
     assert [text.count("val/pass@1") for text in said] == [1, 0]
+
+
+def test_both_ranks_end_in_order_when_one_is_asked_to_and_one_says_so(tmp_path):
+    words = command(tmp_path, "fsdp1", "--trainer.max_steps", "10000")[2:]
+    ranks = start(ROOT / "scripts/train.py", words, 2)
+    deadline = time.monotonic() + 200
+    while not list(tmp_path.rglob("*step=2.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks[1].terminate()
+    said = finish(ranks, 100)
+    assert [rank.returncode for rank in ranks] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    assert [text.count("SIGTERM: saved") for text in said] == [1, 0]
+    assert (next(tmp_path.rglob("last.ckpt")) / "manifest.json").is_file()
