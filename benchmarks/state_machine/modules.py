@@ -140,7 +140,7 @@ class VirtualPolicy(PolicyModule):
         WholeSteps.__init__(self)
         self.version, self.weights, self.gradient, self.scheduler = 0, 1, 0, None
         self._updated, self._saw, self.policy = False, saw, None  # type: ignore[assignment]
-        self._saved_weights = VirtualSavedWeights()  # type: ignore[assignment]
+        self.saved_weights = VirtualSavedWeights()  # type: ignore[assignment]
 
     def setup(self, stage: str) -> None:
         WholeSteps.setup(self, stage)

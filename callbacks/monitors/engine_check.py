@@ -80,7 +80,7 @@ class EngineCheck(pl.Callback):
         self._is_on, self.num_checks = False, 0
         self._version, self._published_at, self._last = -1, -1, -1
         self._found: dict[str, float] = {}
-        self._engine: object = None
+        self._num_restarts = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Plans the check of the first version."""
@@ -89,7 +89,7 @@ class EngineCheck(pl.Callback):
         is_truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         self._is_on = data.tape is None and data.engine.has_model and not is_truncated and can_be_called(module)
         self._copies, self._found, self._version, self._last = {}, {}, -1, -1
-        self._engine, self.num_checks = data.engine, 0
+        self._num_restarts, self.num_checks = data.shared_source.num_restarts, 0
         if module.is_changed:  # a resume: what was sampled before came from older weights with the same number
             self._version, self._last = module.version, module.version
 
@@ -100,8 +100,8 @@ class EngineCheck(pl.Callback):
         module, data = policy_module(pl_module, "EngineCheck"), rollout_data(trainer, "EngineCheck")
         if module.version != self._version:
             self._plan(trainer, module, data.max_staleness)
-        if data.engine is not self._engine:  # restarted: it has the present weights under the last version's number
-            self._engine = data.engine
+        if data.shared_source.num_restarts != self._num_restarts:  # it has the present weights under the last's number
+            self._num_restarts = data.shared_source.num_restarts
             if not self._is_current(trainer, module):
                 self._copies.pop(module.version, None)
         versions = sorted(self._copies)

@@ -37,7 +37,7 @@ class LinkedCheckpoint(ModelCheckpoint):
     @staticmethod
     def _link_checkpoint(trainer: AnyTrainer, filepath: str, linkpath: str) -> None:
         checkpoint_io = trainer.strategy.checkpoint_io
-        if not isinstance(checkpoint_io, BackgroundCheckpointIO) or Path(filepath).is_dir():
+        if not isinstance(checkpoint_io, BackgroundCheckpointIO):
             ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)  # type: ignore[arg-type]
             return
         if trainer.is_global_zero:

@@ -76,6 +76,8 @@ class SaveOnSigterm(Checkpoint):
         is_saved = finish_saving(trainer)
         trainer.should_stop = True
         name, step = self.signal_name, trainer.global_step
+        if not trainer.is_global_zero:
+            return
         if is_saved:
             log.warning("%s: saved %s after step %d; resume with --ckpt_path", name, self.path, step)
         else:

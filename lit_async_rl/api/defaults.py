@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 import lit_async_rl
-from lit_async_rl.callbacks import LinkedCheckpoint, Progress
+from lit_async_rl.callbacks import CollapseAlarm, GradientClipping, GradientMonitor, LinkedCheckpoint, Progress
 from lit_async_rl.utils.suggestions import meant
 
 FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
@@ -20,6 +20,7 @@ REPLACED_BY: dict[type[Callback], type[Callback]] = {
     Progress: ProgressBar,  # a Trainer has one at most
     LinkedCheckpoint: ModelCheckpoint,
 }
+READ_GRADIENTS = (GradientMonitor, CollapseAlarm)
 SWITCHES = {
     "logger": ["samples"],  # which are written to its folder
     "enable_progress_bar": ["progress"],
@@ -73,3 +74,15 @@ def default_callbacks(
 
 def _replaces(own: Callback, default: Callback) -> bool:
     return isinstance(own, REPLACED_BY.get(type(default), type(default)))
+
+
+def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Those that read the gradient before others that change it, and clipping after all others.
+
+    A list that several configurations append to, and the defaults after them, has no place that is always last.
+    """
+    return sorted(callbacks, key=_place)
+
+
+def _place(callback: Callback) -> int:
+    return -1 if isinstance(callback, READ_GRADIENTS) else int(isinstance(callback, GradientClipping))

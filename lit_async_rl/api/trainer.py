@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from lit_async_rl.api.defaults import build, default_callbacks, defaults_file
+from lit_async_rl.api.defaults import build, default_callbacks, defaults_file, in_order
 from lit_async_rl.api.loggers import add_csv_log
 from lit_async_rl.api.notices import quiet
 from lit_async_rl.errors import describe
@@ -73,7 +73,7 @@ class Trainer(pl.Trainer):
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])
         try:
-            super().__init__(callbacks=own, logger=logger, **settings)
+            super().__init__(callbacks=in_order(own), logger=logger, **settings)
         except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
             chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
             raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error

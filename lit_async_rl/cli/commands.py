@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -30,7 +32,7 @@ from lit_async_rl.utils.files import check_writable
 def main(args: Sequence[str] | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and prints a summary table."""
     run: list[AsyncRLCLI] = []
-    with command(lambda: run[0].trainer.log_dir if run else None), CtrlC():
+    with command(lambda: _own_folder(run[0].trainer) if run else None), CtrlC():
         cli = AsyncRLCLI(args)
         run.append(cli)
         trainer, ckpt_path = cli.trainer, cli.config["ckpt_path"]
@@ -50,6 +52,8 @@ def evaluate(args: Sequence[str] | None = None) -> None:
         if cli.datamodule.validation.source is None:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
+        if not cli.trainer.is_global_zero:  # metrics are those of all ranks
+            return
         table = Table("prompt", "completion", "answer", "reward", title="samples")
         one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
         for sample in one_of_each[: cli.config["num_shown"]]:
@@ -82,6 +86,12 @@ def export(args: Sequence[str] | None = None) -> None:
         lm.save_pretrained(cli.config["out"], state_dict=weights)
         cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
         print(f"version {cli.model.version} written to {cli.config['out']}")
+
+
+def _own_folder(trainer: Trainer) -> str | None:
+    """The run's folder on rank 0. Asks no other rank, unlike `trainer.log_dir`: after an error none may be left."""
+    logs = trainer.loggers if trainer.is_global_zero else []
+    return next((log.log_dir for log in logs if isinstance(log, CSVLogger)), None)
 
 
 @contextmanager

@@ -132,6 +132,8 @@ def _with_setting(error: Exception, where: str, kind: type) -> Exception:
 
 
 def _sentence(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo's, within a collective of torch
+        return "the connection to another rank broke: it has ended, was killed, or its machine is lost"
     return re.sub(r"^(MisconfigurationException: |ModuleNotFoundError: |\[Errno \d+\] )", "", describe(error))
 
 

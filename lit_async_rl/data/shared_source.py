@@ -35,11 +35,13 @@ class SharedSource:
 
     Attributes:
         ranks: of the run; replaced when the data module is set up.
+        num_restarts: engines that were replaced; the same on all ranks, of which one has the engine.
     """
 
     def __init__(self, source: RolloutSource, batches: StepBatches) -> None:
         self.source, self.batches = source, batches
         self.ranks: StepScatter | OneProcess = OneProcess()
+        self.num_restarts = 0
         self._stream_weights: Callable[[], Weights] | None = None
         self._lane: Lane | None = None  # of the trainer in a timeline
 
@@ -97,6 +99,7 @@ class SharedSource:
             if self._stream_weights is None:
                 raise SetupError("add the WeightSync callback: it gives the engine its weights")
             self._give(self._stream_weights(), self.source.restart_engine)
+            self.num_restarts += 1
         if self._lane is not None and not self.ranks.leads:  # there the producer does it
             self._lane.add("wait", began, monotonic() - began)
         return batches

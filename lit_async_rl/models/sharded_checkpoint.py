@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed import all_gather_object, get_rank, get_world_size
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
 from lit_async_rl.utils.digest import CHUNK, check_content, read_safely
 from lit_async_rl.utils.folder_lock import part_name, remove_stale_parts
@@ -58,7 +58,7 @@ class WholeFolders:
         """Verifies a folder on rank 0, and loads it without executing code.
 
         Raises:
-            ValueError: the checkpoint is damaged; raised on all ranks.
+            ValueError: the checkpoint is damaged, or of another model or strategy; raised on all ranks.
         """
         strategy: Any = self
         path = Path(strategy.broadcast(checkpoint_path))
@@ -73,7 +73,16 @@ class WholeFolders:
         if (problem := strategy.broadcast(problem)) is not None:
             raise ValueError(problem)
         with nothing_executed():
-            return super().load_checkpoint(path, weights_only=True)  # type: ignore[misc]
+            if path.is_file() and (saved := getattr(module := strategy.lightning_module, "saved_weights", None)):
+                saved.check(torch.load(path, mmap=True, map_location="cpu", weights_only=True), module.policy)
+            try:
+                return super().load_checkpoint(path, weights_only=True)  # type: ignore[misc]
+            except CheckpointException as error:  # not an `Exception`: it holds those of all ranks
+                reason = next((str(one) for one, _ in error.failures.values()), str(error))
+                raise ValueError(
+                    f"ckpt_path={str(path)!r} cannot be loaded: {reason} A folder of shards goes with the model.model, "
+                    "model.lora and kind of trainer.strategy that wrote it"
+                ) from None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,6 +98,8 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             part = part_name(link)
             part.unlink(missing_ok=True)
             part.symlink_to(os.path.relpath(target, link.parent))
+            if link.is_dir() and not link.is_symlink():  # shards that `SaveOnSigterm` wrote: no link takes their place
+                shutil.rmtree(link)
             part.replace(link)
         kept, self._kept = self._kept, set()
         for path in kept:

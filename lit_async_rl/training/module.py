@@ -118,7 +118,7 @@ class PolicyModule(WholeSteps):
         self.strict_loading = reference is None and lora is None  # checkpoints lack it, and the base of adapters
         self.model, self.sharding, self.version, self.self_check = model, sharding, 0, self_check
         self.stabilizer_signals: dict[str, Any] = {}
-        self._saved_weights, self.validator, self._gradient_scale = SavedWeights(self, model), Validator(), 1.0
+        self.saved_weights, self.validator, self._gradient_scale = SavedWeights(self, model), Validator(), 1.0
 
     @property
     def wants_whole_groups(self) -> bool:
@@ -239,11 +239,11 @@ class PolicyModule(WholeSteps):
         """Adds the version; drops the frozen reference and the base of adapters, see `SavedWeights`."""
         checkpoint["version"] = self.version
         super().on_save_checkpoint(checkpoint)
-        self._saved_weights.reduce(checkpoint, self.policy)
+        self.saved_weights.reduce(checkpoint, self.policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.version = checkpoint["version"]
         super().on_load_checkpoint(checkpoint)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
-        self._saved_weights.check(checkpoint, self.policy)
+        self.saved_weights.check(checkpoint, self.policy)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lit_async_rl.models.loading import check_finite
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.weights import is_sharded, without_reference
+from lit_async_rl.models.weights import is_sharded, is_wrapped, without_reference
 from lit_async_rl.training.checkpoint_io import check_same_model
 
 
@@ -43,7 +44,7 @@ class SavedWeights:
         Raises:
             ValueError: says which.
         """
-        if "state_dict" not in checkpoint or is_sharded(self._module):
+        if "state_dict" not in checkpoint or is_wrapped(self._module):  # no rank has the shapes of FSDP1's weights
             return
         saved = without_reference(checkpoint["state_dict"])
         own = without_reference(self._module.state_dict())
@@ -54,7 +55,7 @@ class SavedWeights:
         check_finite(saved.items(), "the checkpoint")
 
     def digest(self, policy: CausalPolicy) -> str:
-        """XXH3 of names, dtypes, shapes and values of the frozen parameters; computed once."""
+        """XXH3 of names, dtypes, shapes and values of the frozen parameters; computed once. A collective if sharded."""
         if not self._digest:
             self._digest = _frozen_digest(policy)
         return self._digest
@@ -72,7 +73,8 @@ def _frozen_digest(policy: CausalPolicy) -> str:
     for name, parameter in sorted(policy.named_parameters()):
         if not parameter.requires_grad:
             digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest.update(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

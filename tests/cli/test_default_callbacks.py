@@ -79,3 +79,19 @@ def test_a_misspelt_key_is_refused(capsys):
     with pytest.raises(SystemExit):
         AsyncRLCLI([*BASE, "--defaults.gradient", "null"])
     assert "no setting defaults.gradient; did you mean defaults.gradients?" in capsys.readouterr().err
+
+
+def test_gradients_are_read_before_they_are_changed_and_clipped_last():
+    fsdp = [
+        "--config",
+        "configs/strategies/fsdp1.yaml",
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.precision",
+        "32-true",
+    ]
+    alarm = ["--config", "configs/stabilizers/gradient_alignment_control.yaml"]
+    alarm += ["--config", "configs/stabilizers/collapse_alarm.yaml"]
+    order = [name for name in kinds(*fsdp, *alarm) if "Grad" in name or name in ("CollapseAlarm", "SkipNonFinite")]
+    first, last = {"CollapseAlarm", "GradientMonitor"}, ["GradientAlignmentControl", "SkipNonFinite"]
+    assert (set(order[:2]), order[2:]) == (first, [*last, "GradientClipping"])

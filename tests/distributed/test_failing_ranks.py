@@ -75,3 +75,13 @@ def test_a_rank_that_raises_tells_the_others_before_it_saves(rank, tmp_path):
     assert any("KeyError: 'broken here'" in output for output in outputs)
     assert "because rank" in outputs[1 - rank], outputs
     assert all(process.returncode for process in processes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_every_rank_checks_the_same_versions_after_an_engine_was_restarted():
+    processes = start(Path(__file__).parents[1] / "helpers" / "distributed_restart.py", [], 2)
+    outputs = finish(processes, 150)
+    assert [process.returncode for process in processes] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
+    checked = [output.rpartition("checked ")[2].split()[0] for output in outputs]
+    assert checked[0] == checked[1]

@@ -173,3 +173,14 @@ def test_whatever_error_a_save_ends_in_the_checkpoint_before_it_stays(kind, tmp_
     io.remove_checkpoint(old)
     io.teardown()
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["2.ckpt"]
+
+
+def test_a_link_takes_the_place_of_a_folder_of_shards(tmp_path):
+    io, new, last = BackgroundCheckpointIO(), tmp_path / "2.ckpt", tmp_path / "last.ckpt"
+    for folder in (new, last):
+        folder.mkdir()
+        (folder / "meta.pt").touch()
+    io.link_checkpoint(str(new), str(last))
+    io.teardown()
+    assert last.is_symlink()
+    assert last.resolve() == new

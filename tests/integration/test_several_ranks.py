@@ -1,0 +1,113 @@
+"""What the command line promises for several ranks, in whole runs of two processes on the CPU."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import finish, start
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[2]
+EVERY = "--defaults.checkpoint.init_args.every_n_train_steps"
+STRATEGIES = {
+    "ddp": [],
+    "fsdp1": ["--trainer.precision", "32-true"],
+    "fsdp2": ["--trainer.strategy.init_args.data_parallel_size", "2"],
+}
+FOLDERS = ["--trainer.strategy.init_args.save_distributed_checkpoint", "true"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def command(folder, strategy, *more, base="quickstart"):
+    """A run of two steps on two ranks with the default callbacks."""
+    overlay = ["--config", f"configs/{base}.yaml", "--config", f"configs/strategies/{strategy}.yaml"]
+    sizes = ["--data.groups_per_step", "2", "--data.group_size", "4", "--data.validation.prompts.init_args.size", "4"]
+    where = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.logger.init_args.save_dir", folder]
+    every = ["--trainer.val_check_interval", "100", EVERY, "1", "--trainer.enable_progress_bar", "false"]
+    words = [*overlay, *STRATEGIES[strategy], *sizes, *where, *every, "--trainer.max_steps", "2", *more]
+    return [sys.executable, "scripts/train.py", *map(str, words)]
+
+
+def train(folder, strategy, *more, **base):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = command(folder, strategy, *more, **base)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("strategy", "more"), [("fsdp1", []), ("fsdp2", FOLDERS)], ids=["fsdp1", "fsdp2"])
+def test_of_sharded_checkpoints_as_many_stay_as_were_asked_for(strategy, more, tmp_path):
+    train(tmp_path, strategy, *more, "--trainer.max_steps", "3", "--defaults.checkpoint.init_args.save_top_k", "1")
+    (last,) = tmp_path.rglob("last.ckpt")
+    assert {path.name for path in last.parent.iterdir()} == {"last.ckpt", last.resolve().name}
+    assert "step=3" in last.resolve().name
+
+
+def refused(folder, strategy, *more):
+    done = subprocess.run(command(folder, strategy, *more), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said[-3000:]
+    assert "Traceback" not in said
+    return said
+
+
+LORA = ["--config", "configs/lora.yaml", "--model.sharding.meta_device", "false"]
+
+
+def test_shards_of_another_strategy_or_model_are_refused_in_a_line(tmp_path):
+    train(tmp_path, "fsdp2", *FOLDERS)
+    (last,) = tmp_path.rglob("last.ckpt")
+    for strategy, more in (("fsdp1", []), ("fsdp2", [*FOLDERS, *LORA])):
+        said = refused(tmp_path, strategy, *more, "--ckpt_path", last)
+        assert f"error: ckpt_path='{last}' cannot be loaded: " in said
+
+
+def test_a_file_of_another_model_is_refused_by_sharded_ones(tmp_path):
+    train(tmp_path, "ddp", *LORA[:2])
+    (last,) = tmp_path.rglob("last.ckpt")
+    assert "error: the checkpoint is of another model: " in refused(tmp_path, "fsdp2", "--ckpt_path", last)
+    other = shutil.copytree(ROOT / "lit_async_rl/assets/sort_policy", tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    next(iter(weights.values())).add_(0.01)
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    said = refused(tmp_path, "fsdp2", *LORA, "--model.model", other, "--ckpt_path", last)
+    assert "error: the checkpoint holds adapters of another model: " in said
+
+
+def test_after_a_rank_was_killed_the_other_one_ends_with_one_line(tmp_path):
+    words = command(tmp_path, "ddp", "--trainer.max_steps", "10000")[2:]
+    ranks = start(ROOT / "scripts/train.py", words, 2)
+    deadline = time.monotonic() + 200
+    while not list(tmp_path.rglob("*step=3.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks[1].kill()
+    said = finish(ranks, 100)[0]
+    assert ranks[0].returncode == 1
+    assert said.count("\nerror: ") == 1, said[-3000:]
+    assert "the connection to another rank broke: " in said or "rank 1" in said, said[-3000:]
+    assert "Traceback" not in said, said[-3000:]
+
+
+def test_an_evaluation_is_printed_once(tmp_path):
+    script, words = ROOT / "scripts/evaluate.py", command(tmp_path, "ddp")[2:]
+    ranks = start(script, words, 2)
+    said = finish(ranks, 200)
+    assert [text.count("val/pass@1") for text in said] == [1, 0]
+
+
+def test_both_ranks_end_in_order_when_one_is_asked_to_and_one_says_so(tmp_path):
+    words = command(tmp_path, "fsdp1", "--trainer.max_steps", "10000")[2:]
+    ranks = start(ROOT / "scripts/train.py", words, 2)
+    deadline = time.monotonic() + 200
+    while not list(tmp_path.rglob("*step=2.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks[1].terminate()
+    said = finish(ranks, 100)
+    assert [rank.returncode for rank in ranks] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    assert [text.count("SIGTERM: saved") for text in said] == [1, 0]
+    assert (next(tmp_path.rglob("last.ckpt")) / "manifest.json").is_file()
