@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.compatibility import check_signal
@@ -86,6 +87,17 @@ class WeightSync(pl.Callback):
         if present not in (1, wanted):
             given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
             raise ValueError(f"{given}: leave the former out")
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, GradientAccumulationScheduler):
+                raise ValueError(
+                    "trainer.callbacks holds GradientAccumulationScheduler, but every step has "
+                    f"data.micro_batches_per_step={wanted} batches: set that, and leave the callback out"
+                )
+            if isinstance(one, LearningRateFinder):
+                raise ValueError(
+                    "trainer.callbacks holds LearningRateFinder, which trains without the other callbacks, and so "
+                    "without rollouts: leave it out, and compare short runs with different model.learning_rate"
+                )
         trainer.accumulate_grad_batches = wanted
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
