@@ -28,7 +28,7 @@ from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
-from lit_async_rl.training.optimizer import gradients, make_adamw, make_optimizer, warn_of_lost_updates
+from lit_async_rl.training.optimizer import adopt_settings, gradients, make_adamw, make_optimizer, warn_of_lost_updates
 from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
@@ -246,4 +246,5 @@ class PolicyModule(WholeSteps):
         super().on_load_checkpoint(checkpoint)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
+            adopt_settings(self.configure_optimizers()["optimizer"], checkpoint, self.scheduler)
         self._saved_weights.check(checkpoint, self.policy)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lit_async_rl.training.schedules import RateSchedule
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
@@ -52,6 +53,30 @@ def make_adamw(
     optimizer: Any = AdamW(parameters, lr=lr or LEARNING_RATE, **settings, fused=fused)
     optimizer._step_supports_amp_scaling = False  # without a scaler: Lightning would not clip under bf16-mixed either
     return optimizer
+
+
+def adopt_settings(optimizer: Optimizer, checkpoint: Mapping[str, Any], scheduler: object) -> None:
+    """Gives the checkpoint's optimizer the settings of this run, which torch would replace by those that it had.
+
+    Args:
+        optimizer: of this run.
+        checkpoint: changed in place; rates are left to the schedule.
+        scheduler: of this run; momentum, too, is left to one of torch's.
+
+    Raises:
+        ValueError: the checkpoint is of another kind of optimizer.
+    """
+    for saved in (group for state in checkpoint.get("optimizer_states", []) for group in state["param_groups"]):
+        strange = saved.keys() - optimizer.param_groups[0].keys()
+        missing = optimizer.defaults.keys() - saved.keys()
+        if strange and missing:  # not one of both: versions of torch differ by that
+            has, had = ", ".join(sorted(missing)), ", ".join(sorted(strange))
+            raise ValueError(
+                f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with "
+                "the optimizer that it was saved with"
+            )
+        kept = {"lr"} if isinstance(scheduler, RateSchedule) else {"lr", "betas", "momentum"}
+        saved.update({k: v for k, v in optimizer.defaults.items() if k in saved and k not in kept})
 
 
 @torch.no_grad()
