@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.callbacks import BottleneckVerdict
+from lit_async_rl.callbacks import BottleneckVerdict, Progress
 from lit_async_rl.cli.commands import evaluate
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 
 
 def test_sigterm_does_not_take_the_verdict_on_the_run(tmp_path, capsys):
@@ -23,6 +24,26 @@ def test_sigterm_does_not_take_the_verdict_on_the_run(tmp_path, capsys):
     assert (row["step"], row["whole_run"]) == (1, True)
     assert judge.verdict is not None
     assert capsys.readouterr().out.count("whole run: ") == 1
+
+
+def test_the_last_step_of_a_run_that_stops_early_has_its_line(capsys):
+    def stop(trainer, *_):
+        trainer.should_stop = trainer.global_step == 2
+
+    callbacks = [Progress(every_s=1e6), BottleneckVerdict(), LambdaCallback(on_train_batch_end=stop)]
+    fit(make_module(), make_data(), 9, callbacks, enable_progress_bar=True)
+    starts = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [one for one in starts if one.startswith("step")] == ["step 1/9", "step 2/9"]
+    assert starts.index("step 2/9") < next(n for n, one in enumerate(starts) if one.startswith("whole run"))
+
+
+def test_an_engine_that_served_another_run_is_made_anew(caplog):
+    engine = EmbeddedEngine(seed=7)
+    for _ in range(2):  # the first closes it at its end, and the second would wait until it counts as hung
+        data = make_data(engine=engine)
+        fit(make_module(), data, 1)
+        assert data.engine.seed == 7
+    assert "the engine was restarted" not in caplog.text
 
 
 def test_steps_of_changing_length_are_refused():
