@@ -10,9 +10,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.callbacks import BottleneckVerdict, Progress
+from lit_async_rl.callbacks import BottleneckVerdict, Progress, RunSummary
 from lit_async_rl.cli.commands import evaluate
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.tasks import SortDigits
 
 
 def test_sigterm_does_not_take_the_verdict_on_the_run(tmp_path, capsys):
@@ -24,6 +25,20 @@ def test_sigterm_does_not_take_the_verdict_on_the_run(tmp_path, capsys):
     assert (row["step"], row["whole_run"]) == (1, True)
     assert judge.verdict is not None
     assert capsys.readouterr().out.count("whole run: ") == 1
+
+
+def test_the_summary_says_when_accuracy_is_not_that_of_the_end():
+    def end(trainer, *_):
+        if trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    summary, trainers = RunSummary(), []
+    hooks = LambdaCallback(on_train_start=lambda trainer, _: trainers.append(trainer), on_train_batch_end=end)
+    data = make_data(val_prompts=SortDigits(8, size=4, split="held_out"))
+    often = dict(val_check_interval=2, check_val_every_n_epoch=None, num_sanity_val_steps=0)
+    with pytest.raises(SIGTERMException):
+        fit(make_module(), data, 9, [summary, hooks], **often)
+    assert "held-out accuracy before, at step 4" in summary.table(trainers[0]).columns[0].cells
 
 
 def test_the_last_step_of_a_run_that_stops_early_has_its_line(capsys):
