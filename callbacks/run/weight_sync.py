@@ -100,6 +100,15 @@ class WeightSync(pl.Callback):
                 )
         trainer.accumulate_grad_batches = wanted
 
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Refuses a length in epochs, none of which would end: Lightning's default of 1000 is nobody's choice."""
+        is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)  # a share of all
+        if is_endless and trainer.max_epochs not in (None, -1, 1000):
+            raise ValueError(
+                f"trainer.max_epochs={trainer.max_epochs} without trainer.max_steps: an epoch of rollouts never ends; "
+                "set trainer.max_steps, or trainer.limit_train_batches, the batches of an epoch"
+            )
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
         module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")

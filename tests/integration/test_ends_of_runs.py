@@ -66,6 +66,12 @@ def test_steps_of_changing_length_are_refused():
         fit(make_module(), make_data(), 2, [GradientAccumulationScheduler({0: 2})])
 
 
+def test_epochs_that_never_end_are_refused_and_those_of_some_batches_are_not():
+    with pytest.raises(ValueError, match=r"trainer\.max_epochs=1 without trainer\.max_steps"):
+        fit(make_module(), make_data(), -1, max_epochs=1, max_time={"seconds": 20})
+    assert fit(make_module(), make_data(), -1, max_epochs=2, limit_train_batches=1).global_step == 2
+
+
 def test_a_search_for_a_rate_without_the_callbacks_of_the_run_is_refused():
     with pytest.raises(ValueError, match="LearningRateFinder"):
         fit(make_module(), make_data(), 2, [LearningRateFinder()])
