@@ -101,7 +101,7 @@ class WeightSync(pl.Callback):
         trainer.accumulate_grad_batches = wanted
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Refuses a length in epochs, none of which would end: Lightning's default of 1000 is nobody's choice."""
+        """Refuses a length in epochs, which are endless here, unless it is Lightning's default of 1000."""
         is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)  # a share of all
         if is_endless and trainer.max_epochs not in (None, -1, 1000):
             raise ValueError(
