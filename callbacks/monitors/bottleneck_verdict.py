@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, stabilizing_setting, what_to_turn
 from lit_async_rl.callbacks.monitors.staleness_advice import StalenessAdvice
@@ -128,6 +129,12 @@ class BottleneckVerdict(pl.Callback):
             names_bound = "data.max_staleness" not in advised
             advice = "" if self.advice is None else f"; {self.advice.text(names_bound)}"
             _print(trainer, f"whole run: {words}{advice}")
+        self._run = None
+
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """Reports on a run that SIGTERM or Ctrl-C ends, like `on_train_end`."""
+        if isinstance(exception, SIGTERMException):
+            self.on_train_end(trainer, pl_module)
 
     def _observe(self, trainer: AnyTrainer) -> None:
         seen = trainer.callback_metrics

@@ -19,8 +19,9 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class GradientMonitor(pl.Callback):
     """Logs `grad/norm` (before clipping) and `grad/cosine` with the gradient of the previous step.
 
-    Stale data align consecutive gradients (GAC, arXiv:2603.01501). Put it before callbacks that change gradients. With
-    several optimizers the names end in `/0`, `/1`, and so on. A gradient with NaN or infinity has neither.
+    Stale data align consecutive gradients (GAC, arXiv:2603.01501). Callbacks before it, as stabilizers are by default,
+    may have changed what it measures. With several optimizers the names end in `/0`, `/1`, and so on. A gradient with
+    NaN or infinity has neither.
 
     A small gradient is copied, and its cosine is exact. Of a larger one a random projection is kept (256 kB, and 4 MB
     for its signs), from which the cosine is estimated with a standard error of 0.004 to 0.0055, see

@@ -29,6 +29,7 @@ class RunSummary(pl.Callback):
     def __init__(self) -> None:
         self.accuracy: list[float] = []  # of each validation since the last one before the fit
         self._num_before = 0  # of `accuracy`, those of an earlier fit
+        self._measured_at = 0  # step of the last one
         self.stats: ProducerStats | None = None
         self.wall_s = 0.0
         self.num_steps = 0
@@ -39,6 +40,7 @@ class RunSummary(pl.Callback):
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         if "val/pass@1" in trainer.callback_metrics:
             self.accuracy.append(float(trainer.callback_metrics["val/pass@1"]))
+            self._measured_at = trainer.global_step
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Forgets an earlier fit, but not a validation since, which is the accuracy before this one."""
@@ -69,7 +71,9 @@ class RunSummary(pl.Callback):
         """Summary of the run as a table."""
         table = Table(show_header=False, title="run summary")
         if len(self.accuracy) > 1:
-            table.add_row("held-out accuracy before, after", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
+            is_of_the_end = self._measured_at == trainer.global_step  # SIGTERM leaves no time to measure again
+            when = "after" if is_of_the_end else f"at step {self._measured_at}"
+            table.add_row(f"held-out accuracy before, {when}", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
         step, last = trainer.global_step, trainer.max_steps
         none_left = f"0: step {step} of trainer.max_steps={last} was reached before"
         table.add_row("optimizer steps", none_left if not self.num_steps and 0 <= last <= step else str(self.num_steps))

@@ -73,5 +73,12 @@ class ThroughputMonitor(StepMonitor):
     def state_dict(self) -> dict[str, Any]:
         return {"total_tokens": self._total_tokens}
 
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        """Counts what was generated since the last step, too: the checkpoint has it."""
+        stats = rollout_data(trainer, "ThroughputMonitor").stats()
+        if stats is not None and self.state_key in checkpoint.get("callbacks", {}):
+            since = stats.num_tokens - (self._before or ProducerStats.zero()).num_tokens
+            checkpoint["callbacks"][self.state_key] = {"total_tokens": self._total_tokens + since}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._total_tokens = state_dict["total_tokens"]

@@ -50,12 +50,20 @@ class Lines:
 
     def __init__(self, every_s: float) -> None:
         self._every_s, self._began, self._last = every_s, time.monotonic(), -math.inf
+        self._unsaid = ""
 
     def step(self, number: int, total: float, text: str) -> None:
         now = time.monotonic()
+        self._unsaid = f"{_steps(number, total)}  {text}"
         if number == total or now - self._last >= max(self._every_s, SHARE * (now - self._began)):
             self._last = now
-            self.print(f"{_steps(number, total)}  {text}")
+            self.end()
+
+    def end(self) -> None:
+        """Says the last step, unless that was done: a run may end before `trainer.max_steps`."""
+        if self._unsaid:
+            self.print(self._unsaid)
+            self._unsaid = ""
 
     def validation(self, number: int, total: float) -> None:
         """Nothing: the next line has the result."""
@@ -64,7 +72,7 @@ class Lines:
         print(*text, flush=True)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        self.end()
 
 
 class Bars:
@@ -215,6 +223,8 @@ class Progress(ProgressBar):
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Stays open until `teardown`: other callbacks print, too."""
         self._end_wait()
+        if isinstance(self._display, Lines):
+            self._display.end()
 
     def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         self._close()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.compatibility import check_signal
@@ -86,7 +87,27 @@ class WeightSync(pl.Callback):
         if present not in (1, wanted):
             given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
             raise ValueError(f"{given}: leave the former out")
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, GradientAccumulationScheduler):
+                raise ValueError(
+                    "trainer.callbacks holds GradientAccumulationScheduler, but every step has "
+                    f"data.micro_batches_per_step={wanted} batches: set that, and leave the callback out"
+                )
+            if isinstance(one, LearningRateFinder):
+                raise ValueError(
+                    "trainer.callbacks holds LearningRateFinder, which trains without the other callbacks, and so "
+                    "without rollouts: leave it out, and compare short runs with different model.learning_rate"
+                )
         trainer.accumulate_grad_batches = wanted
+
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Refuses a length in epochs, which are endless here, unless it is Lightning's default of 1000."""
+        is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)  # a share of all
+        if is_endless and trainer.max_epochs not in (None, -1, 1000):
+            raise ValueError(
+                f"trainer.max_epochs={trainer.max_epochs} without trainer.max_steps: an epoch of rollouts never ends; "
+                "set trainer.max_steps, or trainer.limit_train_batches, the batches of an epoch"
+            )
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""

@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 import lit_async_rl
-from lit_async_rl.callbacks import CollapseAlarm, GradientClipping, GradientMonitor, LinkedCheckpoint, Progress
+from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, Progress
 from lit_async_rl.utils.suggestions import meant
 
 FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
@@ -20,7 +20,6 @@ REPLACED_BY: dict[type[Callback], type[Callback]] = {
     Progress: ProgressBar,  # a Trainer has one at most
     LinkedCheckpoint: ModelCheckpoint,
 }
-READ_GRADIENTS = (GradientMonitor, CollapseAlarm)
 SWITCHES = {
     "logger": ["samples"],  # which are written to its folder
     "enable_progress_bar": ["progress"],
@@ -77,12 +76,5 @@ def _replaces(own: Callback, default: Callback) -> bool:
 
 
 def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Those that read the gradient before others that change it, and clipping after all others.
-
-    A list that several configurations append to, and the defaults after them, has no place that is always last.
-    """
-    return sorted(callbacks, key=_place)
-
-
-def _place(callback: Callback) -> int:
-    return -1 if isinstance(callback, READ_GRADIENTS) else int(isinstance(callback, GradientClipping))
+    """With clipping after all others: a list that files append to, and the defaults after them, has no last place."""
+    return sorted(callbacks, key=lambda callback: isinstance(callback, GradientClipping))

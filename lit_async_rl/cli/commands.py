@@ -51,6 +51,8 @@ def evaluate(args: Sequence[str] | None = None) -> None:
         check_range("", ">= 0", num_shown=cli.config["num_shown"])
         if cli.datamodule.validation.source is None:
             raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
+        if not cli.trainer.limit_val_batches:
+            raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
         if not cli.trainer.is_global_zero:  # metrics are those of all ranks
             return

@@ -79,7 +79,7 @@ def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What `--trainer.logger VALUE` and the like set, as in a file."""
+    """The values of `--trainer.logger VALUE` and the like, as in a file."""
     for word, following in zip(args, [*args[1:], ""], strict=True):
         flag, has_value, value = word.partition("=")
         if flag in ("--trainer.logger", "--trainer.logger+"):

@@ -55,6 +55,7 @@ class ReplaceableEngine:
     def _set_up(self, calls: EngineCalls) -> None:
         if self.model is None:
             raise SetupError("data.model is not set")
+        self.engine.is_used = True
         with announced(f"{calls.name} to start: it loads the model, and may compile"):
             calls.setup(self.model)
 

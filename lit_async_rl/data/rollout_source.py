@@ -187,8 +187,8 @@ class RolloutSource:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its engine was set up or its producer started; a source serves a single fit."""
-        return self._holder.is_set_up or self._producer is not None
+        """Whether its engine was set up, also for another source, or its producer started; one serves a single fit."""
+        return self._holder.engine.is_used or self._producer is not None
 
     def stats(self) -> ProducerStats | None:
         """Totals of sampling and scoring since the start; None before it."""

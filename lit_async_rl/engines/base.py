@@ -42,6 +42,7 @@ class RolloutEngine(ABC):
         sleep_level: 0 if `sleep` does nothing.
         needs_weights: whether the weights are gone, so that `load_weights` must come before the next token.
         probe: what the trainer computes with the weights that come next, for engines that check theirs.
+        is_used: whether a run has set it up; another run then takes a fresh one.
     """
 
     in_flight_weight_updates: bool
@@ -60,6 +61,7 @@ class RolloutEngine(ABC):
     needs_weights: bool = False
     sleep_level: int = 0
     probe: Probe | None = None
+    is_used: bool = False
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

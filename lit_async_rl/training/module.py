@@ -28,7 +28,7 @@ from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
-from lit_async_rl.training.optimizer import gradients, make_adamw, make_optimizer, warn_of_lost_updates
+from lit_async_rl.training.optimizer import adopt_settings, gradients, make_adamw, make_optimizer, warn_of_lost_updates
 from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
@@ -161,8 +161,9 @@ class PolicyModule(WholeSteps):
                 check_policy(self.policy, default_bound(compute_dtype(self.policy.causal_lm)))
 
     def on_train_start(self) -> None:
-        rate = float(self.trainer.optimizers[0].defaults.get("lr", 0.0))
-        warn_of_lost_updates(self.policy.parameters(), rate)
+        if type(self).configure_optimizers is PolicyModule.configure_optimizers:
+            adopt_settings(self.trainer.optimizers[0], self.scheduler)
+        warn_of_lost_updates(self.policy.parameters(), float(self.trainer.optimizers[0].defaults.get("lr", 0.0)))
 
     # -- training -----------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lit_async_rl.training.schedules import RateSchedule
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
 SAMPLE = 4096  # weights of each tensor that are looked at
+GO_WITH_MOMENTS = {"fused", "foreach", "capturable", "differentiable"}  # settings that say where these are
 LOST = 0.5  # share of weights that do not change, from which on there is a warning
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,28 @@ def make_adamw(
     optimizer: Any = AdamW(parameters, lr=lr or LEARNING_RATE, **settings, fused=fused)
     optimizer._step_supports_amp_scaling = False  # without a scaler: Lightning would not clip under bf16-mixed either
     return optimizer
+
+
+def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
+    """Gives an optimizer the settings again that it was made with, which torch replaces by those of a checkpoint.
+
+    Rates are left to the schedule, and so is momentum if that, or a scheduler of torch, changes it. Where there are
+    several groups of parameters, they keep what they have.
+
+    Raises:
+        ValueError: the checkpoint is of another kind of optimizer.
+    """
+    is_steady = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
+    kept = {"lr"} if is_steady else {"lr", "betas", "momentum"}
+    for group in optimizer.param_groups:
+        if missing := optimizer.defaults.keys() - group.keys():
+            has, had = sorted(missing), sorted(group.keys() - optimizer.defaults.keys() - {"params", "initial_lr"})
+            raise ValueError(
+                f"model.optimizer={type(optimizer).__name__} has {', '.join(has)}, but the checkpoint's has "
+                f"{', '.join(had)}: resume with the optimizer that it was saved with"
+            )
+        if len(optimizer.param_groups) == 1:
+            group.update({k: v for k, v in optimizer.defaults.items() if k not in kept | GO_WITH_MOMENTS})
 
 
 @torch.no_grad()

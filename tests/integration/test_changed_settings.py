@@ -1,0 +1,56 @@
+"""A resumed run has the settings of its command, and the totals of the whole run."""
+
+from functools import partial
+
+import pytest
+import torch
+from flow import barrier_engine, fit, make_data, make_module
+from lightning.pytorch.callbacks import LambdaCallback
+
+from lit_async_rl.callbacks import ThroughputMonitor
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "last.ckpt"
+    save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+    fit(make_module(weight_decay=0.0), make_data(), 1, [save])
+    return path
+
+
+def test_weight_decay_and_betas_are_those_of_the_resumed_run(saved):
+    found = []
+    look = LambdaCallback(on_train_start=lambda trainer, _: found.append(trainer.optimizers[0].param_groups[0]))
+    module = make_module(weight_decay=0.25, betas=(0.5, 0.75), learning_rate=1e-4)
+    fit(module, make_data(), 2, [look], str(saved))
+    assert (found[0]["weight_decay"], found[0]["betas"], found[0]["lr"]) == (0.25, (0.5, 0.75), 1e-4)
+
+
+def test_another_optimizer_is_refused_by_name(saved):
+    module = make_module(optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
+    with pytest.raises(ValueError, match=r"model\.optimizer=SGD has .*momentum.* checkpoint.s has .*betas"):
+        fit(module, make_data(), 2, ckpt_path=str(saved))
+
+
+def test_tokens_of_the_rollouts_in_a_checkpoint_are_counted(tmp_path):
+    counts = {}
+    for name, steps, path in (("whole", 4, None), ("first", 2, None), ("second", 4, tmp_path / "first.ckpt")):
+        to = tmp_path / f"{name}.ckpt"
+        save = LambdaCallback(on_train_end=lambda trainer, _, to=to: trainer.save_checkpoint(to))
+        data = make_data(schedule="fixed_lag", max_staleness=1, engine=barrier_engine())
+        fit(make_module(), data, steps, [ThroughputMonitor(), save], path and str(path))
+        callbacks = torch.load(to, weights_only=True)["callbacks"]
+        counts[name] = callbacks["ThroughputMonitor"]["total_tokens"]
+    assert counts["first"] < counts["second"] == counts["whole"]
+
+
+def test_groups_of_an_optimizer_keep_their_own_settings(tmp_path):
+    def grouped(parameters):
+        return torch.optim.AdamW([{"params": parameters[:1], "weight_decay": 0.5}, {"params": parameters[1:]}], lr=1e-4)
+
+    path, found = tmp_path / "grouped.ckpt", []
+    save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+    look = LambdaCallback(on_train_batch_start=lambda trainer, *_: found.extend(trainer.optimizers[0].param_groups))
+    fit(make_module(optimizer=grouped), make_data(), 1, [save])
+    fit(make_module(optimizer=grouped), make_data(), 2, [look], str(path))
+    assert [group["weight_decay"] for group in found] == [0.5, 0.01]
