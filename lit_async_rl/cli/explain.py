@@ -177,7 +177,7 @@ def _expected(key: str, message: str) -> list[type]:
         if found := [one for one in _parts(hint) if inspect.isclass(one) and one not in (list, tuple, type(None))]:
             return found
     paths = re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:]))
-    return [pkgutil.resolve_name(path) for path in paths]
+    return [one for path in paths if inspect.isclass(one := pkgutil.resolve_name(path))]  # none: typing.Union
 
 
 def _parts(hint: Any) -> Iterator[Any]:
