@@ -33,6 +33,14 @@ class EngineWrapper(RolloutEngine):
         self.dtype = self.engine.dtype
 
     @property
+    def is_used(self) -> bool:  # type: ignore[override]
+        return self.engine.is_used
+
+    @is_used.setter
+    def is_used(self, is_used: bool) -> None:
+        self.engine.is_used = is_used
+
+    @property
     def num_slots(self) -> int:  # type: ignore[override]
         return self.engine.num_slots
 

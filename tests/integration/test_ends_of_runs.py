@@ -10,10 +10,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_async_rl.assets import asset
 from lit_async_rl.callbacks import BottleneckVerdict, Progress, RunSummary
 from lit_async_rl.cli.commands import evaluate
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.tasks import SortDigits
+from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.tasks import Addition, Calculator, SortDigits
 
 
 def test_sigterm_does_not_take_the_verdict_on_the_run(tmp_path, capsys):
@@ -52,12 +54,16 @@ def test_the_last_step_of_a_run_that_stops_early_has_its_line(capsys):
     assert starts.index("step 2/9") < next(n for n, one in enumerate(starts) if one.startswith("whole run"))
 
 
-def test_an_engine_that_served_another_run_is_made_anew(caplog):
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_an_engine_that_served_another_run_is_made_anew(is_inner, caplog):
     engine = EmbeddedEngine(seed=7)
+    model = asset("calculator_policy" if is_inner else "sort_policy")
+    sums: dict = dict(prompts=Addition(num_digits=3, size=100), reward=None, model=model) if is_inner else {}
     for _ in range(2):  # the first closes it at its end, and the second would wait until it counts as hung
-        data = make_data(engine=engine)
-        fit(make_module(), data, 1)
-        assert data.engine.seed == 7
+        outer = EpisodeEngine(engine, environment=Calculator()) if is_inner else engine
+        data = make_data(engine=outer, **sums)
+        fit(make_module(model=model), data, 1)
+        assert (data.engine.engine if is_inner else data.engine).seed == 7
     assert "the engine was restarted" not in caplog.text
 
 
