@@ -116,6 +116,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mismatch": mismatch,
     "gac": partial(paired, "gac", "quickstart_constant", "ppo_clip"),
     "gac_search": gac_search,
+    "gac_half": partial(paired, "gac_half", "quickstart_constant", "ppo_clip"),
     "gac_before": first_grid.gac_before,
     "equal_tuning": partial(paired, "equal_tuning", "heavy_tails", "ppo_clip"),
     "sources": sources,
