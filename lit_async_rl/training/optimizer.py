@@ -59,23 +59,25 @@ def make_adamw(
 def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
     """Gives an optimizer the settings again that it was made with, which torch replaces by those of a checkpoint.
 
-    Rates are left to the schedule, and so is momentum if that, or a scheduler of torch, changes it. Where there are
-    several groups of parameters, they keep what they have.
+    Rates are left to the schedule, and so is momentum if that, or a scheduler of torch, changes it. Optimizers with
+    several groups of parameters keep what they have, and so do those of other libraries, whose settings may hold state.
 
     Raises:
         ValueError: the checkpoint is of another kind of optimizer.
     """
     is_steady = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
-    kept = {"lr"} if is_steady else {"lr", "betas", "momentum"}
+    kept = {"lr", *GO_WITH_MOMENTS} | (set() if is_steady else {"betas", "momentum"})
     for group in optimizer.param_groups:
-        if missing := optimizer.defaults.keys() - group.keys():
-            has, had = sorted(missing), sorted(group.keys() - optimizer.defaults.keys() - {"params", "initial_lr"})
+        missing = optimizer.defaults.keys() - group.keys()
+        strange = group.keys() - optimizer.defaults.keys() - {"params", "initial_lr"}
+        if missing and strange:  # one of both: another version of the same
+            has, had = ", ".join(sorted(missing)), ", ".join(sorted(strange))
             raise ValueError(
-                f"model.optimizer={type(optimizer).__name__} has {', '.join(has)}, but the checkpoint's has "
-                f"{', '.join(had)}: resume with the optimizer that it was saved with"
+                f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with the "
+                "optimizer that it was saved with"
             )
-        if len(optimizer.param_groups) == 1:
-            group.update({k: v for k, v in optimizer.defaults.items() if k not in kept | GO_WITH_MOMENTS})
+    if len(optimizer.param_groups) == 1 and type(optimizer).__module__.startswith("torch.optim."):
+        optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
 
 
 @torch.no_grad()

@@ -54,3 +54,24 @@ def test_groups_of_an_optimizer_keep_their_own_settings(tmp_path):
     fit(make_module(optimizer=grouped), make_data(), 1, [save])
     fit(make_module(optimizer=grouped), make_data(), 2, [look], str(path))
     assert [group["weight_decay"] for group in found] == [0.5, 0.01]
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps state among its settings, as schedule-free optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1e-4)
+        self.defaults["k"] = self.param_groups[0]["k"] = 0
+
+    def step(self, closure=None):
+        self.param_groups[0]["k"] += 1
+        return super().step(closure)
+
+
+def test_state_among_the_settings_of_another_librarys_optimizer_stays(tmp_path):
+    path, found = tmp_path / "counting.ckpt", []
+    save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+    look = LambdaCallback(on_train_end=lambda trainer, _: found.append(trainer.optimizers[0].param_groups[0]["k"]))
+    fit(make_module(optimizer=Counting), make_data(), 2, [save])
+    fit(make_module(optimizer=Counting), make_data(), 3, [look], str(path))
+    assert found == [3]
