@@ -73,8 +73,8 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
         if missing and strange:  # one of both: another version of the same
             has, had = ", ".join(sorted(missing)), ", ".join(sorted(strange))
             raise ValueError(
-                f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with the "
-                "optimizer that it was saved with"
+                f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with "
+                "the optimizer that it was saved with"
             )
     if len(optimizer.param_groups) == 1 and type(optimizer).__module__.startswith("torch.optim."):
         optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
