@@ -18,8 +18,9 @@ class LinkedCheckpoint(ModelCheckpoint):
     With `save_last: link` the file `last.ckpt` is a symbolic link, which moves in one step once the newest checkpoint
     is written. A run that is resumed from it moves it on.
 
-    The end of training is saved, too: after the last step with `every_n_train_steps`, it may be up to one interval
-    later. With a `monitor` that is `last.ckpt` alone, as a file, since the metric is of an earlier step.
+    The end of training is saved, too, which may be up to an interval after the last of `every_n_train_steps`. With a
+    `monitor`, whose metric is of an earlier step, and before `trainer.max_steps`, where the run may have been stopped
+    because it collapsed, that is `last.ckpt` alone, as a file: no other checkpoint is removed for it.
     """
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -28,10 +29,10 @@ class LinkedCheckpoint(ModelCheckpoint):
         if self._should_skip_saving_checkpoint(trainer) or (saves_itself and is_asked_to_stop(trainer)):
             return
         metrics = self._monitor_candidates(trainer)
-        if self.monitor is None:
+        if self.monitor is None and trainer.global_step >= trainer.max_steps:
             self._save_topk_checkpoint(trainer, metrics)
         else:
-            self._last_checkpoint_saved = ""  # there is nothing at this step that a link could name
+            self._last_checkpoint_saved = ""  # nothing else is of this step, so that a link could name it
         self._save_last_checkpoint(trainer, metrics)
 
     @staticmethod

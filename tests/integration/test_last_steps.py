@@ -123,6 +123,21 @@ def test_after_sigterm_it_is_saved_once(where, tmp_path):
     assert io.names == [("epoch=0-step=2.ckpt", 2), ("last.ckpt", 3)]
 
 
+def test_an_end_before_the_last_step_removes_no_other_checkpoint(tmp_path):
+    """A run that collapsed goes on from the one before."""
+    stop = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == 3)
+    )
+    saver = LinkedCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, save_last="link")
+    fit(make_module(), make_data(), 9, [stop, saver], enable_checkpointing=True)
+    steps = {path.name: torch.load(path, weights_only=True)["global_step"] for path in tmp_path.iterdir()}
+    assert steps == {"epoch=0-step=2.ckpt": 2, "last.ckpt": 3}
+    saver = LinkedCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, save_last="link")
+    fit(make_module(), make_data(), 4, [saver], str(tmp_path / "last.ckpt"), enable_checkpointing=True)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
+    assert (tmp_path / "last.ckpt").is_symlink()
+
+
 def test_nothing_is_saved_without_a_step_or_twice(tmp_path):
     settings = dict(enable_checkpointing=True)
     for every, steps in ((3, [3]), (2, [2, 3])):
