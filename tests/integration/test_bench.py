@@ -165,12 +165,6 @@ def test_the_report_says_what_the_table_says(tmp_path):
     assert "name=viewport" in page
 
 
-def test_a_suite_that_only_searches_has_a_report(tmp_path):
-    said = write_report(read_table(Path("docs/results/gac_search.parquet")), tmp_path, command="")
-    assert "| quickstart_constant | ppo_clip | 16 | 0.757 | 0.555 |" in said
-    assert "Nothing but the search" in (tmp_path / "report.html").read_text()
-
-
 def test_tables_that_are_none_are_refused(tmp_path):
     command = [sys.executable, "scripts/plot_bench.py", "--out", str(tmp_path), "--table"]
     done = subprocess.run([*command, str(tmp_path / "no.parquet")], capture_output=True, text=True, timeout=100)

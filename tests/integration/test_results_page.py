@@ -13,6 +13,7 @@ from scipy.stats import ttest_rel
 
 from benchmarks.common.process import RESULT
 from benchmarks.staleness import page, shown_runs, table
+from benchmarks.staleness.report import write_report
 from benchmarks.staleness.suite import Cell
 
 PLAIN, GAC = [0.5, 0.4, 0.8], [0.7, 0.65, 0.75]
@@ -81,3 +82,9 @@ def test_a_grid_may_be_collected_in_parts_from_several_machines(
     assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"
     page.collect("gac", own_folder / "1", own_folder)
     assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"
+
+
+def test_a_suite_that_only_searches_has_a_report(tmp_path: Path) -> None:
+    said = write_report(table.read_table(Path("docs/results/gac_search.parquet")), tmp_path, command="")
+    assert "| quickstart_constant | ppo_clip | 16 | 0.757 | 0.555 |" in said
+    assert "Nothing but the search" in (tmp_path / "report.html").read_text()

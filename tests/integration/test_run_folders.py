@@ -25,14 +25,8 @@ from lit_async_rl.training.csv_logger import CSVLog
 ROOT = Path(__file__).parents[2]
 SMALL = [
     *("--config", "configs/quickstart.yaml", "--trainer.enable_progress_bar", "false", "--model.scheduler", "null"),
-    *(
-        "--model.model",
-        "lit_async_rl/assets/small_sort_policy",
-        "--data.groups_per_step",
-        "2",
-        "--data.group_size",
-        "2",
-    ),
+    *("--model.model", "lit_async_rl/assets/small_sort_policy"),
+    *("--data.groups_per_step", "2", "--data.group_size", "2"),
     *("--data.validation.prompts.init_args.size", "4", "--trainer.val_check_interval", "2"),
     *("--defaults.checkpoint.init_args.every_n_train_steps", "2"),
 ]
