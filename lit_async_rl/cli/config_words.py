@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-SHORT = re.compile(r"^-c=?(?=.)")  # of `-c=FILE` and `-cFILE`
+NAME = re.compile(r"^(--config=|-c=?(?=.))")  # in the same word as its file
 
 
 def config_files(args: Sequence[str]) -> Iterator[Path]:
     """Files of `--config` on a command line, in their order."""
     for *_, file in _divided(args)[0]:
-        yield Path(SHORT.sub("", file.removeprefix("--config="))).expanduser()
+        yield Path(NAME.sub("", file)).expanduser()
 
 
 def files_first(args: Sequence[str]) -> list[str]:
@@ -30,7 +30,7 @@ def _divided(args: Sequence[str]) -> tuple[list[list[str]], list[str]]:
         word = left.pop(0)
         if word in ("--config", "-c") and left:
             files.append([word, left.pop(0)])
-        elif word.startswith("--config=") or SHORT.match(word):
+        elif NAME.match(word):
             files.append([word])
         else:
             flags.append(word)

@@ -68,10 +68,8 @@ def _is_named(args: Sequence[str]) -> bool:
 
 def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
-    for trainer in [
-        *(yaml.safe_load(file.read_text()).get("trainer") or {} for file in config_files(args)),
-        *_flags(args),
-    ]:
+    files = [yaml.safe_load(file.read_text()).get("trainer") or {} for file in config_files(args)]
+    for trainer in [*files, *_flags(args)]:
         for given in (trainer.get("logger"), trainer.get("logger+")):
             for one in given if isinstance(given, list) else [given]:
                 if isinstance(one, (dict, str)):

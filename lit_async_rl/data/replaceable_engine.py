@@ -33,12 +33,11 @@ class ReplaceableEngine:
 
     Attributes:
         engine: the one in use.
-        is_set_up: whether it was set up.
     """
 
     def __init__(self, engine: RolloutEngine, model: str | None, limits: Limits) -> None:
         self.engine, self.model, self.max_restarts = engine, model, limits.engine_restarts
-        self.is_set_up = False
+        self._is_set_up = False
         self._timeout_s, self._restarts_in_a_row = limits.rollout_timeout_s, 0
 
     @property
@@ -48,9 +47,9 @@ class ReplaceableEngine:
 
     def set_up(self) -> None:
         """Sets the engine up, unless it is."""
-        if not self.is_set_up:
+        if not self._is_set_up:
             self._set_up(self.calls)
-            self.is_set_up = True
+            self._is_set_up = True
 
     def _set_up(self, calls: EngineCalls) -> None:
         if self.model is None:
@@ -111,4 +110,4 @@ class ReplaceableEngine:
     def close(self) -> None:
         """Closes the engine. Safe to call twice."""
         self.calls.close(STOP_S)
-        self.is_set_up = False
+        self._is_set_up = False

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -30,7 +28,6 @@ SETTINGS = {
     "a_copy_of_its_own": [*MONITOR, "--defaults.checkpoint.init_args.save_last", "true"],
     "none_but_the_last": [TOP_K, "0"],
 }
-TWO = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -62,27 +59,6 @@ def test_the_last_step_is_saved_exported_and_resumed(settings, tmp_path, capsys)
         assert len(kept) == 1 or "1" not in settings
         assert all("step=3" not in name for name in kept)
     assert not last.is_symlink() or last.resolve().name in kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("monitor", [[], MONITOR], ids=["", "the_best_kept"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "fsdp2_folders"])
-def test_with_two_ranks(strategy, monitor, tmp_path):
-    more = ["--config", f"configs/strategies/{strategy.removesuffix('_folders')}.yaml", *TWO, *monitor]
-    of_it = {"fsdp2": {"data_parallel_size": "2", "tensor_parallel_size": "1"}}
-    of_it["fsdp2_folders"] = {**of_it["fsdp2"], "save_distributed_checkpoint": "true"}
-    for name, value in of_it.get(strategy, {}).items():
-        more += [f"--trainer.strategy.init_args.{name}", value]
-    for resumed in ([], ["--trainer.max_steps", "5"]):
-        found = [word for path in tmp_path.rglob("last.ckpt") for word in ("--ckpt_path", str(path))]
-        command = [sys.executable, "scripts/train.py", *flags(tmp_path, *more), *found, *resumed]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        (last,) = tmp_path.rglob("last*.ckpt")
-        assert last.is_dir() == (strategy in ("fsdp1", "fsdp2_folders"))
-        meta = last / "meta.pt" if last.is_dir() else last
-        assert torch.load(meta, weights_only=True)["global_step"] == (5 if resumed else 3)
 
 
 class Named(AtomicCheckpointIO):

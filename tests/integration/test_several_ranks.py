@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from launch import finish, start
 from safetensors.torch import load_file, save_file
 
@@ -38,6 +39,33 @@ def train(folder, strategy, *more, **base):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def start_until(step, folder, strategy):
+    """Two ranks, as under torchrun, of a run that has saved this step and goes on."""
+    ranks = start(ROOT / "scripts/train.py", command(folder, strategy, "--trainer.max_steps", "10000")[2:], 2)
+    deadline = time.monotonic() + 200
+    while not list(folder.rglob(f"*step={step}.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return ranks
+
+
+MONITOR = ["--defaults.checkpoint.init_args.monitor", "val/pass@1", "--defaults.checkpoint.init_args.mode", "max"]
+SAVING = {"ddp": ("ddp", []), "fsdp1": ("fsdp1", []), "fsdp2": ("fsdp2", []), "fsdp2_folders": ("fsdp2", FOLDERS)}
+
+
+@pytest.mark.parametrize("monitor", [[], MONITOR], ids=["", "the_best_kept"])
+@pytest.mark.parametrize("kind", SAVING)
+def test_the_last_step_is_saved_and_resumed(kind, monitor, tmp_path):
+    strategy, more = SAVING[kind]
+    for steps in (3, 5):
+        found = [word for path in tmp_path.rglob("last.ckpt") for word in ("--ckpt_path", path)]
+        often = ["--trainer.val_check_interval", "2", EVERY, "2", "--trainer.max_steps", steps]
+        train(tmp_path, strategy, *more, *monitor, *found, *often)
+        (last,) = tmp_path.rglob("last*.ckpt")
+        assert last.is_dir() == (kind in ("fsdp1", "fsdp2_folders"))
+        meta = last / "meta.pt" if last.is_dir() else last
+        assert torch.load(meta, weights_only=True)["global_step"] == steps
 
 
 @pytest.mark.parametrize(("strategy", "more"), [("fsdp1", []), ("fsdp2", FOLDERS)], ids=["fsdp1", "fsdp2"])
@@ -80,11 +108,7 @@ def test_a_file_of_another_model_is_refused_by_sharded_ones(tmp_path):
 
 
 def test_after_a_rank_was_killed_the_other_one_ends_with_one_line(tmp_path):
-    words = command(tmp_path, "ddp", "--trainer.max_steps", "10000")[2:]
-    ranks = start(ROOT / "scripts/train.py", words, 2)
-    deadline = time.monotonic() + 200
-    while not list(tmp_path.rglob("*step=3.ckpt")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    ranks = start_until(3, tmp_path, "ddp")
     ranks[1].kill()
     said = finish(ranks, 100)[0]
     assert ranks[0].returncode == 1
@@ -101,11 +125,7 @@ def test_an_evaluation_is_printed_once(tmp_path):
 
 
 def test_both_ranks_end_in_order_when_one_is_asked_to_and_one_says_so(tmp_path):
-    words = command(tmp_path, "fsdp1", "--trainer.max_steps", "10000")[2:]
-    ranks = start(ROOT / "scripts/train.py", words, 2)
-    deadline = time.monotonic() + 200
-    while not list(tmp_path.rglob("*step=2.ckpt")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    ranks = start_until(2, tmp_path, "fsdp1")
     ranks[1].terminate()
     said = finish(ranks, 100)
     assert [rank.returncode for rank in ranks] == [0, 0], said[0][-3000:] + said[1][-3000:]
