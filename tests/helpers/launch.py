@@ -1,11 +1,87 @@
-"""Starts a script in several processes that find each other as under torchrun, and never waits for ever."""
+"""Starts a script in several processes that find each other as under torchrun, and never waits for ever.
 
+Each is a fork of one process that has imported everything, as a new one would in ten seconds; arguments, environment
+and output are its own. What Lightning or torchrun starts by itself is tested where commands are typed.
+"""
+
+import atexit
+import multiprocessing
 import os
+import runpy
+import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["lit_async_rl.api.run", "lit_async_rl.cli.commands"])
+
+
+class Rank:
+    """A process that runs a script as `python SCRIPT ARGUMENTS`, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, script: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        with tempfile.NamedTemporaryFile(delete=False) as said:
+            self._said = open(said.name, errors="replace")  # noqa: SIM115  read while it runs
+        call = (str(script), [str(word) for word in arguments], environment, os.getcwd(), said.name)
+        self._process = FORKS.Process(target=_run, args=call)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def stdout(self) -> Iterator[str]:
+        """The lines that it prints, until it ends."""
+        line = ""
+        while True:
+            ended = not self._process.is_alive()
+            line += self._said.readline()
+            if line.endswith("\n") or (ended and line):
+                yield line
+                line = ""
+            elif ended:
+                return
+            else:
+                time.sleep(0.01)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """The rest of what it printed, once it has ended."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise TimeoutError(f"still running after {timeout:.0f} s: {self._said.read()[-4000:]}")
+        return self._said.read(), None
+
+    def send_signal(self, number: int) -> None:
+        if self._process.is_alive():
+            os.kill(self._process.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(script: str, arguments: list[str], environment: dict[str, str], folder: str, said: str) -> None:
+    """In the fork: the script as an interpreter runs it. multiprocessing reports errors and waits for threads."""
+    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.unlink(said)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
 
 
 def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: float) -> None:
@@ -16,7 +92,7 @@ def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: fl
     assert not failed, "\n".join(f"-- rank {n}:\n{outputs[n][-4000:]}" for n in failed)
 
 
-def start(script: Path, arguments: list[str], num_processes: int) -> list[subprocess.Popen]:
+def start(script: Path, arguments: list[str], num_processes: int) -> list[Rank]:
     """Starts one process for each rank; the caller ends them (`finish`)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -25,17 +101,12 @@ def start(script: Path, arguments: list[str], num_processes: int) -> list[subpro
     shared |= dict(
         LOCAL_WORLD_SIZE=str(num_processes), GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", GLOO_SOCKET_IFNAME="lo"
     )
-    processes = []
-    for rank in range(num_processes):
-        env = os.environ | (shared | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if num_processes > 1 else {})
-        command = [sys.executable, str(script), *arguments]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    return processes
+    ranks = range(num_processes)
+    own = [shared | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if num_processes > 1 else {} for rank in ranks]
+    return [Rank(script, arguments, os.environ | variables) for variables in own]
 
 
-def finish(processes: list[subprocess.Popen], timeout_s: float) -> list[str]:
+def finish(processes: list[Rank], timeout_s: float) -> list[str]:
     """What they printed; kills all of them when time runs out, and raises."""
     deadline = time.monotonic() + timeout_s
     try:

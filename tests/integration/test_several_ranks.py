@@ -1,18 +1,16 @@
 """What the command line promises for several ranks, in whole runs of two processes on the CPU."""
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from launch import finish, start
+from launch import finish, launch, start
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "scripts/train.py"
 EVERY = "--defaults.checkpoint.init_args.every_n_train_steps"
 STRATEGIES = {
     "ddp": [],
@@ -30,20 +28,16 @@ def command(folder, strategy, *more, base="quickstart"):
     where = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.logger.init_args.save_dir", folder]
     every = ["--trainer.val_check_interval", "100", EVERY, "1", "--trainer.enable_progress_bar", "false"]
     words = [*overlay, *STRATEGIES[strategy], *sizes, *where, *every, "--trainer.max_steps", "2", *more]
-    return [sys.executable, "scripts/train.py", *map(str, words)]
+    return list(map(str, words))
 
 
 def train(folder, strategy, *more, **base):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = command(folder, strategy, *more, **base)
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    launch(TRAIN, command(folder, strategy, *more, **base), 2, timeout_s=300)
 
 
 def start_until(step, folder, strategy):
     """Two ranks, as under torchrun, of a run that has saved this step and goes on."""
-    ranks = start(ROOT / "scripts/train.py", command(folder, strategy, "--trainer.max_steps", "10000")[2:], 2)
+    ranks = start(TRAIN, command(folder, strategy, "--trainer.max_steps", "10000"), 2)
     deadline = time.monotonic() + 200
     while not list(folder.rglob(f"*step={step}.ckpt")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -77,11 +71,11 @@ def test_of_sharded_checkpoints_as_many_stay_as_were_asked_for(strategy, more, t
 
 
 def refused(folder, strategy, *more):
-    done = subprocess.run(command(folder, strategy, *more), cwd=ROOT, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said[-3000:]
-    assert "Traceback" not in said
-    return said
+    ranks = start(TRAIN, command(folder, strategy, *more), 2)
+    said = finish(ranks, 300)
+    assert ranks[0].returncode == 1, said[0][-3000:]
+    assert "Traceback" not in said[0] + said[1]
+    return said[0]
 
 
 LORA = ["--config", "configs/lora.yaml", "--model.sharding.meta_device", "false"]
@@ -118,8 +112,7 @@ def test_after_a_rank_was_killed_the_other_one_ends_with_one_line(tmp_path):
 
 
 def test_an_evaluation_is_printed_once(tmp_path):
-    script, words = ROOT / "scripts/evaluate.py", command(tmp_path, "ddp")[2:]
-    ranks = start(script, words, 2)
+    ranks = start(ROOT / "scripts/evaluate.py", command(tmp_path, "ddp"), 2)
     said = finish(ranks, 200)
     assert [text.count("val/pass@1") for text in said] == [1, 0]
 
