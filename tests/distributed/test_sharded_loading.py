@@ -97,7 +97,7 @@ def test_two_processes_never_hold_a_whole_policy(strategy, tmp_path, monkeypatch
     lm = tiny_llama(hidden=256, layers=10)
     whole = sum(p.numel() * p.element_size() for p in lm.parameters()) / 2**20
     folder = save(lm, tmp_path / "model")
-    launch(SCRIPT, [strategy, folder, str(tmp_path / "out")], 2, timeout_s=150)
+    launch(SCRIPT, [strategy, folder, str(tmp_path / "out")], 2, timeout_s=150, anew=True)
     for rank in range(2):
         result = json.loads((tmp_path / f"out.{rank}").read_text())
         assert result["equal"], strategy

@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -84,16 +85,20 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], folder:
         atexit._run_exitfuncs()
 
 
-def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: float) -> None:
+def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: float, anew: bool = False) -> None:
     """Runs the script; raises with the end of each process's output if one fails or time runs out."""
-    processes = start(script, arguments, num_processes)
+    processes = start(script, arguments, num_processes, anew)
     outputs = finish(processes, timeout_s)
     failed = [n for n, process in enumerate(processes) if process.returncode != 0]
     assert not failed, "\n".join(f"-- rank {n}:\n{outputs[n][-4000:]}" for n in failed)
 
 
-def start(script: Path, arguments: list[str], num_processes: int) -> list[Rank]:
-    """Starts one process for each rank; the caller ends them (`finish`)."""
+def start(script: Path, arguments: list[str], num_processes: int, anew: bool = False) -> list:
+    """Starts one process for each rank; the caller ends them (`finish`).
+
+    Args:
+        anew: new interpreters, for variables that the C library reads when a process begins.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -103,10 +108,13 @@ def start(script: Path, arguments: list[str], num_processes: int) -> list[Rank]:
     )
     ranks = range(num_processes)
     own = [shared | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if num_processes > 1 else {} for rank in ranks]
-    return [Rank(script, arguments, os.environ | variables) for variables in own]
+    if not anew:
+        return [Rank(script, arguments, os.environ | variables) for variables in own]
+    command, pipes = [sys.executable, script, *arguments], dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return [subprocess.Popen(command, env=os.environ | variables, text=True, **pipes) for variables in own]
 
 
-def finish(processes: list[Rank], timeout_s: float) -> list[str]:
+def finish(processes: list, timeout_s: float) -> list[str]:
     """What they printed; kills all of them when time runs out, and raises."""
     deadline = time.monotonic() + timeout_s
     try:
