@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.losses import PPOClip
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.rewards import exact_match
+from lit_async_rl.utils.processes import die_with_parent
 
 PYTHON = os.environ.get("TRL_PYTHON", "/tmp/trl/bin/python")
 COMMON = Path(__file__).parents[1] / "common"
@@ -48,7 +50,9 @@ def run(cli: AsyncRLCLI, every_n_steps: int, seed: int, folder: Path) -> tuple[l
     settings.write_text(json.dumps(settings_of(cli, every_n_steps, seed) | {"folder": str(work)}))
     command = [PYTHON, str(Path(__file__).with_name("trl_worker.py")), str(settings)]
     environment = {**os.environ, "PYTHONPATH": str(COMMON), "OMP_NUM_THREADS": str(NUM_THREADS)}
-    if subprocess.run(command, env=environment, stdout=sys.stdout, stderr=sys.stderr, check=False).returncode:
+    ends = partial(die_with_parent, os.getpid())  # a killed cell leaves nobody who writes into its folder
+    process = subprocess.run(command, env=environment, stdout=sys.stdout, stderr=sys.stderr, preexec_fn=ends)
+    if process.returncode:
         raise RuntimeError(f"TRL failed, see {folder / 'log.txt'}")
     as_metrics(pd.read_csv(work / "steps.csv")).to_csv(folder / "metrics.csv", index=False)
     with (work / "snapshots.csv").open() as file:

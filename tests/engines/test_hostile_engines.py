@@ -111,22 +111,27 @@ def test_a_poll_that_returns_no_list_is_named(result):
         attack(engine, engine_restarts=0)
 
 
-LIMIT_S = 1.0 + os.getloadavg()[0] // 4  # what works needs as many times longer on a busy machine
 HANGS = ["load_weights", "submit", "poll", "poll with the lock"]
 
 
+@pytest.fixture
+def limit_s():
+    """What works needs as many times longer on a machine that is busy when the test begins."""
+    return 2.0 + os.getloadavg()[0] // 2
+
+
 @pytest.mark.parametrize("where", HANGS)
-def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, caplog, monkeypatch):
+def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, limit_s, caplog, monkeypatch):
     monkeypatch.setattr("lit_async_rl.data.replaceable_engine.CLOSE_S", 0.2)
     engine = hostile(hangs=[where])
     began = time.monotonic()
-    attack(engine, rollout_timeout_s=LIMIT_S)
-    assert time.monotonic() - began < 30 * LIMIT_S
+    attack(engine, rollout_timeout_s=limit_s)
+    assert time.monotonic() - began < 30 * limit_s
     (line,) = said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=3 in a row)")
     assert "StalledError" in line
-    assert f"rollout_timeout_s={LIMIT_S:g}" in line
+    assert f"rollout_timeout_s={limit_s:g}" in line
     if where in ("load_weights", "submit"):
-        assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s={LIMIT_S:g} s" in line
+        assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s={limit_s:g} s" in line
 
 
 def test_a_run_goes_on_though_its_engine_does_not_say_how_many_tokens_it_has_sampled(monkeypatch):
@@ -136,13 +141,13 @@ def test_a_run_goes_on_though_its_engine_does_not_say_how_many_tokens_it_has_sam
 
 
 @pytest.mark.parametrize("where", ["partial_completions", "random_state"])
-def test_a_checkpoint_does_not_wait_for_ever_for_an_engine_that_hangs(where, tmp_path, caplog, monkeypatch):
+def test_a_checkpoint_does_not_wait_for_ever_for_an_engine_that_hangs(where, limit_s, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lit_async_rl.data.replaceable_engine.CLOSE_S", 0.2)
     engine, keep = hostile(hangs=[where]), ModelCheckpoint(tmp_path, every_n_train_steps=2)
-    attack(engine, 8, callbacks=[keep], enable_checkpointing=True, rollout_timeout_s=LIMIT_S)
+    attack(engine, 8, callbacks=[keep], enable_checkpointing=True, rollout_timeout_s=limit_s)
     assert engine.hangs == []
     (line,) = said(caplog, "the engine was restarted (")
-    assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s={LIMIT_S:g} s" in line
+    assert f"HostileEngine.{where} did not return within data.limits.rollout_timeout_s={limit_s:g} s" in line
 
 
 def test_a_run_ends_though_its_engine_does_not_close(caplog, monkeypatch):

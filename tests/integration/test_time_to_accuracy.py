@@ -2,12 +2,15 @@
 
 import json
 import math
+import multiprocessing
+import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from processes import wait_for_the_end_of
 
 from benchmarks.time_to_accuracy import trl_cell
 from benchmarks.time_to_accuracy.documents import write_documents
@@ -174,6 +177,24 @@ def test_trl_refuses_what_it_cannot_do_and_names_a_missing_environment(tmp_path,
     monkeypatch.setattr(trl_cell, "PYTHON", str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError, match="TRL_PYTHON="):
         trl_cell.run(recipe, 9, 0, tmp_path)
+
+
+def test_trl_ends_with_its_cell_whatever_ends_that(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/pid.part\nmv {tmp_path}/pid.part {tmp_path}/pid\nexec sleep 100"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(trl_cell, "PYTHON", str(program))
+    monkeypatch.setattr(trl_cell, "settings_of", lambda *_: {})
+    cell = multiprocessing.get_context("fork").Process(target=trl_cell.run, args=(None, 1, 0, tmp_path))
+    cell.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    cell.kill()
+    wait_for_the_end_of(int((tmp_path / "pid").read_text()))
 
 
 def test_trls_steps_have_the_names_of_this_trainers_metrics():
