@@ -33,6 +33,7 @@ COLOURS = {
     "quickstart_plain": "C1",
     "quickstart_default": "C0",
     "quickstart_own_process": "C2",
+    "lengths_trl": "C4",
 }
 NAMES = {
     "plain": "plain GRPO",
@@ -58,7 +59,7 @@ SHOWN = {  # in the pictures; the tables have all
     "tools_0.1": ("synchronous", "plain_4", "default_4"),
     "tools_0.4": ("synchronous", "plain_8", "default_8", "redundant_8"),
     "tools_1.6": ("synchronous", "plain_8", "default_8", "redundant_8"),
-    "lengths": ("synchronous", "plain_4", "default_4"),
+    "lengths": ("synchronous", "plain_4", "default_4", "lengths_trl"),
     "quickstart": ("quickstart_plain_sync", "quickstart_sync", "quickstart_plain", "quickstart_own_process"),
 }
 HEADLINES = {  # of a suite
