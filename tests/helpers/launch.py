@@ -4,7 +4,6 @@ Each is a fork of one process that has imported everything, as a new one would i
 and output are its own. What Lightning or torchrun starts by itself is tested where commands are typed.
 """
 
-import atexit
 import multiprocessing
 import os
 import runpy
@@ -16,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from preloaded import become, wind_up
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["lit_async_rl.api.run", "lit_async_rl.cli.commands"])
@@ -70,19 +71,13 @@ class Rank:
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], folder: str, said: str) -> None:
     """In the fork: the script as an interpreter runs it. multiprocessing reports errors and waits for threads."""
-    output = os.open(said, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    become([script, *arguments], folder, environment, said)
     os.unlink(said)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        atexit._run_exitfuncs()
+        wind_up()
 
 
 def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: float, anew: bool = False) -> None:

@@ -114,17 +114,29 @@ def _enter(asked: dict, said: Path) -> None:
     typed = said.with_suffix(".typed")
     typed.write_text(asked["typed"])
     os.dup2(os.open(typed, os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  for the process's life
+    variables = {name: value for name, value in {**os.environ, **asked["environment"]}.items() if value is not None}
+    become(["lit-async-rl", *asked["words"]], asked["folder"], variables, str(said))
+    sys.path[0] = asked["folder"] if asked["code"] else str(Path(sys.executable).parent)  # that of the console script
+
+
+def become(argv: list[str], folder: str, variables: Mapping[str, str], said: str) -> None:
+    """Gives a fork arguments, folder, environment and output of its own."""
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115  for the process's life
-    os.chdir(asked["folder"])
-    sys.path[0] = asked["folder"] if asked["code"] else str(Path(sys.executable).parent)  # that of the console script
-    for name, value in asked["environment"].items():
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-    sys.argv = ["lit-async-rl", *asked["words"]]
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = argv
     if (media := sys.modules.get("wandb.sdk.data_types._private")) is not None:
         os.makedirs(media.MEDIA_TMP.name, exist_ok=True)  # made at its import, and removed by the first fork that ended
+
+
+def wind_up() -> None:
+    """What an interpreter does at the end of every process: waits for threads, then calls what was registered."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
 
 
 def preload() -> None:
@@ -166,8 +178,7 @@ if __name__ == "__main__":
     request = serve()
     if request is not None:
         status = run(request)
-        threading._shutdown()  # as at the end of every process: waits for threads, then what was registered
-        atexit._run_exitfuncs()
+        wind_up()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # without the third of a second that freeing all modules takes
