@@ -71,6 +71,6 @@ def _reference(pl_module: AnyModule) -> CausalPolicy:
     if reference is None:
         raise ValueError(
             "ReferenceReset needs a reference policy: set model.kl_coefficient, or a loss that needs a reference; "
-            "model.lora has none, because its reference is the policy without adapters"
+            "model.lora without modules_to_save has none, because its reference is the policy without adapters"
         )
     return reference

@@ -22,6 +22,8 @@ class LoRA:
         alpha: the update is scaled by alpha / rank.
         target_modules: names of the adapted layers, or a regular expression of their full names; None is the default of
             PEFT.
+        modules_to_save: names of layers whose own weights train, too, without adapters ("embed_tokens", where a small
+            vocabulary or new tokens need it). A KL penalty then takes a frozen copy of the model as its reference.
 
     Raises:
         ValueError: a number is not positive.
@@ -30,6 +32,7 @@ class LoRA:
     rank: int = 16
     alpha: int = 32
     target_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
 
     def __post_init__(self) -> None:
         check_range("model.lora", "positive", rank=self.rank, alpha=self.alpha)
@@ -40,7 +43,8 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
-        ValueError: there are no such layers, or an adapted weight is tied to another layer's.
+        ValueError: there are no such layers, an adapted weight is tied to another layer's, or a layer is to have both
+            adapters and weights of its own that train.
     """
     try:
         import peft
@@ -70,7 +74,21 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
                     "share a weight: the engine's model has one weight for both, and could not hold the change of one. "
                     "Leave them out"
                 )
+    for name in lora.modules_to_save or ():
+        _train(adapted, name)
     return adapted
+
+
+def _train(adapted: nn.Module, name: str) -> None:
+    """Trains the weights of the layers of this name where they are: PEFT's `modules_to_save` would copy them."""
+    setting = f"model.lora.modules_to_save: {name!r}"
+    layers = [module for path, module in adapted.named_modules() if name and f".{path}".endswith(f".{name}")]
+    if not any(True for layer in layers for _ in layer.parameters()):
+        raise ValueError(f"{setting}: the model has no weights of this name")
+    for layer in layers:
+        if any(hasattr(part, "get_delta_weight") for part in layer.modules()):
+            raise ValueError(f"{setting} has adapters, too: leave it out of one of model.lora.target_modules and this")
+        layer.requires_grad_(True)
 
 
 def without_adapters(policy: CausalPolicy, *inputs: Any, **options: Any) -> TokenStats:

@@ -55,8 +55,8 @@ class PolicyModule(WholeSteps):
         optimizer: another optimizer than AdamW.
         scheduler: `ConstantRate` (None), `Linear`, `Cosine`, `StableDecay` or `OneCycle`, whose height and length are
             those of `learning_rate` and `trainer.max_steps`, or any of torch's, by optimizer step.
-        kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. With `lora` the
-            reference is the policy without its adapters; otherwise a frozen copy of the weights.
+        kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. The reference
+            is a frozen copy of the weights, or the policy without its adapters where nothing else trains.
         entropy_coefficient: weight of the entropy bonus.
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.

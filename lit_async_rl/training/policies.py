@@ -24,7 +24,7 @@ def load_policies(
     gradient_checkpointing: bool,
     **load: Any,
 ) -> tuple[CausalPolicy, CausalPolicy | None]:
-    """Policy and reference; the latter is a frozen copy, or None if none is needed or adapters train.
+    """Policy and reference; the latter is a frozen copy, or None if none is needed or only adapters train.
 
     Args:
         model: Hugging Face name or folder.
@@ -45,7 +45,7 @@ def load_policies(
         )
     lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu")
     reference = None
-    if needs_reference and lora is None:
+    if needs_reference and (lora is None or lora.modules_to_save):
         reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)

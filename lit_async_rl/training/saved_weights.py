@@ -82,5 +82,6 @@ def _check_base(saved: Mapping[str, str], model: str, digest: str) -> None:
     if saved["digest"] != digest:
         raise ValueError(
             f"the checkpoint holds adapters of another model: of model.model={saved['model']!r} with the digest "
-            f"{saved['digest'][:12]}, and model.model={model!r} has {digest[:12]} (model.dtype counts, too)"
+            f"{saved['digest'][:12]}, and model.model={model!r} has {digest[:12]} "
+            "(model.dtype and model.lora.modules_to_save count, too)"
         )

@@ -130,13 +130,15 @@ def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_been_interrupted(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_adapters_go_on_under_another_strategy(tmp_path):
-    whole = cross(tmp_path, 1, "single+lora")["single+lora"]
-    there = cross(tmp_path, 2, "fsdp2+lora", "fsdp2+lora:single+lora/step=5.ckpt", "ddp+lora:single+lora/step=5.ckpt")
-    check_same(whole, there | cross(tmp_path, 1, "single+lora:fsdp2+lora/step=5.ckpt"))
+@pytest.mark.parametrize("kind", ["lora", "saved"])
+def test_adapters_go_on_under_another_strategy(tmp_path, kind):
+    one, sharded, ddp = (f"{strategy}+{kind}" for strategy in ("single", "fsdp2", "ddp"))
+    whole = cross(tmp_path, 1, one)[one]
+    there = cross(tmp_path, 2, sharded, f"{sharded}:{one}/step=5.ckpt", f"{ddp}:{one}/step=5.ckpt")
+    check_same(whole, there | cross(tmp_path, 1, f"{one}:{sharded}/step=5.ckpt"))
     for strategy in ("fsdp1", "tp"):
         with pytest.raises(AssertionError, match=r"ValueError: .*model\.lora"):
-            cross(tmp_path, 2, f"{strategy}+lora")
+            cross(tmp_path, 2, f"{strategy}+{kind}")
 
 
 def end_one_rank(strategy: str, rank: int, how: str) -> tuple[list[int], list[str], float]:

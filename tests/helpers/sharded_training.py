@@ -3,7 +3,7 @@
 python sharded_training.py STRATEGY:STALENESSxMICRO_BATCHES,... OUTPUT.json
 python sharded_training.py STRATEGY:endless [RANK THAT FAILS]
 python sharded_training.py STRATEGY:mixed OUTPUT.json
-python sharded_training.py crossing OUTPUT.json FOLDER STRATEGY[+lora][:CHECKPOINT] ...
+python sharded_training.py crossing OUTPUT.json FOLDER STRATEGY[+lora|+saved][:CHECKPOINT] ...
 """
 
 import json
@@ -99,7 +99,8 @@ def cross(folder: str, legs: tuple[str, ...]) -> dict[str, Any]:
     for leg in legs:
         name, _, begin = leg.partition(":")
         strategy, _, lora = name.partition("+")
-        later: dict[str, Any] = dict(lora=LoRA(rank=4)) if lora else {}
+        also = ["embed_tokens", "norm"] if lora == "saved" else None
+        later: dict[str, Any] = dict(lora=LoRA(rank=4, modules_to_save=also)) if lora else {}
         if strategy.startswith("fsdp") and not lora:
             later = dict(sharding=Sharding(meta_device=True))
         later |= dict(kl_coefficient=0.01)  # keeps a reference, which one device leaves out of its checkpoints

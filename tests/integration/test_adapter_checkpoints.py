@@ -17,6 +17,7 @@ SETTINGS = [
     *("--config", "configs/quickstart.yaml", "--config", "configs/lora.yaml"),
     *("--data.groups_per_step", "4", "--data.group_size", "4", "--data.validation.prompts.init_args.size", "16"),
     *("--trainer.enable_progress_bar", "false", "--model.lora.rank", "2"),
+    *("--model.lora.modules_to_save", "null"),
     *("--defaults.checkpoint.init_args.every_n_train_steps", "1"),
 ]
 
@@ -56,6 +57,25 @@ def test_it_resumes_and_the_link_moves_on(run, tmp_path, capsys):
     main([*SETTINGS, *logs(tmp_path), "--trainer.max_steps", "3", "--ckpt_path", str(last)])
     assert torch.load(last, weights_only=True)["global_step"] == 3
     assert not list(last.parent.glob("last-v*"))
+
+
+def test_layers_that_train_beside_adapters_are_in_it_and_are_resumed_and_exported(tmp_path, capsys):
+    trained = [*SETTINGS, "--model.lora.modules_to_save", "[embed_tokens]", *logs(tmp_path)]
+    main([*trained, "--trainer.max_steps", "2"])
+    (last,) = tmp_path.rglob("last.ckpt")
+    names = {name for name in torch.load(last, weights_only=True)["state_dict"] if "lora_" not in name}
+    assert {name.rpartition("model.")[-1] for name in names} == {"embed_tokens.weight", "lm_head.weight"}  # tied
+    main([*trained, "--trainer.max_steps", "3", "--ckpt_path", str(last)])
+    export([*trained, "--ckpt_path", str(last), "--out", str(tmp_path / "out")])
+    base, exported = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (asset("sort_policy"), tmp_path / "out")
+    )
+    saved = torch.load(last, weights_only=True)["state_dict"]
+    assert torch.equal(exported["model.embed_tokens.weight"], saved[next(name for name in names if "embed" in name)])
+    assert not torch.equal(exported["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    with pytest.raises(SystemExit) as end:
+        evaluate([*SETTINGS, *logs(tmp_path), "--ckpt_path", str(last)])
+    assert "model.lora.modules_to_save count, too" in str(end.value.code)
 
 
 def test_it_is_evaluated_exported_and_talked_to(run, tmp_path, capsys):

@@ -20,7 +20,7 @@ from lit_async_rl.models.lora import LoRA
 from lit_async_rl.tasks import Addition
 from lit_async_rl.tasks.calculator import Calculator
 
-LORA = LoRA(rank=2, target_modules=["q_proj", "down_proj"])
+LORA = LoRA(rank=2, target_modules=["q_proj", "down_proj"], modules_to_save=["embed_tokens"])
 
 
 def trained(own_process, steps=6, ckpt_path=None, save=None):

@@ -74,6 +74,15 @@ def test_bad_settings_are_named(setting, value):
         PolicyModule(MODEL, **{setting: value})
 
 
+def test_where_layers_train_beside_adapters_the_reference_is_a_copy():
+    lora = LoRA(rank=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    module, watch = make_module(lora=lora, kl_coefficient=1.0), Watch()
+    fit(module, make_data(max_staleness=0), 5, [watch])
+    whole = torch.cat([parameter.flatten() for parameter in module.reference.parameters()])
+    assert torch.equal(whole, parameters(make_module()))
+    assert watch.kl[0] < 1e-5 < watch.kl[-1]
+
+
 def test_with_lora_the_reference_is_the_policy_without_its_adapters():
     copied, watches = make_module(lora=LoRA(rank=2), kl_coefficient=1.0), [Watch(), Watch()]
     torch.manual_seed(3)

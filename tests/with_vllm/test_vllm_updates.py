@@ -87,7 +87,8 @@ def test_adapters_are_merged_by_vllm_and_change_its_log_probabilities_as_those_o
     pytest.importorskip("peft")
     engine, lms = shared
     tied = lms[0].config.tie_word_embeddings
-    policy = CausalPolicy(add_lora(tiny_for_vllm(tied), LoRA(rank=2, target_modules=["q_proj", "down_proj"])))
+    lora = LoRA(rank=2, target_modules=["q_proj", "down_proj"], modules_to_save=["embed_tokens"])
+    policy = CausalPolicy(add_lora(tiny_for_vllm(tied), lora))
     for version in range(1, 4):
         with torch.no_grad():
             for parameter in policy.parameters():
