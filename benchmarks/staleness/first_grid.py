@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from benchmarks.staleness.comparisons import at_best_rate, compare
+from benchmarks.staleness.comparisons import robustness
+from benchmarks.staleness.ranking import ranked
 from benchmarks.staleness.shown_runs import FOLDER, markdown, pm, runs_of
-from benchmarks.staleness.statistics import gain_share, interval, summarize, synchronous, warning_time
+from benchmarks.staleness.statistics import gain_share, summarize, synchronous, warning_time
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
 TRIED_WITH_GAC = (
@@ -93,29 +94,12 @@ def lags() -> str:
 
 
 def ranking() -> str:
-    """Each method at its best rate, lag 32 of the first grid; differences to PPO-clip at its best rate."""
+    """Each method at its best rate, lag 32 of the first grid, whose rates were searched with a seed of its own."""
     regime, lag = TUNED
     runs = old()
     at_lag = runs[(runs["regime"] == regime) & (runs["lag"] == lag)]
-    searched, reference = at_lag[at_lag["seed"] >= FIRST_SEARCH_SEED], synchronous(runs, regime)["final"]
-    best = at_best_rate(at_lag)
-    against = compare(at_lag, "ppo_clip").set_index("method")
-    rows = []
-    for method, group in best.groupby("method"):
-        rates = "/".join(f"{scale:g}" for scale in sorted(group["learning_rate_scale"].unique()))
-        share, half = gain_share(group["final"], float(group["start"].mean()), reference)
-        tried = searched[searched["method"] == method].sort_values("learning_rate_scale")
-        area = np.trapezoid(tried["final"], np.log(tried["learning_rate_scale"])) / np.log(
-            tried["learning_rate_scale"].max() / tried["learning_rate_scale"].min()
-        )
-        other = ["", ""]
-        if method in against.index:
-            o = against.loc[method]
-            other = [pm(o["difference"], o["half"], 3), f"{o['q']:.3f}"]
-        cells = [str(method), rates, pm(*interval(group["final"]), 3), pm(share, half), *other, f"{area:.2f}"]
-        rows.append((share, cells))
-    head = ["method", "best rate ×", "accuracy", "share of the gain kept", "difference to PPO-clip", "q", "over rates"]
-    return markdown(head, [cells for _, cells in sorted(rows, key=lambda row: -row[0])])
+    areas = robustness(at_lag[at_lag["seed"] >= FIRST_SEARCH_SEED])
+    return ranked(at_lag, synchronous(runs, regime)["final"], areas)
 
 
 def gac_before() -> str:

@@ -26,12 +26,16 @@ def test_the_pages_tables_are_those_of_its_runs() -> None:
     assert set(page.BLOCKS) == set(re.findall(r"<!-- results: (\w+) -->", text))
 
 
-def finished(out: Path, method: str, seed: int, final: float, done: bool = True) -> None:
+def finished(
+    out: Path, method: str, seed: int, final: float, done: bool = True, lag: int = 16, scale: float = 1.0
+) -> None:
     """What a cell leaves behind."""
-    folder = out / Cell("quickstart_constant", method, 16, 1.0, seed).folder
+    folder = out / Cell("quickstart_constant", method, lag, scale, seed).folder
     folder.mkdir(parents=True)
     signals = {"sample/staleness_mean": 16.0, "importance/ess_ratio": 0.5, "grad/cosine": 0.1, "bench/cpu_s": 1.0}
-    rows = [{"step": n, **signals} for n in range(3)] + [{"step": n, "val/pass@1": final} for n in (0, 1, 2)]
+    rows = [{"step": n, **signals} for n in range(3)] + [
+        {"step": n, "val/pass@1": final if n else 0.1} for n in range(4)
+    ]
     pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
     if done:
         (folder / RESULT).write_text(json.dumps({"error": None, "wall_s": 1.0}))
@@ -62,6 +66,27 @@ def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
     assert "(3 pairs)" in row
     assert row.endswith(f"| {p:.3f} | {p:.3f} |")
     assert "| [`gac.parquet`](results/gac.parquet) | 7 |" in page.BLOCKS["sources"]()
+
+
+def test_of_a_grid_that_is_not_finished_every_method_has_the_same_rates_and_seeds(own_folder: Path) -> None:
+    out = own_folder / "grid"
+    for lag, seeds in ((0, (0, 1)), (16, (0, 1, 2))):
+        for seed in seeds:
+            finished(out, "ppo_clip", seed, 0.9 if lag == 0 else 0.5, lag=lag)
+    for scale in (0.3, 1.0):
+        for seed in (0, 1):
+            finished(out, "vcpo", seed, 0.8 * scale, scale=scale)
+    for seed in (0, 1):
+        finished(out, "ppo_clip", seed, 0.4, scale=0.3)
+    finished(out, "vcpo", 0, 1.0, scale=3.0)  # no other method has this rate, nor PPO-clip's third seed
+    page.collect("equal_tuning", out, own_folder)
+    lines = page.BLOCKS["equal_tuning"]().splitlines()
+    assert lines[0] == "Lag 16 (`quickstart_constant`), 2 rates, 2 synchronous runs:"
+    first, second = lines[4:]
+    assert first.startswith("| vcpo | 1 | 0.800 ± 0.000 | ")
+    assert "| 0.300 ± 0.000 |" in first
+    assert second.startswith("| ppo_clip | 1 | 0.500 ± 0.000 | ")
+    assert second.endswith("| 0.45 | 2 | 1 |")
 
 
 def test_a_grid_may_be_collected_in_parts_from_several_machines(
