@@ -89,7 +89,8 @@ def comparison_table(runs: pd.DataFrame, regime: str) -> str:
         against = [_pm(o["difference"], o["half"]) + f" | {o['p']:.3f} | {o['q']:.3f}" for _, o in other.iterrows()]
         area = areas.get((regime, method, lag), math.nan)
         shown = "" if math.isnan(area) else f"{area:.3f}"
-        cells = [method, lag, len(group), _pm(mean, half), f"{mean / reference:.2f}", *(against or [" | | "]), shown]
+        of = "" if math.isnan(reference) else f"{mean / reference:.2f}"
+        cells = [method, lag, len(group), _pm(mean, half), of, *(against or [" | | "]), shown]
         lines.append(f"| {' | '.join(map(str, cells))} | {group['cpu_s'].median():.0f} |")
     return "\n".join(lines)
 

@@ -40,9 +40,18 @@ def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
         said.append(searched_rates(runs))
         lines += ["Nothing but the search was run.", *said]
     else:
-        for regime in summary["regime"].unique():
-            lines += [f"## {regime}", *_regime(table, runs, summary, regime, out)]
-            said += [f"{regime}:", *words(runs, summary, regime)]
+        for regime, rows in summary.groupby("regime", sort=False):
+            if set(rows[rows["learning_rate_scale"] == 1.0]["lag"]) - {0} and not synchronous(runs, regime).empty:
+                lines += [f"## {regime}", *_regime(table, runs, summary, regime, out)]
+                said += [f"{regime}:", *words(runs, summary, regime)]
+            else:
+                compared = comparison_table(runs, regime)
+                lines += [
+                    f"## {regime}",
+                    "Without a synchronous run and stale ones at the regime's own rate.",
+                    compared,
+                ]
+                said += [f"{regime}:", compared]
         lines += ["## What each stabilizer does", *_effects(table, out)]
     (out / "report.md").write_text("\n\n".join(lines) + "\n")
     (out / "report.html").write_text(as_html("Staleness benchmark", lines, out))

@@ -71,7 +71,8 @@ def read_cells(out: Path, cells: Iterable[Cell] | None = None) -> pd.DataFrame:
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Writes Parquet in single precision."""
+    """Writes Parquet in single precision; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     numbers = table.select_dtypes("float64").columns
     table.astype(dict.fromkeys(numbers, "float32")).to_parquet(path, compression="zstd", index=False)
 

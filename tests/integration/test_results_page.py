@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from benchmarks.common.process import RESULT
+from benchmarks.staleness import __main__ as staleness_bench
 from benchmarks.staleness import page, shown_runs, table
 from benchmarks.staleness.report import write_report
 from benchmarks.staleness.suite import Cell
@@ -107,6 +108,17 @@ def test_a_grid_may_be_collected_in_parts_from_several_machines(
     assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"
     page.collect("gac", own_folder / "1", own_folder)
     assert json.loads((own_folder / "sources.json").read_text())["gac"]["commit"] == "abc, def"
+
+
+def test_what_is_known_is_reported_without_a_run_also_of_a_suite_without_a_synchronous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--suite", "gac_half", "--known", "docs/results/gac_half.parquet", "--out", str(tmp_path / "new" / "out")]
+    monkeypatch.setattr("sys.argv", ["staleness_bench.py", *words])
+    staleness_bench.main()
+    assert "| ppo_clip+gac_two_sided | 16 | 10 | 0.808 ± " in capsys.readouterr().out
+    assert "Without a synchronous run" in (tmp_path / "new" / "out" / "report.html").read_text()
+    assert not (tmp_path / "new" / "out" / "cells").exists()
 
 
 def test_a_suite_that_only_searches_has_a_report(tmp_path: Path) -> None:
