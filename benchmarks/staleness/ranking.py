@@ -8,7 +8,8 @@ import pandas as pd
 
 from benchmarks.staleness.comparisons import KEY, at_best_rate, compare, robustness
 from benchmarks.staleness.shown_runs import markdown, pm, runs_of
-from benchmarks.staleness.statistics import gain_share, interval, synchronous
+from benchmarks.staleness.statistics import best_scales, gain_share, interval, synchronous
+from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
 BASELINE = "ppo_clip"
 HEAD = [
@@ -42,21 +43,45 @@ def ranked(runs: pd.DataFrame, reference: pd.Series, areas: pd.DataFrame) -> str
 
 
 def equal_tuning() -> str | None:
-    """A ranking for each lag of the grid in which every method has the same rates and seeds; None if there is none."""
+    """A ranking for each lag of the grid in which every method has the same search and seeds; None if there is none.
+
+    Where the seeds have not been run yet, what the search found.
+    """
     runs = runs_of("equal_tuning")
     if runs is None:
         return None
     tables = []
     for (regime, lag), found in runs[runs["lag"] > 0].groupby(KEY[::2]):
-        group = finished_by_all(found)
-        reference = synchronous(runs, str(regime))["final"]
-        rates = group["learning_rate_scale"].nunique()
-        tables += [f"Lag {lag} (`{regime}`), {rates} rates, {len(reference)} synchronous runs:"]
-        tables += [ranked(group, reference, robustness(group))]
+        searched, counted = found[found["seed"] >= FIRST_SEARCH_SEED], tuned_alike(found)
+        title = f"Lag {lag} (`{regime}`)"
+        if counted.empty:
+            tables += [f"{title}, the search alone:", searched_rates(searched)]
+        else:
+            reference = synchronous(runs, str(regime))["final"]
+            tables += [f"{title}:", ranked(counted, reference, robustness(searched))]
     return "\n\n".join(tables)
 
 
-def finished_by_all(runs: pd.DataFrame) -> pd.DataFrame:
-    """Runs at the rates and seeds that every method has: of a part of a grid, too, the tuning is equal."""
-    methods = runs.groupby(["learning_rate_scale", "seed"])["method"].transform("nunique")
-    return runs[methods == runs["method"].nunique()]
+def tuned_alike(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of a grid of one lag that is not finished, the runs at rates and seeds that every method has.
+
+    The rate that won a method's search counts as the same for all, a further one only once all methods have it.
+    """
+    methods = runs["method"].nunique()
+    best = best_scales(runs[runs["seed"] >= FIRST_SEARCH_SEED])
+    own = runs[runs["seed"] < FIRST_SEARCH_SEED]
+    keys = own[KEY].itertuples(index=False, name=None)
+    is_best = own["learning_rate_scale"] == [best.get(key) for key in keys]
+    has_all = own[is_best].groupby("seed")["method"].nunique() == methods
+    everywhere = own.groupby(["learning_rate_scale", "seed"])["method"].transform("nunique") == methods
+    return own[everywhere | (is_best & own["seed"].map(has_all).eq(True))]
+
+
+def searched_rates(runs: pd.DataFrame) -> str:
+    """Accuracy of each method at each rate of the search."""
+    scales = sorted(runs["learning_rate_scale"].unique())
+    rows = []
+    for key, group in runs.groupby(KEY):
+        means = group.groupby("learning_rate_scale")["final"].mean()
+        rows.append([*map(str, key), *(f"{means[scale]:.3f}" if scale in means else "" for scale in scales)])
+    return markdown([*KEY, *(f"rate × {scale:g}" for scale in scales)], rows)

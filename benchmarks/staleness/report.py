@@ -10,7 +10,7 @@ import pandas as pd
 from benchmarks.common.page import as_html
 from benchmarks.staleness import figures
 from benchmarks.staleness.comparisons import comparison_table
-from benchmarks.staleness.shown_runs import markdown
+from benchmarks.staleness.ranking import searched_rates
 from benchmarks.staleness.statistics import COLLAPSE, naive_method, per_cell, summarize, synchronous, warning_time
 from benchmarks.staleness.suite import FIRST_SEARCH_SEED
 
@@ -56,16 +56,6 @@ def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
     (out / "report.md").write_text("\n\n".join(lines) + "\n")
     (out / "report.html").write_text(as_html("Staleness benchmark", lines, out))
     return "\n".join([*said, f"report: {out / 'report.html'}"])
-
-
-def searched_rates(runs: pd.DataFrame) -> str:
-    """Accuracy of each method at each rate of the search."""
-    scales = sorted(runs["learning_rate_scale"].unique())
-    rows = []
-    for key, group in runs.groupby(["regime", "method", "lag"]):
-        means = group.groupby("learning_rate_scale")["final"].mean()
-        rows.append([*map(str, key), *(f"{means[scale]:.3f}" if scale in means else "" for scale in scales)])
-    return markdown(["regime", "method", "lag", *(f"rate × {scale:g}" for scale in scales)], rows)
 
 
 def words(runs: pd.DataFrame, summary: pd.DataFrame, regime: str) -> list[str]:

@@ -69,25 +69,34 @@ def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
     assert "| [`gac.parquet`](results/gac.parquet) | 7 |" in page.BLOCKS["sources"]()
 
 
-def test_of_a_grid_that_is_not_finished_every_method_has_the_same_rates_and_seeds(own_folder: Path) -> None:
+def test_of_a_grid_that_is_not_finished_every_method_has_the_same_search_and_seeds(own_folder: Path) -> None:
     out = own_folder / "grid"
-    for lag, seeds in ((0, (0, 1)), (16, (0, 1, 2))):
-        for seed in seeds:
-            finished(out, "ppo_clip", seed, 0.9 if lag == 0 else 0.5, lag=lag)
-    for scale in (0.3, 1.0):
-        for seed in (0, 1):
-            finished(out, "vcpo", seed, 0.8 * scale, scale=scale)
     for seed in (0, 1):
-        finished(out, "ppo_clip", seed, 0.4, scale=0.3)
-    finished(out, "vcpo", 0, 1.0, scale=3.0)  # no other method has this rate, nor PPO-clip's third seed
+        finished(out, "ppo_clip", seed, 0.9, lag=0)
+    for scale, clip, vcpo in ((0.3, 0.4, 0.2), (1.0, 0.3, 0.8)):
+        finished(out, "ppo_clip", 100, clip, scale=scale)
+        finished(out, "vcpo", 100, vcpo, scale=scale)
     page.collect("equal_tuning", out, own_folder)
     lines = page.BLOCKS["equal_tuning"]().splitlines()
-    assert lines[0] == "Lag 16 (`quickstart_constant`), 2 rates, 2 synchronous runs:"
+    assert lines[0] == "Lag 16 (`quickstart_constant`), the search alone:"
+    assert lines[-1] == "| quickstart_constant | vcpo | 16 | 0.200 | 0.800 |"
+    for seed in (0, 1):
+        finished(out, "ppo_clip", seed, 0.5, scale=0.3)
+        finished(out, "vcpo", seed, 0.7)
+    finished(out, "ppo_clip", 2, 0.6, scale=0.3)  # the other method has not got this seed
+    finished(out, "vcpo", 0, 1.0, scale=3.0)  # nor this one the rate
+    shown_runs.runs_of.cache_clear()
+    page.collect("equal_tuning", out, own_folder)
+    lines = page.BLOCKS["equal_tuning"]().splitlines()
+    assert lines[0] == "Lag 16 (`quickstart_constant`):"
     first, second = lines[4:]
-    assert first.startswith("| vcpo | 1 | 0.800 ± 0.000 | ")
-    assert "| 0.300 ± 0.000 |" in first
-    assert second.startswith("| ppo_clip | 1 | 0.500 ± 0.000 | ")
-    assert second.endswith("| 0.45 | 2 | 1 |")
+    assert first == "| vcpo | 1 | 0.700 ± 0.000 | 0.75 ± 0.00 | 0.200 ± 0.000 |  | 0.50 | 2 | 1 |"
+    assert second == "| ppo_clip | 0.3 | 0.500 ± 0.000 | 0.50 ± 0.00 |  |  | 0.35 | 2 | 1 |"
+    for seed in (0, 1):  # now both have
+        finished(out, "ppo_clip", seed, 0.55)
+    shown_runs.runs_of.cache_clear()
+    page.collect("equal_tuning", out, own_folder)
+    assert "| ppo_clip | 1 | 0.550 ± 0.000 |" in page.BLOCKS["equal_tuning"]()
 
 
 def test_a_grid_may_be_collected_in_parts_from_several_machines(
