@@ -68,7 +68,7 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("file_bytes", [FILE_BYTES, 3000], ids=["one file", "several files"])
+@pytest.mark.parametrize("file_bytes", [FILE_BYTES, pytest.param(3000, marks=pytest.mark.slow)])
 def test_updates_arrive_while_it_generates_and_every_token_knows_its_version(file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("lit_async_rl.engines.embedded.own_process.FILE_BYTES", file_bytes)
     lms = {0: endless()}

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
@@ -53,8 +53,9 @@ def _resolved(hint: Any, fn: types.FunctionType) -> Any:
 def _has_shape(hint: Any) -> bool:
     if isinstance(hint, list | tuple):  # arguments of a Callable
         return any(_has_shape(part) for part in hint)
-    is_shape = isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
-    return is_shape or _has_shape(get_args(hint))
+    if get_origin(hint) is None and isinstance(hint, type):  # in Python 3.10 list[int] is a type, too
+        return issubclass(hint, jaxtyping.AbstractArray)
+    return _has_shape(get_args(hint))
 
 
 def _checked(fn: types.FunctionType, hints: dict[str, Any]) -> Callable[..., Any]:
