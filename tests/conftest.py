@@ -1,12 +1,26 @@
 """One thread for each test process, no time limits inside hypothesis (the machine may be busy), no network."""
 
 import os
+from collections.abc import Iterator
 
+import jaxtyping
+import pytest
 import torch
+import type_checks
 from hypothesis import settings
+from preloaded import Preloaded
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)
+jaxtyping.jaxtyped = type_checks.jaxtyped  # before the package is loaded
 settings.register_profile("lit_async_rl", deadline=None)
 settings.load_profile("lit_async_rl")
+
+
+@pytest.fixture(scope="session")
+def process() -> Iterator[Preloaded]:
+    """The preloaded process, for commands that need not be an interpreter's first."""
+    process = Preloaded()
+    yield process
+    process.close()

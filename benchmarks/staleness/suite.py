@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,10 @@ class Cell:
             FileNotFoundError: a method or regime has no file.
         """
         regime = find("regime", self.regime)
-        settings: Any = OmegaConf.load(regime)
         arguments = ["--config", "configs/bench/base.yaml", "--config", str(regime)]
         for part in self.method.split("+"):
             arguments += ["--config", str(find("method", part))]
-        learning_rate = settings.model.learning_rate * self.learning_rate_scale
+        learning_rate = _learning_rate(regime.read_text()) * self.learning_rate_scale
         return [
             *arguments,
             *("--model.learning_rate", f"{learning_rate:g}", "--data.max_staleness", str(self.lag)),
@@ -113,6 +113,12 @@ def find(kind: str, name: str) -> Path:
         if (path := folder / f"{name}.yaml").is_file():
             return path
     raise FileNotFoundError(f"{kind} {name!r}: no {name}.yaml in {' or '.join(map(str, folders))}")
+
+
+@cache
+def _learning_rate(regime: str) -> float:  # of the same file for many cells
+    settings: Any = OmegaConf.create(regime)
+    return float(settings.model.learning_rate)
 
 
 def load_suite(name: str) -> Suite:

@@ -69,8 +69,9 @@ def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -
     """S with its 95 % bootstrap interval: seeds of both systems are drawn with replacement. One seed has none."""
     if min(len(reference), len(other)) < 2:
         return ratio(reference, other), math.nan, math.nan
-    rng = np.random.default_rng(seed)
-    drawn = [ratio(rng.choice(reference, len(reference)), rng.choice(other, len(other))) for _ in range(NUM_RESAMPLED)]
+    above, below = (np.median(drawn, axis=1) for drawn in _resampled(reference, other, seed))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = np.where(np.isinf(above) | (below == 0), math.nan, above / below)  # as in `ratio`
     low, high = np.nanpercentile(drawn, [2.5, 97.5], method="nearest")
     return ratio(reference, other), float(low), float(high)
 
@@ -79,13 +80,17 @@ def difference(reference: Sequence[float], other: Sequence[float], seed: int = 0
     """Mean of the other system less that of the reference, with its 95 % bootstrap interval. One seed has none."""
     if min(len(reference), len(other)) < 2:
         return float(np.mean(other) - np.mean(reference)), math.nan, math.nan
-    rng = np.random.default_rng(seed)
-    drawn = [
-        rng.choice(other, len(other)).mean() - rng.choice(reference, len(reference)).mean()
-        for _ in range(NUM_RESAMPLED)
-    ]
-    low, high = np.percentile(drawn, [2.5, 97.5])
+    others, references = _resampled(other, reference, seed)
+    low, high = np.percentile(others.mean(axis=1) - references.mean(axis=1), [2.5, 97.5])
     return float(np.mean(other) - np.mean(reference)), float(low), float(high)
+
+
+def _resampled(first: Sequence[float], second: Sequence[float], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`NUM_RESAMPLED` rows of each, in the order in which one row after the other would be drawn."""
+    n, m = len(first), len(second)
+    below = np.broadcast_to(np.repeat([n, m], [n, m]), (NUM_RESAMPLED, n + m))
+    at = np.random.default_rng(seed).integers(0, below)
+    return np.asarray(first)[at[:, :n]], np.asarray(second)[at[:, n:]]
 
 
 def summarize(table: pd.DataFrame, workload: str, reference: str) -> pd.DataFrame:

@@ -6,8 +6,10 @@ line; a suite in `suites/` lists which of them run, with which seeds.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -134,7 +136,12 @@ def _check(path: Path, names: Any, known: tuple[str, ...]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    read: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return copy.deepcopy(_parsed(path.read_text()))
+
+
+@cache
+def _parsed(text: str) -> dict[str, Any]:  # of the same files for every cell
+    read: Any = OmegaConf.to_container(OmegaConf.create(text))
     return read
 
 

@@ -93,7 +93,9 @@ class SaveConfig(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called once, on rank 0."""
+        others = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        if not others:
+            return  # writing out all settings takes a while
         settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
-        for logger in trainer.loggers:
-            if not isinstance(logger, CSVLogger):
-                logger.log_hyperparams(settings)
+        for logger in others:
+            logger.log_hyperparams(settings)

@@ -1,12 +1,13 @@
-"""Range checks of settings, with one form of message: `data.max_staleness must be >= 0, got -1`."""
+"""Range checks of settings, with one form of message: `data.max_staleness must be >= 0, got -1`.
+
+torch is imported where it is asked: the processes of graders need this module, and not its seconds.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-
-import torch
 
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
 _INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")
@@ -60,6 +61,8 @@ def check_dtype(setting: str, name: str) -> None:
     Raises:
         ValueError: names setting and value.
     """
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"{setting} must be the name of a torch dtype such as float32 or bfloat16, got {name!r}")
@@ -71,6 +74,8 @@ def check_device(setting: str, name: str) -> None:
     Raises:
         ValueError: names setting and value.
     """
+    import torch
+
     if name == "auto":
         return
     try:

@@ -217,6 +217,7 @@ def test_a_rate_set_outside_a_step_acts_in_the_next_one_only():
         assert param.item() == expected
 
 
+@pytest.mark.slow
 def test_taking_one_stabilizer_loads_no_engine_and_no_model():
     script = """
 import sys

@@ -101,6 +101,7 @@ def test_a_terminal_gets_what_it_can_draw(kind, term, tmp_path, monkeypatch):
     assert "bottleneck" in terminal.text  # the table comes after it, whole
 
 
+@pytest.mark.slow
 def test_the_live_view_survives_a_resize(tmp_path):
     """Through the command line, in a terminal of its own."""
     terminal = Terminal()

@@ -58,7 +58,12 @@ def train(folder, arguments):
         return sum(float(row["perf/step_s"]) for row in list(csv.DictReader(file))[1:] if row["perf/step_s"])
 
 
-@pytest.mark.parametrize("kind", PROVOKED)
+def some(kind):
+    """Each is two runs or more; `make test` has two of them."""
+    return pytest.param(kind, marks=[] if kind in ("slots", "reward") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", map(some, PROVOKED))
 def test_advice_followed_word_for_word_makes_the_run_faster(kind, tmp_path, capsys):
     for times in (1, 8):  # seconds of sleep that a busy machine's training does not exceed
         provoked = [

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import wait_for_the_end_of
 from replays import assert_replayed, collect, key, own_engine, requests_of
 from tiny_models import save, tiny_llama, tiny_qwen3_moe
 
@@ -34,10 +35,6 @@ def endless(seed=0):
     return lm
 
 
-def in_order(found):
-    return sorted(found, key=key)
-
-
 @pytest.mark.parametrize("in_flight", [True, False])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_moe])
 def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp_path):
@@ -50,17 +47,17 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
         spans = Spans()
         engine.observe(spans)
         engine.submit(requests)
-        found = in_order(collect(engine, 9))
+        found = sorted(collect(engine, 9), key=key)
         states.append(engine.random_state())
         engine.set_random_state(states[0])
         weights = ((name, UNCHANGED if "norm" in name else weight) for name, weight in lm.named_parameters())
         engine.load_weights(1, weights)
         again = requests_of([7], first_id=10, max_tokens=20, **sampling)
         engine.submit(again)
-        more = in_order(collect(engine, 3))
+        more = sorted(collect(engine, 3), key=key)
         engine.load_weights(2, ((name, UNCHANGED) for name, _ in lm.named_parameters()))
         engine.submit(requests_of([5], first_id=20, max_tokens=20, **sampling))
-        runs.append(found + more + in_order(collect(engine, 3)))
+        runs.append(found + more + sorted(collect(engine, 3), key=key))
         assert engine.num_tokens >= sum(len(c.token_ids) for c in runs[-1])
         assert engine.busy_s > 0
         assert engine.partial_completions() == []
@@ -71,7 +68,7 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("file_bytes", [FILE_BYTES, 3000], ids=["one file", "several files"])
+@pytest.mark.parametrize("file_bytes", [FILE_BYTES, pytest.param(3000, marks=pytest.mark.slow)])
 def test_updates_arrive_while_it_generates_and_every_token_knows_its_version(file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("lit_async_rl.engines.embedded.own_process.FILE_BYTES", file_bytes)
     lms = {0: endless()}
@@ -90,6 +87,7 @@ def test_updates_arrive_while_it_generates_and_every_token_knows_its_version(fil
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_was_aborted_does_not_come_also_if_it_was_finished(tmp_path):
     engine = own_engine(endless(), tmp_path, num_slots=6, own_process=True)
     engine.submit(requests_of([3, 4], max_tokens=5))  # finished, but not asked for
@@ -155,6 +153,7 @@ def wait_until_stopped(pid):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_path):
     engine = own_engine(endless(), tmp_path, num_slots=4, own_process=True, update_timeout_s=0.5)
     engine.submit(requests_of([4], max_tokens=60))
@@ -179,6 +178,7 @@ def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_p
 
 TRAINER = """
 import sys, time
+from processes import wait_for_the_end_of
 from replays import own_engine, requests_of
 from tiny_models import tiny_llama
 lm = tiny_llama()
@@ -190,6 +190,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_trainer_whatever_ends_that(tmp_path):
     paths = os.pathsep.join([os.getcwd(), "tests/helpers"])
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -198,12 +199,10 @@ def test_it_ends_with_the_trainer_whatever_ends_that(tmp_path):
         child = int(trainer.stdout.readline())
         trainer.send_signal(signal.SIGKILL)
         trainer.wait(30)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "the engine's process goes on"
-        time.sleep(0.05)
+    wait_for_the_end_of(child)
 
 
+@pytest.mark.slow
 def test_no_files_stay_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("lit_async_rl.engines.weight_folders.SHARED_MEMORY", str(tmp_path / "shm"))
     (tmp_path / "shm").mkdir()
@@ -215,6 +214,7 @@ def test_no_files_stay_behind(tmp_path, monkeypatch):
     assert list((tmp_path / "shm").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_room_in_memory_weights_go_through_other_files_and_the_remedy_is_named(tmp_path, monkeypatch, caplog):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))

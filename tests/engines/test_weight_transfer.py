@@ -165,6 +165,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_leaves_is_deleted_by_the_next_and_that_of_a_live_run_never(tmp_path):
     others = tmp_path / "lit_async_rl_weights_of_an_old_version"  # nothing says that its owner is dead
     others.mkdir()

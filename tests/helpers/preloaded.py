@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +70,12 @@ class Preloaded:
         answer = self._process.stdout.readline()
         assert answer, "the preloaded process has ended"
         return Done(*json.loads(answer))
+
+    def script(self, path: str, words: Sequence[str], folder: Path, **how: Any) -> Done:
+        """Runs `python PATH WORDS` in the root of the repository; `folder` gets its output beside it."""
+        code = f"import os, runpy, sys; os.chdir({str(ROOT)!r}); sys.path[0] = {str((ROOT / path).parent)!r}; "
+        code += f"sys.argv[0] = {path!r}; runpy.run_path({path!r}, run_name='__main__')"
+        return self.run(words, folder, code=code, **how)
 
     def close(self) -> None:
         """Ends the process."""

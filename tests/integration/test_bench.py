@@ -165,12 +165,12 @@ def test_the_report_says_what_the_table_says(tmp_path):
     assert "name=viewport" in page
 
 
-def test_tables_that_are_none_are_refused(tmp_path):
-    command = [sys.executable, "scripts/plot_bench.py", "--out", str(tmp_path), "--table"]
-    done = subprocess.run([*command, str(tmp_path / "no.parquet")], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert "there is no such table" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_tables_that_are_none_are_refused(process, tmp_path):
+    words = ["--out", str(tmp_path), "--table", str(tmp_path / "no.parquet")]
+    done = process.script("scripts/plot_bench.py", words, tmp_path, limit_s=100)
+    assert done.status == 1
+    assert "there is no such table" in done.said
+    assert "Traceback" not in done.said
     pd.DataFrame({"step": [1]}).to_parquet(tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="not a table of the staleness benchmark"):
         read_table(tmp_path / "other.parquet")
@@ -178,11 +178,11 @@ def test_tables_that_are_none_are_refused(tmp_path):
         read_cells(tmp_path)
 
 
-def test_nothing_is_trained_when_the_suite_is_unknown(tmp_path):
-    command = [sys.executable, "scripts/staleness_bench.py", "--suite", "nightly", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert "nightly" in done.stderr
+def test_nothing_is_trained_when_the_suite_is_unknown(process, tmp_path):
+    words = ["--suite", "nightly", "--out", str(tmp_path / "out")]
+    done = process.script("scripts/staleness_bench.py", words, tmp_path, limit_s=100)
+    assert done.status == 1
+    assert "nightly" in done.said
     assert not (tmp_path / "out").exists()
 
 
@@ -205,18 +205,19 @@ def test_runs_of_an_earlier_table_are_not_repeated(tmp_path):
     assert [Cell.of(path.parent) for path in tmp_path.rglob(RESULT)] == [Cell("smoke", "uncorrected", 2, -1.0, 0)]
 
 
-def test_a_run_that_is_ended_from_outside_has_no_result(tmp_path):
+def test_a_run_that_is_ended_from_outside_has_no_result(process, tmp_path):
     """Its half of a run counted as one that collapsed."""
     code = (
         "import sys; from pathlib import Path; from benchmarks.common.process import recorded\n"
         "from lightning.pytorch.utilities.exceptions import SIGTERMException\n"
         "with recorded(Path(sys.argv[1]), []):\n    raise SIGTERMException  # as Lightning does after the signal"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "cell")], cwd=ROOT, timeout=100, check=False)
+    process.run([str(tmp_path / "cell")], tmp_path, code=code, limit_s=100)
     assert (tmp_path / "cell/log.txt").is_file()
     assert not (tmp_path / "cell" / RESULT).exists()
 
 
+@pytest.mark.slow
 def test_runs_end_with_their_grid(tmp_path):
     code = "import sys; from pathlib import Path; from benchmarks.common.grid import Grid; "
     code += "from benchmarks.staleness.cell import Cell, run_cell; "

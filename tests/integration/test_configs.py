@@ -132,7 +132,7 @@ def test_two_processes_train_from_the_command_line(name, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
 
-def test_train_evaluate_export_and_chat(tmp_path, capsys):
+def test_train_evaluate_export_and_chat(process, tmp_path, capsys):
     main([*BASE, *TINY, *logs(tmp_path), "--defaults.checkpoint.init_args.every_n_train_steps", "2"])
     printed = capsys.readouterr().out
     for line in (
@@ -161,12 +161,10 @@ def test_train_evaluate_export_and_chat(tmp_path, capsys):
     assert tokenizer("12=")["input_ids"]
     with pytest.raises(SystemExit, match="not empty"):
         export([*BASE, "--ckpt_path", checkpoint, "--out", str(out)])
-    command = [sys.executable, "scripts/chat.py", "--model", str(out), "--prompt", "31424210="]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    words = ["--model", str(out), "--prompt", "31424210="]
+    done = process.script("scripts/chat.py", words, tmp_path, limit_s=100)
+    assert done.status == 0, done.said
+    assert done.said.strip()
 
 
 def test_a_lora_run_trains_and_exports_merged_weights(tmp_path):

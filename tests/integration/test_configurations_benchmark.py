@@ -45,6 +45,7 @@ def test_a_run_that_failed_is_named(tmp_path):
     assert table(cells, tmp_path)[1] == ["lora seed 0: RuntimeError: exit status 1"]
 
 
+@pytest.mark.slow
 def test_training_ends_with_its_grid(tmp_path):
     code = "import sys; from pathlib import Path; from benchmarks.common.grid import Grid; "
     code += "from benchmarks.configurations import Cell, run_cell; "

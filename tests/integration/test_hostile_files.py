@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -197,10 +195,8 @@ def test_an_error_that_says_nothing_is_named_by_its_type():
         fit(make_module(), data, 1)
 
 
-def test_a_sample_of_the_battery(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    code = "import runpy, sys; sys.argv[1:] = ['--files', '60', '--configs', '30', '--seed', '7']; "
-    code += "sys.path.insert(0, 'benchmarks'); runpy.run_path('benchmarks/hostile_files.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "90 in all, 0 wrong" in done.stdout
+def test_a_sample_of_the_battery(process, tmp_path):
+    words = ["--files", "60", "--configs", "30", "--seed", "7"]
+    done = process.script("benchmarks/hostile_files.py", words, tmp_path, limit_s=170)
+    assert done.status == 0, done.said[-4000:]
+    assert "90 in all, 0 wrong" in done.said

@@ -24,6 +24,7 @@ assert "wandb" not in sys.modules, "a run without its logger imports wandb"
 """
 
 
+@pytest.mark.slow
 def test_wandb_is_imported_only_by_a_run_that_logs_to_it(tmp_path):
     tiny = {"data.groups_per_step": 2, "data.group_size": 2, "trainer.max_steps": 1, "data.validation.prompts": "null"}
     tiny |= {"trainer.logger.init_args.save_dir": str(tmp_path), "trainer.val_check_interval": "null"}

@@ -221,6 +221,7 @@ def test_runs_that_begin_together_get_a_folder_each(tmp_path):
     assert sorted(claimed) == list(range(100))
 
 
+@pytest.mark.slow
 def test_a_run_through_the_api_keeps_others_out_of_its_folder(tmp_path):
     holder = """
 import sys, time

@@ -1,8 +1,5 @@
 """Mistakes that are found before training begins: one line that names the setting, the file, or what to do."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,13 +61,11 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     assert f"model.model={model!r} is broken: its weight {name} holds values that are NaN or infinite" in said
 
 
-def test_wandb_without_a_key_says_what_to_do(tmp_path):
+def test_wandb_without_a_key_says_what_to_do(process, tmp_path):
     flags = ["--config", "configs/quickstart.yaml", "--config", "configs/loggers/wandb.yaml"]
     flags += ["--trainer.logger.init_args.save_dir", str(tmp_path)]
-    environment = {**os.environ, "WANDB_MODE": "online", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environment.pop("WANDB_API_KEY", None)
-    command = [sys.executable, "scripts/train.py", *flags]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250).stderr
+    environment = {"WANDB_MODE": "online", "HOME": str(tmp_path), "WANDB_API_KEY": None}
+    said = process.script("scripts/train.py", flags, tmp_path, environment=environment, limit_s=250).said
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "trainer.logger (WandbLogger): " in line
     assert "WANDB_MODE=offline logs without an account" in line
@@ -88,11 +83,10 @@ def test_export_writes_into_no_file(tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_chat_goes_on_after_an_empty_line_and_a_bad_prompt():
-    command = [sys.executable, "scripts/chat.py", "--model", asset("sort_policy")]
+def test_chat_goes_on_after_an_empty_line_and_a_bad_prompt(process, tmp_path):
     typed = "\n  \n" + "1" * 3000 + "\n31424210=\n"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, input=typed, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "01122344" in done.stdout
+    words = ["--model", asset("sort_policy")]
+    done = process.script("scripts/chat.py", words, tmp_path, typed=typed, limit_s=250)
+    assert done.status == 0, done.said
+    assert "Traceback" not in done.said
+    assert "01122344" in done.said

@@ -90,6 +90,7 @@ def test_a_replay_that_was_interrupted_goes_on_and_ends_with_its_tape(recorded, 
     assert len(list(Tape(tape).steps())) == STEPS
 
 
+@pytest.mark.slow
 def test_an_interrupted_replay_of_a_part_of_a_tape_goes_on_where_it_was(recorded, tmp_path, monkeypatch):
     """The tape's first step is not the run's, and its steps are not as long."""
     micro_batches, tape, _ = recorded

@@ -150,6 +150,7 @@ except StalenessError as error:
 """
 
 
+@pytest.mark.slow
 def test_without_asserts_a_token_of_150_versions_ago_is_refused_too():
     out = subprocess.run([sys.executable, "-O", "-c", OLD], capture_output=True, text=True, timeout=120, check=True)
     assert "a token of version 50 of group 0 reached version 200, beyond its max_staleness=4" in out.stdout

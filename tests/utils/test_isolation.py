@@ -27,6 +27,8 @@ def make_worker():
             os._exit(3)
         if what == "print":
             print("not a reply")
+        if what == "loaded":
+            return value in sys.modules
         return os.getpid() if what == "pid" else value
 
     return work
@@ -47,6 +49,7 @@ def test_values_and_errors_come_back():
     with pytest.raises(IsolatedCallError, match="KeyError: 'why'"):
         function("raise", "why")
     assert function("pid", 0) == function("pid", 0) != os.getpid()
+    assert not function("loaded", "torch"), "seconds and memory of each process"
 
 
 def test_a_call_that_hangs_ends_in_time_and_the_next_one_works():
