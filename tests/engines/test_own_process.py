@@ -178,7 +178,6 @@ def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_p
 
 TRAINER = """
 import sys, time
-from processes import wait_for_the_end_of
 from replays import own_engine, requests_of
 from tiny_models import tiny_llama
 lm = tiny_llama()
