@@ -39,7 +39,8 @@ class StalenessMonitor(StepMonitor):
         self.tokens.update(staleness)
         self.run_mean.update(staleness)
         self.run_max.update(staleness)
-        newest = batch.versions.masked_fill(~batch.loss_mask, -1).amax(-1)
+        # not -1: the versions of a tape that begins later than the run are negative
+        newest = batch.versions.masked_fill(~batch.loss_mask, torch.iinfo(batch.versions.dtype).min).amax(-1)
         oldest = torch.where(batch.loss_mask, batch.versions, newest[:, None]).amin(-1)
         has_tokens = batch.loss_mask.any(-1)
         self.inter.update((signals["version"] - newest)[has_tokens].float().cpu())

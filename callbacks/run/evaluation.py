@@ -135,7 +135,9 @@ class Evaluation(pl.Callback):
 
     def _read(self, data: RolloutDataModule) -> list[Question]:
         """The usable prompts; read this late because the engine's length is known once it has weights."""
-        length, max_tokens = data.engine.max_model_len, (self.sampling or data.val_sampling).max_tokens
+        sampling = self.sampling or data.val_sampling
+        data.codec.check_stop(sampling.stop, sampling.stop_token_ids)
+        length, max_tokens = data.engine.max_model_len, sampling.max_tokens
         why = f"the engine's max_model_len={length} leaves besides Evaluation's sampling.max_tokens={max_tokens}"
         return make_questions(self.datasets, data.codec, length - max_tokens, why)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,8 +23,8 @@ class RolloutTape(pl.Callback):
         full_disk_timeout_s: seconds that the end of training waits for space on a full disk.
 
     Raises:
-        ValueError: a setting is out of range; when training starts, there is no folder to write to, no `PolicyModule`,
-            or no `RolloutDataModule`.
+        ValueError: a setting is out of range; when training starts, there is no folder to write to, it is that of the
+            tape that is replayed, there is no `PolicyModule`, or no `RolloutDataModule`.
         OSError: the disk is still full at the end of training.
     """
 
@@ -38,14 +39,19 @@ class RolloutTape(pl.Callback):
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Opens the tape on rank 0."""
         policy_module(pl_module, "RolloutTape")
-        rollout_data(trainer, "RolloutTape")
+        source = rollout_data(trainer, "RolloutTape").tape
         self._step = trainer.global_step
         log_dir = run_folder(trainer)  # a collective: asked for on all ranks
+        folder = self.folder or f"{log_dir}/tape"
+        if source is not None and Path(folder).resolve() == source.folder.resolve():
+            raise ValueError(
+                f"RolloutTape.folder={folder!r} is the tape that data.admission=FromTape trains from, and would be set "
+                "aside: leave RolloutTape out, or give it another folder"
+            )
         if not trainer.is_global_zero:
             return
         if self.folder is None and log_dir is None:
             raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
-        folder = self.folder or f"{log_dir}/tape"
         self._writer = TapeWriter(folder, trainer.global_step, self._waiting)
         self._waiting = []
 

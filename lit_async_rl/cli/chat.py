@@ -39,7 +39,9 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         check_range("", ">= 1", num_samples=given.num_samples)
         sampling = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, stop=tuple(given.stop))
-        codec, engine = TextCodec(given.model), EmbeddedEngine.from_module(load_policy(given.model))
+        codec = TextCodec(given.model)
+        codec.check_stop(sampling.stop)
+        engine = EmbeddedEngine.from_module(load_policy(given.model))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

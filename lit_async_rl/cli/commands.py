@@ -73,6 +73,8 @@ def export(args: Sequence[str] | None = None) -> None:
         cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
         if cli.config["ckpt_path"] is None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
+        if not cli.trainer.is_global_zero:  # started by torchrun: one writes
+            return
         if Path(cli.config["out"]).is_file():
             raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
         if any(Path(cli.config["out"]).glob("*")):

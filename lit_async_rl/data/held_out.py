@@ -24,19 +24,21 @@ class HeldOut:
     """
 
     def __init__(self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer]) -> None:
-        self._settings, self._max_tokens, self._make_scorer = settings, sampling.max_tokens, make_scorer
+        self._settings, self._sampling, self._make_scorer = settings, sampling, make_scorer
         self._scorer: Scorer | None = None
 
     def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
         """This rank's batches of the usable prompts; none without `data.validation.prompts`.
 
         Raises:
-            ValueError: see `UsablePrompts`.
+            ValueError: see `UsablePrompts` and `TextCodec.check_stop`.
         """
         if (source := self._settings.source) is None:
             warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
             return []
-        length, max_tokens = codec.context_length, self._max_tokens  # validation samples from the trained model itself
+        codec.check_stop(self._sampling.stop, self._sampling.stop_token_ids)
+        length = codec.context_length  # validation samples from the trained model itself
+        max_tokens = self._sampling.max_tokens
         why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
         # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation says so
         usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)

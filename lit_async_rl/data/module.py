@@ -102,7 +102,7 @@ class RolloutDataModule(ModelName):
         self.admission, self.intake = admission or Bounded(), intake or Intake()
         self.tape = compatibility.open_tape(self.admission) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
-            engine = NoEngine(scores=reward is None)
+            engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
         self.reward, self.groups_per_step, self.group_size = reward, groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps

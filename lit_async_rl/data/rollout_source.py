@@ -97,7 +97,8 @@ class RolloutSource:
             self._producer.load_state_dict(self._saved)
         elif self._saved and TAPE not in self._saved:  # a replay's checkpoint says nothing of prompts
             self._producer.listener.has_loaded(version)
-            restore_producer(self._producer, self._saved)
+            if restore_producer(self._producer, self._saved) and self.replay is not None:
+                self.replay.clear()
         self._producer.start(version)
 
     def _check_prompts(self, producer: Producer) -> None:

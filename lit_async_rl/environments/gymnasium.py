@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
@@ -16,13 +18,18 @@ class GymnasiumEpisode(Episode):
     """Episode of a Gymnasium text environment: `step(text)` -> (text, reward, terminated, truncated, info).
 
     Calls run in threads, because they block.
+
+    Args:
+        env: environment of this episode alone, reset.
+        threads: that call it; None is the event loop's own, a few more than there are cores.
     """
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    def __init__(self, env: Any, threads: Executor | None = None) -> None:
+        self.env, self._threads = env, threads
 
     async def step(self, completion: str) -> Observation:
-        text, reward, terminated, truncated, _ = await asyncio.to_thread(self.env.step, completion)
+        loop = asyncio.get_running_loop()
+        text, reward, terminated, truncated, _ = await loop.run_in_executor(self._threads, self.env.step, completion)
         return Observation(text=str(text), reward=float(reward), done=bool(terminated or truncated))
 
 
@@ -34,15 +41,22 @@ class GymnasiumEnvironment(Environment):
 
     Args:
         make: `make(prompt)` returns an environment; given by its dotted path in a YAML.
+        max_threads: calls at a time; others wait, which counts for `step_timeout_s`.
+
+    Raises:
+        ValueError: `max_threads` is not positive.
     """
 
-    def __init__(self, make: Callable[[Prompt], Any]) -> None:
+    def __init__(self, make: Callable[[Prompt], Any], max_threads: int = 256) -> None:
+        check_range("GymnasiumEnvironment", ">= 1", max_threads=max_threads)
         self.make = make
+        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="gymnasium")
 
     async def start(self, prompt: Prompt) -> GymnasiumEpisode:
-        env = await asyncio.to_thread(self.make, prompt)
-        await asyncio.to_thread(env.reset, seed=prompt.metadata.get("seed"))
-        return GymnasiumEpisode(env)
+        loop = asyncio.get_running_loop()
+        env = await loop.run_in_executor(self._threads, self.make, prompt)
+        await loop.run_in_executor(self._threads, partial(env.reset, seed=prompt.metadata.get("seed")))
+        return GymnasiumEpisode(env, self._threads)
 
 
 class GymnasiumPrompts(PromptSource):

@@ -90,8 +90,8 @@ class ScoreCentering(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-A (sg(w) log pi - sum over the head of sg(mu w - alpha pi) log pi)."""
         log_p, log_q = inputs.head_logprobs, inputs.head_behavior_logprobs
-        if log_p is None or log_q is None:
-            raise ValueError("ScoreCentering needs the sampler's likeliest tokens: set data.sampling.head")
+        if log_p is None or log_q is None or log_q.shape[-1] < 1:  # a tape may have been recorded with other settings
+            raise ValueError("ScoreCentering needs the sampler's likeliest tokens: set data.sampling.head to 1 or more")
         weights = self.weigh(inputs.log_ratio.detach())
         score = weights * inputs.logprobs - (self.centering(log_p.detach(), log_q) * log_p).sum(-1)
         cut = (weights == 0) | (weights == self.cap if self.weight is ImportanceWeight.TRUNCATED else False)

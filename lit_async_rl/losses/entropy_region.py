@@ -48,6 +48,8 @@ class ESTR(PolicyLoss):
         """PPO-clip, with 0 at the tokens outside of the region."""
         if inputs.behavior_entropy is None:
             raise ValueError("ESTR needs the entropy of the sampling distribution: set data.sampling.head: 0")
+        if inputs.behavior_entropy.isnan().any():  # nothing is farther than NaN: that would be PPO-clip
+            raise ValueError("ESTR needs the entropy of the sampling distribution, which the engine has not recorded")
         loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
         outside = inputs.log_ratio.detach().square() > self.tau * (inputs.behavior_entropy + self.eps)
         return LossOutput(per_token=torch.where(outside, 0.0, loss), clipped=cut | outside)

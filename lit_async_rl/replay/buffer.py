@@ -8,6 +8,7 @@ groups drawn from earlier steps. Fresh groups keep the producer's staleness boun
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import random
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from lit_async_rl.utils.plain import plain
 
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
+log = logging.getLogger(__name__)
 _MIN_ROLLOUTS = 2  # a completion with none to compare it with says nothing
 
 
@@ -168,6 +170,11 @@ class ReplayBuffer:
         noise = [w - math.log(self._random.expovariate(1) + 1e-300) for w in log_weights]
         best = sorted(range(len(items)), key=lambda n: -noise[n])[: max(0, number)]
         return [items[n] for n in best]
+
+    def clear(self) -> None:
+        """Leaves out what was stored before a resume, with other rewards or recordings."""
+        log.warning("resume: the replay buffer of the checkpoint is left out, %d completions", len(self))
+        self._prompts, self._order = {}, {}
 
     def _stored(self, key: _Key, ids: tuple[int, ...]) -> _Stored:
         return self._prompts[key][ids]

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,12 +19,21 @@ from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.spans import Spans
 
+if TYPE_CHECKING:
+    from lit_async_rl.models.tokenizer import TextCodec
+
 TAPE = "tape"  # key of a replay's state
 log = logging.getLogger(__name__)
 
 
 class NoEngine(RolloutEngine):
-    """Engine that accepts weights and generates nothing."""
+    """Engine that accepts weights and generates nothing.
+
+    Args:
+        scores: whether the recorded run had an environment, and no reward.
+        given: engine of the settings, which is not set up: held-out prompts are sampled with its slots, and answered by
+            its environment.
+    """
 
     in_flight_weight_updates = True
     records_heads = records_entropy = records_experts = True  # those of the tape
@@ -32,8 +41,13 @@ class NoEngine(RolloutEngine):
     busy_s = 0.0
     num_tokens = 0
 
-    def __init__(self, scores: bool) -> None:
-        self.scores = scores
+    def __init__(self, scores: bool, given: RolloutEngine | None = None) -> None:
+        self.scores, self._given = scores, given
+        if given is not None:
+            self.num_slots = given.num_slots
+
+    def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
+        return engine if self._given is None else self._given.around(engine, codec)
 
     def setup(self, model: str) -> None:
         """Nothing to set up."""

@@ -116,7 +116,8 @@ class Scorer:
             if not job.is_wanted():
                 continue
             if self.reward is None:
-                raise SetupError("completions cannot be scored: data.reward is null")
+                self._error = SetupError("completions cannot be scored: data.reward is null")
+                return
             began, began_cpu = time.monotonic(), time.thread_time()
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None

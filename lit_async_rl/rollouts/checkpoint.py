@@ -88,8 +88,11 @@ def is_producer_state(value: Any) -> bool:
     return isinstance(value, Mapping) and {"format", "settings", "admission", "groups", "position"} <= value.keys()
 
 
-def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
+def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     """Restores a state; call it before `producer.start`, with an engine that has its weights.
+
+    Returns:
+        Whether rollouts of the checkpoint are of no use, because settings changed.
 
     Raises:
         ValueError: a setting changed that may not, or another version of this library saved the checkpoint.
@@ -112,6 +115,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> None:
     if state["random_state"]:
         producer.listener.set_random_state(state["random_state"]["engine"].cpu())
     _file(producer, [group for group in saved if group.index in kept])
+    return bool(changed)
 
 
 def _file(producer: Producer, groups: list[SavedGroup]) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.models.sharded_checkpoint import MANIFEST
 from lit_async_rl.stabilizers.alarm_actions import AlarmAction
+from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import duplicate
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -35,12 +36,13 @@ class _Limited(AlarmAction):
         if self.num_rollbacks >= self.max_rollbacks:
             trainer.should_stop = True
             return f"It was rolled back {self.num_rollbacks} times already: training stops."
-        learning_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        settings = [group_settings(optimizer) for optimizer in trainer.optimizers]
         done = self.roll_back(trainer, pl_module)
-        # schedulers are not rolled back, and some compute the next rate from the present one
-        for optimizer, rates in zip(trainer.optimizers, learning_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        # schedulers are not rolled back, and some compute the next rate from the present one; the checkpoint of a
+        # resume may have others
+        for optimizer, of_groups in zip(trainer.optimizers, settings, strict=True):
+            for group, present in zip(optimizer.param_groups, of_groups, strict=True):
+                group.update(present)
         if done is None:
             return f"{self.nothing_to_restore}: training continues unchanged."
         if callable(mark_updated := getattr(pl_module, "mark_updated", None)):  # a `PolicyModule` publishes them

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
+GO_WITH_STATE = {"params", "fused", "foreach", "capturable", "differentiable"}  # of a parameter group
+
 
 def raw_optimizer(optimizer: Optimizer) -> Optimizer:
     """Unwraps the optimizers that `self.optimizers()` and `fabric.setup` return."""
@@ -86,6 +88,13 @@ def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
         return False
     unscale_gradients(trainer, optimizer)
     return any(bool(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Rates of the groups, and of torch's optimizers all other settings; those of other libraries may hold state."""
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    names = [set(group) - GO_WITH_STATE if is_known else {"lr"} for group in optimizer.param_groups]
+    return [{n: group[n] for n in wanted} for group, wanted in zip(optimizer.param_groups, names, strict=True)]
 
 
 def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:

@@ -38,8 +38,10 @@ class SavedWeights:
             checkpoint["state_dict"] = without_frozen(self._module, checkpoint["state_dict"])
             checkpoint["base"] = {"model": self._model, "digest": self.digest(policy)}
 
-    def check(self, checkpoint: Mapping[str, Any], policy: CausalPolicy) -> None:
+    def check(self, checkpoint: dict[str, Any], policy: CausalPolicy) -> None:
         """Refuses weights of another model, adapters of another base, and values that are not finite.
+
+        Drops a reference, which sharded policies save, where this run has none.
 
         Raises:
             ValueError: says which.
@@ -53,6 +55,8 @@ class SavedWeights:
             _check_base(checkpoint["base"], self._model, self.digest(policy))
         check_same_model(saved, own)
         check_finite(saved.items(), "the checkpoint")
+        if getattr(self._module, "reference", None) is None:
+            checkpoint["state_dict"] = saved
 
     def digest(self, policy: CausalPolicy) -> str:
         """XXH3 of names, dtypes, shapes and values of the frozen parameters; computed once. A collective if sharded."""

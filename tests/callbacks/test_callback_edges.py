@@ -152,6 +152,26 @@ def test_a_checkpoint_with_fewer_parameter_groups_is_left_alone(tmp_path):
     assert "two.ckpt has other parameter groups than the optimizer: training continues" in alarm.reports[0]
 
 
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+def test_a_checkpoint_gives_weights_and_moments_and_no_settings(tmp_path):
+    """Those of a run that resumes with others than the checkpoint's, or that a schedule changes."""
+
+    class Late(Regression):
+        def signals(self, batch):
+            return super().signals(batch) | {"log_ratio": batch["log_ratio"] * 200 * (self.global_step >= 4)}
+
+    class Change(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.optimizers[0].param_groups[0]["weight_decay"] = 1.0 + trainer.global_step
+
+    checkpoints = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    alarm = CollapseAlarm(RollBackToCheckpoint(), **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=99)
+    settings = dict(data=BoundedRows(), max_steps=5, enable_checkpointing=True)
+    trainer = fit(Late(), Change(), alarm, checkpoints, **settings)
+    assert "rolled back to the checkpoint" in alarm.reports[0]
+    assert trainer.optimizers[0].param_groups[0]["weight_decay"] == 6.0
+
+
 def test_a_copy_of_another_run_is_not_rolled_back_to():
     alarm = CollapseAlarm(RollBack(every_n_steps=1), **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=0)
 

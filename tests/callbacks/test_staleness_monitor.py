@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from lit_async_rl.callbacks import StalenessMonitor
 from lit_async_rl.types import RolloutBatch
 
 
-def test_the_age_of_a_rollout_is_split_into_lag_before_and_within_it() -> None:
+@pytest.mark.parametrize("begun", [0, -9])  # a tape that begins later than the run
+def test_the_age_of_a_rollout_is_split_into_lag_before_and_within_it(begun) -> None:
     versions = torch.tensor([[0, 3, 5, 5], [0, 6, 6, 0], [0, 0, 0, 0]])
     mask = torch.tensor([[False, True, True, True], [False, True, True, False], [False] * 4])  # the last is padding
+    versions = torch.where(mask, versions + begun, 0)
     zeros = torch.zeros(3, 4)
     batch = RolloutBatch(
-        input_ids=versions,
+        input_ids=versions.abs(),
         attention_mask=mask,
         loss_mask=mask,
         behavior_logprobs=zeros,
@@ -28,7 +31,7 @@ def test_the_age_of_a_rollout_is_split_into_lag_before_and_within_it() -> None:
     )
     monitor, trainer = StalenessMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     module: Any = pl.LightningModule()
-    module.stabilizer_signals = {"staleness": torch.where(mask, 7 - versions, 0), "version": 7}
+    module.stabilizer_signals = {"staleness": torch.where(mask, 7 + begun - versions, 0), "version": 7 + begun}
     monitor.update(trainer, module, batch)
     found = {name: float(value) for name, value in monitor.compute(trainer, module).items()}
     assert found["sample/inter_rollout_lag"] == ((7 - 5) + (7 - 6)) / 2

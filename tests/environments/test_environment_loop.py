@@ -15,7 +15,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
 from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.gymnasium import GymnasiumEnvironment
 from lit_async_rl.tasks import Addition
+from lit_async_rl.types import Prompt
 
 
 class OneAtATime(Environment):
@@ -166,3 +168,26 @@ def test_validations_and_training_use_an_environment_in_one_loop():
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() == []
+
+
+@pytest.mark.timeout(30)
+def test_many_slow_environments_of_gymnasium_wait_at_a_time():
+    """An event loop's own threads are a few more than the cores: the others' answers came too late."""
+    together = threading.Barrier(40, timeout=10.0)
+
+    class Slow:
+        def reset(self, seed=None):
+            return "", {}
+
+        def step(self, action):
+            together.wait()
+            return "", 1.0, True, False, {}
+
+    async def play():
+        environment = GymnasiumEnvironment(lambda prompt: Slow())
+        episodes = [await environment.start(Prompt(text="go")) for _ in range(40)]
+        return await asyncio.gather(*(episode.step("") for episode in episodes))
+
+    assert sum(answer.reward for answer in asyncio.run(play())) == 40
+    with pytest.raises(ValueError, match=r"GymnasiumEnvironment\.max_threads must be >= 1, got 0"):
+        GymnasiumEnvironment(Slow, max_threads=0)

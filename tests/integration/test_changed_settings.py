@@ -8,6 +8,8 @@ from flow import barrier_engine, fit, make_data, make_module
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_async_rl.callbacks import ThroughputMonitor
+from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.replay.buffer import ReplayBuffer
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +77,28 @@ def test_state_among_the_settings_of_another_librarys_optimizer_stays(tmp_path):
     fit(make_module(optimizer=Counting), make_data(), 2, [save])
     fit(make_module(optimizer=Counting), make_data(), 3, [look], str(path))
     assert found == [3]
+
+
+def nothing(prompt, completion):
+    return 0.0
+
+
+def everything(prompt, completion):
+    return 1.0
+
+
+@pytest.mark.parametrize("changes", [dict(reward=everything), dict(sampling=SamplingParams(max_tokens=10, head=2))])
+def test_a_replay_buffer_of_other_rewards_or_recordings_begins_anew(changes, tmp_path, caplog):
+    path, found = tmp_path / "replayed.ckpt", []
+    save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+    settings = dict(groups_per_step=4, max_staleness=0, reward=nothing)
+    fit(make_module(), make_data(**settings, replay=ReplayBuffer()), 3, [save])
+
+    def look(trainer, module, outputs, batch, batch_idx):
+        found.append([(r.reward, r.head is None) for g in trainer.datamodule.last_step_groups for r in g.rollouts])
+
+    data = make_data(**settings | changes, replay=ReplayBuffer())
+    fit(make_module(), data, 6, [LambdaCallback(on_train_batch_end=look)], str(path))
+    assert len({pair for step in found for pair in step}) == 1
+    assert len(found[0]) == 8 < len(found[1]), "the first has nothing to replay"
+    assert "the replay buffer of the checkpoint is left out" in caplog.text

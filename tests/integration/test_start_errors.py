@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from flow import fit, make_data, make_module
@@ -81,6 +82,16 @@ def test_export_writes_into_no_file(tmp_path):
     said = message(tmp_path, *flags, *checkpoint, "--out", str(tmp_path / "README.md"), command=export)
     assert "README.md' is a file, and must be a folder: nothing was written" in said
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_export_on_several_ranks_writes_once(tmp_path, monkeypatch):
+    """The others were refused by a folder that is not empty, or wrote into the same files."""
+    (tmp_path / "a.ckpt").write_text("not read on other ranks than the first")
+    monkeypatch.setattr(pl.Trainer, "is_global_zero", property(lambda self: False))
+    where = ["--ckpt_path", str(tmp_path / "a.ckpt"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("lit_async_rl.cli.app.check_checkpoint", lambda path: None)
+    export(["--config", "configs/quickstart.yaml", *where])
+    assert not (tmp_path / "out").exists()
 
 
 def test_chat_goes_on_after_an_empty_line_and_a_bad_prompt(process, tmp_path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
+from loss_helpers import known, make_inputs
 
 import lit_async_rl.losses as losses_package
 from lit_async_rl.losses import (
@@ -90,3 +93,13 @@ def test_every_loss_is_named_and_built_by_yaml(loss_class: type[PolicyLoss]) -> 
 def test_a_setting_out_of_range_is_refused_by_name(make: Callable[[], PolicyLoss], setting: str) -> None:
     with pytest.raises(ValueError, match=setting):
         make()
+
+
+def test_what_a_tape_has_not_recorded_is_refused_and_not_taken_for_nothing() -> None:
+    """A tape of vLLM has no entropies, one recorded with `head: 0` no tokens, whatever the settings of the replay."""
+    inputs = make_inputs(0)
+    with pytest.raises(ValueError, match="ESTR needs the entropy of the sampling distribution"):
+        ESTR()(replace(inputs, behavior_entropy=torch.full_like(known(inputs.behavior_entropy), torch.nan)))
+    without = {name: known(getattr(inputs, name))[..., :0] for name in ("head_logprobs", "head_behavior_logprobs")}
+    with pytest.raises(ValueError, match=r"ScoreCentering needs .* data\.sampling\.head"):
+        ScoreCentering()(replace(inputs, **without))

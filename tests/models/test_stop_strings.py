@@ -5,17 +5,21 @@ import random
 import pytest
 import torch
 from chat_models import brute_force, byte_fallback, byte_level, chat_model
+from flow import make_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_tokenizer
 
 from lit_async_rl.assets import asset
+from lit_async_rl.callbacks import Evaluation
+from lit_async_rl.cli.chat import main as chat
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.requests import end_at_stop
 from lit_async_rl.models.loading import load_policy, load_tokenizer
 from lit_async_rl.models.stop_strings import StopStrings, cut_at_stop
 from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.prompts.in_memory import InMemoryPrompts
 from lit_async_rl.rollouts.sample_requests import SampleRequests
 from lit_async_rl.types import Prompt
 
@@ -185,3 +189,15 @@ def test_a_special_token_as_a_stop_string_is_refused_with_its_id(model):
     codec = TextCodec(model)
     with pytest.raises(ValueError, match=r"'<\|im_end\|>' is a special token .* use sampling.stop_token_ids: \[2\]"):
         codec.check_stop(["\n", "<|im_end|>"])
+
+
+def test_a_special_token_is_refused_where_held_out_prompts_are_sampled_too(model):
+    """Nothing ended at it: each completion had `max_tokens`, and was scored as a whole."""
+    sampling, refused = SamplingParams(stop=("<|im_end|>",)), r"'<\|im_end\|>' is a special token"
+    data = make_data(model=model, prompts=["say 1"], val_prompts=["say 2"], val_sampling=sampling)
+    with pytest.raises(ValueError, match=refused):
+        data.held_out.batches(data.codec, 0, 1)
+    with pytest.raises(ValueError, match=refused):
+        Evaluation({"held out": InMemoryPrompts(["say 2"])}, sampling=sampling)._read(data)
+    with pytest.raises(SystemExit, match=refused):
+        chat(["--model", model, "--prompt", "say 3", "--stop", "<|im_end|>"])

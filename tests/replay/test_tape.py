@@ -206,3 +206,15 @@ def test_rows_with_recorded_distributions_wait_in_a_checkpoint_that_can_be_loade
     for read, written in zip(step.groups[0].rollouts, rollouts, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(read.head.tensors, written.head.tensors, strict=True))
         assert torch.equal(read.experts.experts, written.experts.experts)
+
+
+def test_a_tape_that_is_trained_from_is_not_recorded_on(recorded, tmp_path):
+    """With the recorded configuration and its `RolloutTape`, all steps were set aside before they were read."""
+    folder = recorded[0]
+    (tmp_path / "same").symlink_to(folder)
+    data = make_data(tape=str(folder), max_staleness=2, groups_per_step=2, micro_batches_per_step=2)
+    with pytest.raises(
+        ValueError, match=r"RolloutTape\.folder=.*same' is the tape that data\.admission=FromTape trains"
+    ):
+        fit(make_module(), data, 2, [RolloutTape(str(tmp_path / "same"))])
+    assert len(list(Tape(folder).steps())) == 20

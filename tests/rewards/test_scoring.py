@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lit_async_rl.errors import RewardError
+from lit_async_rl.errors import RewardError, SetupError
 from lit_async_rl.rewards.retries import MAX_LEFT_OUT
 from lit_async_rl.rewards.scorer import CLOSE_S, Scorer, score_all
 from lit_async_rl.types import Prompt
@@ -122,3 +122,11 @@ def test_warnings_are_limited_and_counted(caplog, monkeypatch):
     lines = [record.getMessage() for record in caplog.records]
     assert lines[:10] == [f"line {n}" for n in range(10)]
     assert lines[10:] == ["line 1000 (990 more such lines were left out before)", "line 1001"]
+
+
+@pytest.mark.timeout(20)
+def test_without_a_reward_scoring_ends_with_an_error_and_not_with_its_worker():
+    scorer = Scorer(None)
+    with pytest.raises(SetupError, match=r"data\.reward is null"):
+        score_all(scorer, [(PROMPT, "2")], lambda: None)
+    scorer.close()

@@ -96,3 +96,15 @@ def test_with_lora_the_reference_is_the_policy_without_its_adapters():
     assert watches[0].kl == pytest.approx(watches[1].kl, abs=1e-6)
     assert watches[1].kl[0] < 1e-5 < watches[1].kl[-1]
     torch.testing.assert_close(parameters(shared), parameters(copied), atol=1e-6, rtol=0)
+
+
+def test_a_reference_in_the_file_of_a_sharded_run_is_left_out_where_none_is_needed(tmp_path):
+    path = tmp_path / "sharded.ckpt"
+    fit(make_module(), make_data(max_staleness=0), 1).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    reference = make_module(kl_coefficient=1.0).reference.state_dict()
+    checkpoint["state_dict"] |= {f"reference.{name}": tensor for name, tensor in reference.items()}
+    torch.save(checkpoint, path)
+    module = make_module()
+    fit(module, make_data(max_staleness=0), 2, ckpt_path=str(path))
+    assert module.version == 2
