@@ -54,6 +54,10 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
     for name, module in lm.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
+    trained = {  # by the model's own names, before PEFT adds others
+        name: [path for path, _ in lm.named_modules() if name and f".{path}".endswith(f".{name}")]
+        for name in lora.modules_to_save or ()
+    }
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -74,15 +78,14 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
                     "share a weight: the engine's model has one weight for both, and could not hold the change of one. "
                     "Leave them out"
                 )
-    for name in lora.modules_to_save or ():
-        _train(adapted, name)
+    for name, paths in trained.items():
+        _train(name, [lm.get_submodule(path) for path in paths])
     return adapted
 
 
-def _train(adapted: nn.Module, name: str) -> None:
+def _train(name: str, layers: list[nn.Module]) -> None:
     """Trains the weights of the layers of this name where they are: PEFT's `modules_to_save` would copy them."""
     setting = f"model.lora.modules_to_save: {name!r}"
-    layers = [module for path, module in adapted.named_modules() if name and f".{path}".endswith(f".{name}")]
     if not any(True for layer in layers for _ in layer.parameters()):
         raise ValueError(f"{setting}: the model has no weights of this name")
     for layer in layers:

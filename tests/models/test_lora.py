@@ -51,7 +51,7 @@ def test_they_are_published_when_they_change_and_the_head_that_is_tied_to_them_w
     assert not torch.allclose(lm(tokens).logits, before)
 
 
-@pytest.mark.parametrize("modules", [["embed_token"], ["rotary_emb"], ["tokens"], [""]])
+@pytest.mark.parametrize("modules", [["embed_token"], ["rotary_emb"], ["tokens"], ["base_layer"], [""]])
 def test_layers_that_are_not_there_or_have_no_weights_are_refused(modules):
     with pytest.raises(ValueError, match=rf"model.lora.modules_to_save: '{modules[0]}': the model has no weights"):
         add_lora(tiny_llama(), LoRA(rank=2, target_modules=["q_proj"], modules_to_save=modules))
