@@ -35,8 +35,8 @@ def endless(seed=0):
     return lm
 
 
-@pytest.mark.parametrize("in_flight", [True, False])
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3_moe])
+@pytest.mark.parametrize("in_flight", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [tiny_llama, pytest.param(tiny_qwen3_moe, marks=pytest.mark.slow)])
 def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp_path):
     lm = make()
     sampling = dict(head=3, experts=make is tiny_qwen3_moe, top_p=0.9, stop_token_ids=(5,))
@@ -68,7 +68,8 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("file_bytes", [FILE_BYTES, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("file_bytes", [FILE_BYTES, 3000])
 def test_updates_arrive_while_it_generates_and_every_token_knows_its_version(file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("lit_async_rl.engines.embedded.own_process.FILE_BYTES", file_bytes)
     lms = {0: endless()}
@@ -111,12 +112,11 @@ def test_what_was_aborted_does_not_come_also_if_it_was_finished(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_mistakes_are_refused_as_in_this_process(tmp_path):
-    class Special(EmbeddedEngine):
-        pass
-
+    special = type("Special", (EmbeddedEngine,), {})
     with pytest.raises(ValueError, match=r"own_process=True is for EmbeddedEngine itself, not for Special"):
-        Special(own_process=True)
+        special(own_process=True)
     engine = EmbeddedEngine(device="cpu", own_process=True)
     assert type(engine) is type(engine.fresh()) is EmbeddedEngineProcess
     with pytest.raises(SetupError):

@@ -59,6 +59,7 @@ def test_it_resumes_and_the_link_moves_on(run, tmp_path, capsys):
     assert not list(last.parent.glob("last-v*"))
 
 
+@pytest.mark.slow
 def test_layers_that_train_beside_adapters_are_in_it_and_are_resumed_and_exported(tmp_path, capsys):
     trained = [*SETTINGS, "--model.lora.modules_to_save", "[embed_tokens]", *logs(tmp_path)]
     main([*trained, "--trainer.max_steps", "2"])

@@ -195,6 +195,7 @@ def statistics_of(inputs: LossInputs) -> list[Any]:
     return torch.stack(found, 1).detach().tolist()
 
 
+@pytest.mark.slow
 def test_statistics_over_two_ranks_are_those_of_one_process() -> None:
     results = torch.multiprocessing.Manager().dict()
     torch.multiprocessing.spawn(_bounds_of_rank, (free_port(), results), nprocs=2)
