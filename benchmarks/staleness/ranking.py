@@ -78,10 +78,12 @@ def tuned_alike(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def searched_rates(runs: pd.DataFrame) -> str:
-    """Accuracy of each method at each rate of the search."""
+    """Accuracy of each method at each rate of the search, the best first."""
     scales = sorted(runs["learning_rate_scale"].unique())
+    best = runs.groupby([*KEY, "learning_rate_scale"])["final"].mean().groupby(KEY).max()
     rows = []
-    for key, group in runs.groupby(KEY):
+    for key in sorted(best.index, key=lambda key: (key[0], key[2], -best[key])):
+        group = runs.set_index(KEY).loc[[key]]
         means = group.groupby("learning_rate_scale")["final"].mean()
         rows.append([*map(str, key), *(f"{means[scale]:.3f}" if scale in means else "" for scale in scales)])
     return markdown([*KEY, *(f"rate × {scale:g}" for scale in scales)], rows)

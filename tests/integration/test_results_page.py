@@ -79,7 +79,7 @@ def test_of_a_grid_that_is_not_finished_every_method_has_the_same_search_and_see
     page.collect("equal_tuning", out, own_folder)
     lines = page.BLOCKS["equal_tuning"]().splitlines()
     assert lines[0] == "Lag 16 (`quickstart_constant`), the search alone:"
-    assert lines[-1] == "| quickstart_constant | vcpo | 16 | 0.200 | 0.800 |"
+    assert lines[4] == "| quickstart_constant | vcpo | 16 | 0.200 | 0.800 |"  # the best is the first
     for seed in (0, 1):
         finished(out, "ppo_clip", seed, 0.5, scale=0.3)
         finished(out, "vcpo", seed, 0.7)
