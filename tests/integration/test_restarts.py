@@ -240,7 +240,7 @@ def test_a_run_that_an_engine_stalls_leaves_a_checkpoint_and_one_with_a_mistake_
             raise KeyError("mine")
 
     settings = dict(groups_per_step=2, rollout_timeout_s=1.0, engine_restarts=0)
-    hanging = failing("poll", "hang", 1)
+    hanging = failing("poll", "hang", 1, after=300)  # when some rollouts are finished: without any nothing is saved
     for engine, callbacks, error in ((EmbeddedEngine(), [Mistake()], KeyError), (hanging, [], StalledError)):
         assert not (tmp_path / "failed.ckpt").exists()
         callbacks += [ModelCheckpoint(tmp_path, every_n_train_steps=1000), SaveOnFailure()]
