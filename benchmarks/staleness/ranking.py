@@ -79,11 +79,8 @@ def tuned_alike(runs: pd.DataFrame) -> pd.DataFrame:
 
 def searched_rates(runs: pd.DataFrame) -> str:
     """Accuracy of each method at each rate of the search, the best first."""
-    scales = sorted(runs["learning_rate_scale"].unique())
-    best = runs.groupby([*KEY, "learning_rate_scale"])["final"].mean().groupby(KEY).max()
+    means = runs.pivot_table(index=KEY, columns="learning_rate_scale", values="final")
     rows = []
-    for key in sorted(best.index, key=lambda key: (key[0], key[2], -best[key])):
-        group = runs.set_index(KEY).loc[[key]]
-        means = group.groupby("learning_rate_scale")["final"].mean()
-        rows.append([*map(str, key), *(f"{means[scale]:.3f}" if scale in means else "" for scale in scales)])
-    return markdown([*KEY, *(f"rate × {scale:g}" for scale in scales)], rows)
+    for key in sorted(means.index, key=lambda key: (key[0], key[2], -means.loc[key].max())):
+        rows.append([*map(str, key), *("" if math.isnan(mean) else f"{mean:.3f}" for mean in means.loc[key])])
+    return markdown([*KEY, *(f"rate × {scale:g}" for scale in means.columns)], rows)

@@ -86,7 +86,7 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
 def _train(name: str, layers: list[nn.Module]) -> None:
     """Trains the weights of the layers of this name where they are: PEFT's `modules_to_save` would copy them."""
     setting = f"model.lora.modules_to_save: {name!r}"
-    if not any(True for layer in layers for _ in layer.parameters()):
+    if not any([*layer.parameters()] for layer in layers):
         raise ValueError(f"{setting}: the model has no weights of this name")
     for layer in layers:
         if any(hasattr(part, "get_delta_weight") for part in layer.modules()):

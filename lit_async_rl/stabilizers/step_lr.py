@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-GO_WITH_STATE = {"params", "fused", "foreach", "capturable", "differentiable"}  # of a parameter group
+GO_WITH_MOMENTS = {"fused", "foreach", "capturable", "differentiable"}  # settings that say where these are
 
 
 def raw_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -90,11 +90,17 @@ def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
     return any(bool(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether all settings of its groups are settings; those of other libraries may hold state."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Rates of the groups, and of torch's optimizers all other settings; those of other libraries may hold state."""
-    is_known = type(optimizer).__module__.startswith("torch.optim.")
-    names = [set(group) - GO_WITH_STATE if is_known else {"lr"} for group in optimizer.param_groups]
-    return [{n: group[n] for n in wanted} for group, wanted in zip(optimizer.param_groups, names, strict=True)]
+    """Rates of the groups, and of torch's optimizers all other settings."""
+    if not is_of_torch(optimizer):
+        return [{"lr": group["lr"]} for group in optimizer.param_groups]
+    left_out = {"params", *GO_WITH_MOMENTS}
+    return [{name: group[name] for name in group.keys() - left_out} for group in optimizer.param_groups]
 
 
 def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lit_async_rl.stabilizers.step_lr import GO_WITH_MOMENTS, is_of_torch
 from lit_async_rl.training.schedules import RateSchedule
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
 SAMPLE = 4096  # weights of each tensor that are looked at
-GO_WITH_MOMENTS = {"fused", "foreach", "capturable", "differentiable"}  # settings that say where these are
 LOST = 0.5  # share of weights that do not change, from which on there is a warning
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
                 f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with "
                 "the optimizer that it was saved with"
             )
-    if len(optimizer.param_groups) == 1 and type(optimizer).__module__.startswith("torch.optim."):
+    if len(optimizer.param_groups) == 1 and is_of_torch(optimizer):
         optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
 
 

@@ -222,14 +222,14 @@ def test_processor_time_of_validations_is_not_that_of_the_steps():
         if prompt.text not in held_out:
             return 1.0
         began = time.process_time()
-        while time.process_time() < began + 0.25:
+        while time.process_time() < began + 0.5:
             pass
-        seconds.append(0.25)
+        seconds.append(0.5)
         return 1.0
 
     data = make_data(reward=reward, groups_per_step=2, val_prompts=prompts)
     began = time.process_time()
     fit(make_module(), data, 4, [verdict], val_check_interval=2, limit_val_batches=1.0)
     of_all = time.process_time() - began
-    assert sum(seconds) >= 2
+    assert sum(seconds) >= 4
     assert 0 < verdict.verdict.intervals.cpu_s < of_all - sum(seconds) + 0.05
