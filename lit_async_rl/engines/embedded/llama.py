@@ -27,6 +27,7 @@ from lit_async_rl.errors import InvariantError
 
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_PLAIN = (torch.float32, torch.bfloat16)
 
 
 class LlamaForward:
@@ -118,9 +119,10 @@ class LlamaForward:
     def _norm(self, module: Any, x: Tensor) -> Tensor:
         if not _is_plain(x):
             return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
-        squares = torch.linalg.vecdot(x, x)[..., None]  # the CPU has no fused kernel: fewer operations
+        wide = x.float()  # the CPU has no fused kernel: fewer operations
+        squares = torch.linalg.vecdot(wide, wide)[..., None]
         scale = torch.add(self._epsilon, squares, alpha=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).mul_(module.weight)
+        return (wide * scale).to(x.dtype).mul_(module.weight)
 
 
 class Joined:
@@ -158,12 +160,15 @@ def _attend(
         mask = mask.view(*query.shape[:2], 1, -1)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     rows, size = query.shape[0] * query.shape[1], query.shape[3]
-    scores = torch.baddbmm(mask, query.reshape(rows, -1, size), keys.view(rows, -1, size).mT, alpha=size**-0.5)
+    keys = keys.view(rows, -1, size)
+    if keys.dtype != torch.float32:  # torch would copy them transposed, which takes longer than the product
+        keys = keys.contiguous()
+    scores = torch.baddbmm(mask, query.reshape(rows, -1, size), keys.mT, alpha=size**-0.5)
     return torch.bmm(scores.softmax(-1), values.view(rows, -1, size)).view(query.shape)
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and x.dtype in _PLAIN and not torch.is_autocast_enabled("cpu")
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
