@@ -128,14 +128,11 @@ class ReplayBuffer:
             stored = _Stored(group.prompt, group.prompt_ids, group.index, rollout, _version(rollout, group))
             self._prompts.setdefault(key, {})[ids] = stored
             self._order[key, ids] = None
-            if len(self._prompts[key]) > self.max_per_prompt:
-                self._evict(key, next(iter(self._prompts[key])))
-            if len(self._order) > self.capacity:
-                self._evict(*next(iter(self._order)))
+            self._evict(key)
 
     def expire(self, version: int) -> None:
         """Drops completions older than `max_staleness` at `version`."""
-        old = [entry for entry in self._order if version - self._stored(*entry).version > self.max_staleness]
+        old = [(key, ids) for key, ids in self._order if version - self._prompts[key][ids].version > self.max_staleness]
         for key, ids in old:
             self._remove(key, ids)
         self._counts["expired"] += len(old)
@@ -176,12 +173,13 @@ class ReplayBuffer:
         log.warning("resume: the replay buffer of the checkpoint is left out, %d completions", len(self))
         self._prompts, self._order = {}, {}
 
-    def _stored(self, key: _Key, ids: tuple[int, ...]) -> _Stored:
-        return self._prompts[key][ids]
-
-    def _evict(self, key: _Key, ids: tuple[int, ...]) -> None:
-        self._remove(key, ids)
-        self._counts["evicted"] += 1
+    def _evict(self, key: _Key) -> None:
+        before = len(self)
+        while len(self._prompts[key]) > self.max_per_prompt:
+            self._remove(key, next(iter(self._prompts[key])))
+        while len(self) > self.capacity:
+            self._remove(*next(iter(self._order)))
+        self._counts["evicted"] += before - len(self)
 
     def _remove(self, key: _Key, ids: tuple[int, ...]) -> None:
         if (key, ids) in self._order:
@@ -203,7 +201,7 @@ class ReplayBuffer:
 
     def snapshot(self) -> Snapshot:
         """Snapshot of the present state for a later `state_dict`."""
-        entries = [self._stored(*entry) for entry in self._order]
+        entries = [self._prompts[key][ids] for key, ids in self._order]
         return entries, list(self._prompts), dict(self._counts), self._random.getstate()
 
     def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
@@ -221,13 +219,15 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts, self._order = {key: {} for key in state["prompts"]}, {}
         for entry in state["stored"]:
-            fields = {**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])}
-            stored = _Stored(**fields)
+            stored = _Stored(**{**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])})
             key, ids = (stored.prompt_ids, stored.prompt.answer), stored.rollout.completion_ids
             self._prompts[key][ids] = stored
             self._order[key, ids] = None
         self._counts = dict(state["counts"])
         self._random.setstate(state["random"])
+        for key in list(self._prompts):  # the limits may be lower than those of the checkpoint
+            if key in self._prompts:
+                self._evict(key)
 
 
 def _key(group: RolloutGroup) -> _Key:

@@ -101,6 +101,24 @@ def test_a_restored_buffer_goes_on_as_the_original(history):
         assert copy.stats() == buffer.stats()
 
 
+@given(history=histories)
+@settings(max_examples=20, deadline=None)
+def test_a_restored_buffer_keeps_lower_limits_from_the_first_step(history):
+    buffer = ReplayBuffer()
+    for index, (prompt, texts, _) in enumerate(history):
+        buffer.add(group(index, prompt, texts, 0))
+    lower = ReplayBuffer(capacity=5, max_per_prompt=2)
+    lower.load_state_dict(buffer.state_dict())
+    stats = lower.stats()
+    assert len(lower) == stats.num_rollouts <= 5
+    assert stats.num_rollouts == stats.num_added - stats.num_evicted
+    groups = lower.sample(10, 10, 1)
+    assert all(len(g.rollouts) <= 2 for g in groups)
+    kept = [entry["index"] for entry in lower.state_dict()["stored"]]
+    assert kept == sorted(kept)
+    assert not history or kept[-1] == max(entry["index"] for entry in buffer.state_dict()["stored"])
+
+
 def frequencies(weighting, rewards, versions, version):
     buffer = ReplayBuffer(weighting=weighting, seed=3)
     for n, (reward, made) in enumerate(zip(rewards, versions, strict=True)):
