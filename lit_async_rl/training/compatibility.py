@@ -73,6 +73,19 @@ def check_baseline(loss: PolicyLoss, baseline: OptimalBaseline | None) -> None:
         )
 
 
+def check_norms(baseline: OptimalBaseline | None, precision: str) -> None:
+    """Checks that the gradients whose norms are taken do not vanish: a loss scaler knows nothing of them.
+
+    Raises:
+        ValueError: they are computed in float16, where 1e-8 is 0.
+    """
+    if baseline is not None and baseline.reads_weights and precision == "16-mixed":
+        raise ValueError(
+            f"model.baseline.norms={baseline.norms.name} with trainer.precision={precision}: its norms are of single "
+            "gradients, which vanish in float16 without the loss scaler. Use bf16-mixed, or norms=SCORE."
+        )
+
+
 def check_data_compatibility(
     loss: PolicyLoss,
     advantage: AdvantageEstimator,
