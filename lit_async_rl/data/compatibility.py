@@ -6,7 +6,7 @@ from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthW
 from lit_async_rl.advantages.turns import TurnAdvantageEstimator
 from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
-from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
+from lit_async_rl.losses.aggregation import Aggregation, SequenceMean, within_sources
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
@@ -114,10 +114,11 @@ def check_step(
         ValueError: `LengthWeighted` is combined with `SequenceMean`, or a streamed step cannot be split (see
             `check_streamable`).
     """
-    if isinstance(advantage, LengthWeighted) and isinstance(aggregation, SequenceMean):
+    if isinstance(advantage, LengthWeighted) and isinstance(within_sources(aggregation), SequenceMean):
         raise ValueError(
-            "data.advantage=LengthWeighted with data.aggregation=SequenceMean: its baseline is for gradients that grow "
-            "with the length of a rollout, which SequenceMean divides out. Use TokenMean, FixedLength or GroupMean."
+            f"data.advantage=LengthWeighted with data.aggregation={type(aggregation).__name__}: its baseline is for "
+            "gradients that grow with the length of a rollout, which SequenceMean divides out. Use TokenMean, "
+            "FixedLength or GroupMean."
         )
     if intake.stream_groups:
         check_streamable(advantage, aggregation, num_groups, num_micro_batches)

@@ -15,7 +15,7 @@ from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, Proximal
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
-from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean
+from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean, within_sources
 
 
 def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
@@ -117,10 +117,11 @@ def check_data_compatibility(
                 f"model.loss={_name(loss)} with data.advantage={_name(advantage)}: its square is of rewards less "
                 f"{estimator.__name__}'s baseline. Use that."
             )
-        if isinstance(aggregation, SequenceMean | PromptMean):
+        if isinstance(inner := within_sources(aggregation), SequenceMean | PromptMean):
             raise ValueError(
                 f"model.loss={_name(loss)} with data.aggregation={_name(aggregation)}: its log-ratio is a sum over "
-                "tokens, whose weights must not depend on the length. Use FixedLength, TokenMean or TokenBudget."
+                f"tokens, whose weights must not depend on the length, as {_name(inner)}'s do. Use FixedLength, "
+                "TokenMean or TokenBudget."
             )
 
 

@@ -122,6 +122,21 @@ def test_a_token_budget_keeps_baselines_and_the_weight_of_a_token():
     assert batch.advantages[2].tolist() == [0.0, -0.5, -0.5, 0.0, 0.0], "the baseline knows the rollout without tokens"
 
 
+def test_a_token_budget_within_sources_fills_each_of_them():
+    """It had no effect there, and steps trained on all tokens."""
+    groups = [
+        replace(group([1.0, 0.0], [4, 4], n), prompt=Prompt(text="p", metadata={"task": name}))
+        for n, name in enumerate("aba")
+    ]
+    settings = dict(advantage=GroupMean(), num_micro_batches=1, pad_token_id=0, temperature=1.0)
+    (batch,) = collate_step(groups, aggregation=SourceMean("task", TokenBudget(10, fill=True)), **settings)
+    trained = dict.fromkeys(range(3), 0)
+    for index, number in zip(batch.group_index.tolist(), batch.loss_mask.sum(-1).tolist(), strict=True):
+        trained[index] += number
+    assert trained == {0: 8, 1: 8, 2: 2}
+    assert batch.token_weights.sum() == pytest.approx((1.0 + 0.8) / 2)
+
+
 @given(LENGTHS, st.data())
 def test_malenia_gives_every_source_the_same_weight(lengths, data):
     names = [data.draw(st.sampled_from("abc")) for _ in lengths]
