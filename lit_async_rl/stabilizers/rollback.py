@@ -83,7 +83,7 @@ class RollBack(_Limited):
         self._moments: list[list[dict[str, object]]] = []
 
     def begin(self, trainer: AnyTrainer) -> None:
-        self._step, self._weights, self._moments = None, {}, []
+        self._step, self._weights, self._moments, self.num_rollbacks = None, {}, [], 0
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes a copy every `every_n_steps` steps, before the update: the one that follows is not known to be good."""
@@ -139,7 +139,7 @@ class RollBackToCheckpoint(_Limited):
     def begin(self, trainer: AnyTrainer) -> None:
         newest, resumed = _newest(_names(trainer)), trainer.ckpt_path
         is_present = newest is not None and resumed and Path(resumed).exists() and newest.samefile(resumed)
-        self.path, self._original = None, ""
+        self.path, self._original, self.num_rollbacks = None, "", 0
         self._judged = None if newest is None or is_present else _identity(newest)
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
