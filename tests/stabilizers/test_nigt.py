@@ -14,6 +14,9 @@ from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.losses.aggregation import SequenceMean, SourceMean, TokenBudget, TokenMean
 from lit_async_rl.stabilizers.nigt import NIGT
+from lit_async_rl.stabilizers.step_lr import group_settings
+from lit_async_rl.training.optimizer import adopt_settings
+from lit_async_rl.training.schedules import ConstantRate
 from lit_async_rl.types import Prompt
 
 
@@ -97,6 +100,17 @@ def test_nigt_names_its_settings():
     for settings, message in ((dict(eta=0.0), r"NIGT.eta must be in \(0, 1\], got 0"), (dict(lr=-1.0), "NIGT.lr")):
         with pytest.raises(ValueError, match=message):
             NIGT([nn.Parameter(torch.zeros(1))], **settings)
+
+
+def test_the_weight_of_the_newest_gradient_is_that_of_the_resumed_run():
+    """Torch restores the checkpoint's with the optimizer's state, and nothing but the rate was set again."""
+    weight = nn.Parameter(torch.zeros(2))
+    saved, resumed = NIGT([weight], lr=1e-3, eta=0.1), NIGT([weight], lr=1e-3, eta=0.5)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.param_groups[0]["eta"] == 0.1
+    adopt_settings(resumed, ConstantRate())
+    assert resumed.param_groups[0]["eta"] == 0.5
+    assert group_settings(resumed) == [{"lr": 1e-3, "eta": 0.5}]
 
 
 LENGTHS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=5)
