@@ -62,7 +62,7 @@ class _Limited(AlarmAction):
 
 
 class RollBack(_Limited):
-    """Restores weights, buffers and optimizer moments from a copy taken at a healthy step.
+    """Restores weights, buffers, a reference that is reset, and optimizer moments from a copy of a healthy step.
 
     Each rank copies its own shards to CPU memory: works under every strategy, without communication. Schedulers and
     data are not rolled back: rollouts of discarded policies arrive for up to `max_staleness` more versions and are
@@ -162,6 +162,9 @@ class RollBackToCheckpoint(_Limited):
             return None
         # not strict: a module may leave out of its checkpoints what never changes
         trainer.strategy.load_model_state_dict(checkpoint, strict=False)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "on_roll_back"):  # `ReferenceReset`
+                callback.on_roll_back(trainer, pl_module, checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         return f"Weights and moments were rolled back to the checkpoint {path}, saved as {original}."
 
@@ -219,7 +222,7 @@ def _fits(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad or hasattr(p, "is_reset")}
     return trained | dict(module.named_buffers())
 
 
