@@ -85,6 +85,9 @@ class AdaptiveStaleness(SignalCallback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        self._smoothed, self._wait, self._bound, self._resumed_bound = None, 0, None, None
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         data = bounded_data(trainer, "AdaptiveStaleness")

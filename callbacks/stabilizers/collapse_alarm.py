@@ -86,6 +86,10 @@ class CollapseAlarm(SignalCallback):
         self._stepped = False
         self._resumed: dict[str, Any] | None = None
 
+    def forget(self) -> None:
+        self.watch.reset()
+        self._quiet_steps, self.reports, self._resumed = 0, [], None
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._spaces, self._previous = GradSpaces(), ReferenceGradients()

@@ -112,6 +112,9 @@ class ESSLearningRate(SignalCallback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        self._measured = [0, 0.0]
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         for optimizer in trainer.optimizers:

@@ -104,6 +104,7 @@ class GradientAlignmentControl(pl.Callback):
             max_consecutive_skips=max_consecutive_skips,
             min_remainder=min_remainder,
         )
+        self._given, self._has_trained = self.rule, False  # the rule before any calibration
         self.reference = reference or LastRaw()
         self.calibrate_steps, self.calibrate_quantile = calibrate_steps, calibrate_quantile
         self.optimizer = optimizer
@@ -197,10 +198,16 @@ class GradientAlignmentControl(pl.Callback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        """Forgets an earlier run; a resume restores its state after this."""
+        if stage == "fit" and self._has_trained:
+            self.rule, self._skips, self._cosines, self.num_dropped = self._given, {}, [], 0
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         check_choice(trainer, pl_module, self.optimizer, "GradientAlignmentControl")
         self._references, self._spaces = ReferenceGradients(), GradSpaces(self._spaces.per_parameter_group)
         tolerate_dropped_gradients(trainer)
+        self._has_trained = True
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         index = chosen_index(trainer, pl_module, optimizer, self.optimizer)

@@ -17,7 +17,8 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class ReferenceReset(pl.Callback):
     """Copies the policy to the reference every `every_n_steps` optimizer steps, as in TBA (arXiv:2503.18929).
 
-    Checkpoints then contain the reference. Not supported with sharded parameters.
+    Checkpoints then contain the reference, and rollbacks of `CollapseAlarm` restore it with the weights. Not supported
+    with sharded parameters.
 
     Args:
         every_n_steps: optimizer steps between resets.
@@ -35,7 +36,8 @@ class ReferenceReset(pl.Callback):
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks that there is a reference policy, whole on every rank."""
         self._last = 0
-        _reference(pl_module)
+        for parameter in _reference(pl_module).parameters():
+            parameter.is_reset = True  # type: ignore[attr-defined]  # so that `RollBack` copies it
         if is_sharded(trainer.strategy.model or pl_module):
             raise ValueError(
                 f"ReferenceReset with trainer.strategy={type(trainer.strategy).__name__}, which shards the reference: "
@@ -62,6 +64,10 @@ class ReferenceReset(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Restores the reference, if the checkpoint has one."""
+        self.on_roll_back(trainer, pl_module, checkpoint)
+
+    def on_roll_back(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        """The same, after an alarm."""
         if "reference" in checkpoint:
             _reference(pl_module).load_state_dict(checkpoint["reference"])
 

@@ -6,7 +6,7 @@ from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthW
 from lit_async_rl.advantages.turns import TurnAdvantageEstimator
 from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
-from lit_async_rl.losses.aggregation import Aggregation, SequenceMean
+from lit_async_rl.losses.aggregation import Aggregation, SequenceMean, within_sources
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
@@ -80,16 +80,28 @@ def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -
         )
 
 
-def open_tape(admission: FromTape) -> Tape:
+def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
     """The tape that is replayed.
 
     Raises:
         FileNotFoundError: there is none; names the setting.
+        ValueError: its first step lacks what the settings say is recorded, and would be trained on without.
     """
     try:
-        return Tape(admission.folder)
+        tape = Tape(admission.folder)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
+    asked = {"head": sampling.head, "experts": sampling.experts or None}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    steps = tape.some_steps(1) if asked else ()
+    rollouts = [rollout for step in steps for group in step.groups for rollout in group.rollouts]
+    for name, value in asked.items():
+        if any(getattr(rollout, name) is None for rollout in rollouts):
+            raise ValueError(
+                f"data.sampling.{name}={value} with data.admission.folder={admission.folder!r}: this tape was recorded "
+                f"without. Leave data.sampling.{name} out, or record another tape with it."
+            )
+    return tape
 
 
 def check_micro_batches(num_micro_batches: int, num_groups: int, group_size: int) -> None:
@@ -114,10 +126,11 @@ def check_step(
         ValueError: `LengthWeighted` is combined with `SequenceMean`, or a streamed step cannot be split (see
             `check_streamable`).
     """
-    if isinstance(advantage, LengthWeighted) and isinstance(aggregation, SequenceMean):
+    if isinstance(advantage, LengthWeighted) and isinstance(within_sources(aggregation), SequenceMean):
         raise ValueError(
-            "data.advantage=LengthWeighted with data.aggregation=SequenceMean: its baseline is for gradients that grow "
-            "with the length of a rollout, which SequenceMean divides out. Use TokenMean, FixedLength or GroupMean."
+            f"data.advantage=LengthWeighted with data.aggregation={type(aggregation).__name__}: its baseline is for "
+            "gradients that grow with the length of a rollout, which SequenceMean divides out. Use TokenMean, "
+            "FixedLength or GroupMean."
         )
     if intake.stream_groups:
         check_streamable(advantage, aggregation, num_groups, num_micro_batches)

@@ -100,7 +100,7 @@ class RolloutDataModule(ModelName):
         check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
         check_objects("data", replay=replay, limits=limits)
         self.admission, self.intake = admission or Bounded(), intake or Intake()
-        self.tape = compatibility.open_tape(self.admission) if isinstance(self.admission, FromTape) else None
+        self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)

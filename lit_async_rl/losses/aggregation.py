@@ -192,7 +192,7 @@ class SourceMean(Aggregation):
 
     Args:
         key: key of `Prompt.metadata` that names the source.
-        aggregation: average within a source.
+        aggregation: average within a source; `TokenBudget.fill` fills each source by itself.
     """
 
     key: str
@@ -202,8 +202,26 @@ class SourceMean(Aggregation):
         """Weights of a single source."""
         return self.aggregation(lengths, group_sizes)
 
+    def select(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        """Masks tokens within each source."""
+        selected = list(groups)
+        for members in self._sources(groups):
+            for n, group in zip(members, self.aggregation.select([groups[n] for n in members]), strict=True):
+                selected[n] = group
+        return selected
+
     def of_step(self, groups: Sequence[RolloutGroup]) -> list[float]:
-        """Weights within each source, divided by the number of sources.
+        """Weights within each source, divided by the number of sources."""
+        weights: dict[int, list[float]] = {}
+        sources = self._sources(groups)
+        for members in sources:
+            inner = iter(self.aggregation.of_step([groups[n] for n in members]))
+            for n in members:
+                weights[n] = [next(inner) / len(sources) for _ in groups[n].rollouts]
+        return [weight for n in range(len(groups)) for weight in weights[n]]
+
+    def _sources(self, groups: Sequence[RolloutGroup]) -> list[list[int]]:
+        """Positions of the groups of each source.
 
         Raises:
             ValueError: a prompt has no such key.
@@ -211,17 +229,15 @@ class SourceMean(Aggregation):
         sources: dict[object, list[int]] = {}
         for n, group in enumerate(groups):
             if self.key not in group.prompt.metadata:
-                known = sorted(group.prompt.metadata)
-                raise ValueError(
-                    f"SourceMean.key={self.key!r} is missing in the metadata of a prompt, which has {known}"
-                )
+                has = f"the metadata of a prompt, which has {sorted(group.prompt.metadata)}"
+                raise ValueError(f"SourceMean.key={self.key!r} is missing in {has}")
             sources.setdefault(group.prompt.metadata[self.key], []).append(n)
-        weights: dict[int, list[float]] = {}
-        for members in sources.values():
-            inner = iter(self.aggregation.of_step([groups[n] for n in members]))
-            for n in members:
-                weights[n] = [next(inner) / len(sources) for _ in groups[n].rollouts]
-        return [weight for n in range(len(groups)) for weight in weights[n]]
+        return list(sources.values())
+
+
+def within_sources(aggregation: Aggregation) -> Aggregation:
+    """The average that the lengths of rollouts enter."""
+    return within_sources(aggregation.aggregation) if isinstance(aggregation, SourceMean) else aggregation
 
 
 def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:

@@ -68,9 +68,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 def replay_in(lm: nn.Module) -> None:
-    """Makes the routers of a model follow `Replaying`."""
+    """Makes the routers of a model follow `Replaying`; those that do already do so once (validation asks each time)."""
     for number, router in enumerate(routers_of(lm)):
-        router.register_forward_hook(partial(_replay, number))
+        if not any(getattr(hook, "func", None) is _replay for hook in router._forward_hooks.values()):
+            router.register_forward_hook(partial(_replay, number))
 
 
 def record_in(lm: nn.Module, note: Callable[[int, Tensor], None]) -> None:

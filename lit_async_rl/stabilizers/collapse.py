@@ -57,9 +57,13 @@ class CollapseWatch:
         self.min_ess_ratio, self.max_kl, self.max_grad_norm_factor = min_ess_ratio, max_kl, max_grad_norm_factor
         self.max_cosine, self.min_entropy, self.max_reward_drop = max_cosine, min_entropy, max_reward_drop
         self.patience, self.window = patience, window
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all steps, before another run."""
         self._in_a_row: dict[str, int] = {}
-        self._norms: deque[float] = deque(maxlen=window)
-        self._rewards: deque[float] = deque(maxlen=window)
+        self._norms: deque[float] = deque(maxlen=self.window)
+        self._rewards: deque[float] = deque(maxlen=self.window)
         self._best_reward = -math.inf
 
     @property

@@ -62,7 +62,7 @@ class _Limited(AlarmAction):
 
 
 class RollBack(_Limited):
-    """Restores weights, buffers and optimizer moments from a copy taken at a healthy step.
+    """Restores weights, buffers, a reference that is reset, and optimizer moments from a copy of a healthy step.
 
     Each rank copies its own shards to CPU memory: works under every strategy, without communication. Schedulers and
     data are not rolled back: rollouts of discarded policies arrive for up to `max_staleness` more versions and are
@@ -83,7 +83,7 @@ class RollBack(_Limited):
         self._moments: list[list[dict[str, object]]] = []
 
     def begin(self, trainer: AnyTrainer) -> None:
-        self._step, self._weights, self._moments = None, {}, []
+        self._step, self._weights, self._moments, self.num_rollbacks = None, {}, [], 0
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes a copy every `every_n_steps` steps, before the update: the one that follows is not known to be good."""
@@ -139,7 +139,7 @@ class RollBackToCheckpoint(_Limited):
     def begin(self, trainer: AnyTrainer) -> None:
         newest, resumed = _newest(_names(trainer)), trainer.ckpt_path
         is_present = newest is not None and resumed and Path(resumed).exists() and newest.samefile(resumed)
-        self.path, self._original = None, ""
+        self.path, self._original, self.num_rollbacks = None, "", 0
         self._judged = None if newest is None or is_present else _identity(newest)
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -162,6 +162,9 @@ class RollBackToCheckpoint(_Limited):
             return None
         # not strict: a module may leave out of its checkpoints what never changes
         trainer.strategy.load_model_state_dict(checkpoint, strict=False)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "on_roll_back"):  # `ReferenceReset`
+                callback.on_roll_back(trainer, pl_module, checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         return f"Weights and moments were rolled back to the checkpoint {path}, saved as {original}."
 
@@ -219,7 +222,7 @@ def _fits(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad or hasattr(p, "is_reset")}
     return trained | dict(module.named_buffers())
 
 

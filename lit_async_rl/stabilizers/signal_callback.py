@@ -27,6 +27,7 @@ class SignalCallback(pl.Callback):
     def __init__(self, optimizer: int | str | None, extract: Extract | None) -> None:
         self.optimizer = optimizer
         self._signals = SignalCollector(extract)
+        self._has_trained = False
 
     @abstractmethod
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -36,12 +37,17 @@ class SignalCallback(pl.Callback):
         """Signals of the step over its micro-batches and all ranks. A collective: all ranks call."""
         return self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
 
+    def forget(self) -> None:
+        """Forgets an earlier run, before another begins; a resume restores its state after this."""
+
     def close(self) -> None:
         """Restores the module, after training or an exception."""
         self._signals.detach()
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if stage == "fit":
+            if self._has_trained:
+                self.forget()
             self._signals.attach(pl_module)
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -49,6 +55,7 @@ class SignalCallback(pl.Callback):
         check_choice(trainer, pl_module, self.optimizer, owner)
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError(f"{owner}: several optimizers, choose one: optimizer=<position or submodule name>")
+        self._has_trained = True
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
         self._signals.collect(trainer, pl_module)

@@ -90,14 +90,14 @@ def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
     return any(bool(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether all settings of its groups are settings; those of other libraries may hold state."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+def has_plain_settings(optimizer: Optimizer) -> bool:
+    """Whether all settings of its groups are settings (torch's and ours); those of other libraries may hold state."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "lit_async_rl."))
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Rates of the groups, and of torch's optimizers all other settings."""
-    if not is_of_torch(optimizer):
+    """Rates of the groups, and of torch's optimizers and ours all other settings."""
+    if not has_plain_settings(optimizer):
         return [{"lr": group["lr"]} for group in optimizer.param_groups]
     left_out = {"params", *GO_WITH_MOMENTS}
     return [{name: group[name] for name in group.keys() - left_out} for group in optimizer.param_groups]

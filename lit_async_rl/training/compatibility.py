@@ -15,7 +15,7 @@ from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, Proximal
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
-from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean
+from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean, within_sources
 
 
 def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correction | None) -> None:
@@ -73,6 +73,19 @@ def check_baseline(loss: PolicyLoss, baseline: OptimalBaseline | None) -> None:
         )
 
 
+def check_norms(baseline: OptimalBaseline | None, precision: str) -> None:
+    """Checks that the gradients whose norms are taken do not vanish: a loss scaler knows nothing of them.
+
+    Raises:
+        ValueError: they are computed in float16, where 1e-8 is 0.
+    """
+    if baseline is not None and baseline.reads_weights and precision == "16-mixed":
+        raise ValueError(
+            f"model.baseline.norms={baseline.norms.name} with trainer.precision={precision}: its norms are of single "
+            "gradients, which vanish in float16 without the loss scaler. Use bf16-mixed, or norms=SCORE."
+        )
+
+
 def check_data_compatibility(
     loss: PolicyLoss,
     advantage: AdvantageEstimator,
@@ -104,10 +117,11 @@ def check_data_compatibility(
                 f"model.loss={_name(loss)} with data.advantage={_name(advantage)}: its square is of rewards less "
                 f"{estimator.__name__}'s baseline. Use that."
             )
-        if isinstance(aggregation, SequenceMean | PromptMean):
+        if isinstance(inner := within_sources(aggregation), SequenceMean | PromptMean):
             raise ValueError(
                 f"model.loss={_name(loss)} with data.aggregation={_name(aggregation)}: its log-ratio is a sum over "
-                "tokens, whose weights must not depend on the length. Use FixedLength, TokenMean or TokenBudget."
+                f"tokens, whose weights must not depend on the length, as {_name(inner)}'s do. Use FixedLength, "
+                "TokenMean or TokenBudget."
             )
 
 

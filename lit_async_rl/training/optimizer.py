@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lit_async_rl.stabilizers.step_lr import GO_WITH_MOMENTS, is_of_torch
+from lit_async_rl.stabilizers.step_lr import GO_WITH_MOMENTS, has_plain_settings
 from lit_async_rl.training.schedules import RateSchedule
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -76,7 +76,7 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
                 f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with "
                 "the optimizer that it was saved with"
             )
-    if len(optimizer.param_groups) == 1 and is_of_torch(optimizer):
+    if len(optimizer.param_groups) == 1 and has_plain_settings(optimizer):
         optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
 
 

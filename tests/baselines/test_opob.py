@@ -7,6 +7,7 @@ from flow import fit, make_data, make_module, parameters
 from groups import collate
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.plugins import MixedPrecision
 
 from lit_async_rl.baselines.optimal import Flavour, Norms, OptimalBaseline, optimal_advantages, optimal_baseline
 from lit_async_rl.corrections import SequenceTruncatedIS
@@ -14,6 +15,7 @@ from lit_async_rl.corrections.proximal import CurrentProximal
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import PPOClip, Reinforce
 from lit_async_rl.losses.aggregation import SequenceMean, TokenMean
+from lit_async_rl.training.compatibility import check_norms
 
 floats = st.floats(-3, 3, width=32)
 samples = st.lists(st.tuples(st.floats(-5, 5, width=32), floats), min_size=2, max_size=8)
@@ -174,6 +176,18 @@ def test_a_truncated_support_is_part_of_the_gradient_and_its_norms(truncated, ch
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match=r"OptimalBaseline.*PPOClip.*linear"):
         make_module(loss=PPOClip(), baseline=OptimalBaseline())
+
+
+@pytest.mark.parametrize("norms", [Norms.GHOST, Norms.PER_TRAJECTORY])
+def test_norms_of_gradients_that_vanish_in_float16_are_refused(norms):
+    """The scaler has no part in them: ghost updates had a cosine of 0.13 with those of float32."""
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    said = rf"model\.baseline\.norms={norms.name} with trainer\.precision=16-mixed.*norms=SCORE"
+    with pytest.raises(ValueError, match=said):
+        fit(settings(norms=norms), make_data(), 1, plugins=[precision])
+    check_norms(OptimalBaseline(Norms.SCORE), "16-mixed")
+    check_norms(OptimalBaseline(norms), "bf16-mixed")
+    check_norms(None, "16-mixed")
 
 
 def test_weights_in_bfloat16_get_the_update_of_float32():

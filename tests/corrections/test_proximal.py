@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.advantages.group import GroupMean, LengthWeighted
+from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted, LogMeanExp
 from lit_async_rl.corrections import Correction, IcePop, SequenceTruncatedIS, TokenTruncatedIS
 from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
 from lit_async_rl.data.compatibility import check_step
@@ -28,9 +28,10 @@ from lit_async_rl.losses import (
     Reinforce,
     TrajectoryBalance,
 )
-from lit_async_rl.losses.aggregation import FixedLength, SequenceMean, TokenMean
+from lit_async_rl.losses.aggregation import FixedLength, PromptMean, SequenceMean, SourceMean, TokenMean
+from lit_async_rl.replay.tape_source import NoEngine
 from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.training.compatibility import check_compatibility
+from lit_async_rl.training.compatibility import check_compatibility, check_data_compatibility
 
 PROXIMALS = [BehaviorProximal(), CurrentProximal(), InterpolatedProximal()]
 
@@ -172,6 +173,19 @@ def test_a_length_weighted_baseline_is_refused_where_length_is_divided_out() -> 
     step: dict[str, Any] = dict(intake=Intake(), num_groups=4, num_micro_batches=1)
     with pytest.raises(ValueError, match=r"LengthWeighted.*SequenceMean"):
         check_step(LengthWeighted(), SequenceMean(), **step)
+    with pytest.raises(ValueError, match=r"LengthWeighted.*SourceMean: .*SequenceMean divides out"):
+        check_step(LengthWeighted(), SourceMean("task"), **step)  # SequenceMean within each
+    check_step(LengthWeighted(), SourceMean("task", TokenMean()), **step)
     for aggregation in (TokenMean(), FixedLength(8)):
         check_step(LengthWeighted(), aggregation, **step)
     check_step(GroupMean(), SequenceMean(), **step)
+
+
+@pytest.mark.parametrize(("loss", "advantage"), [(TrajectoryBalance(), GroupMean()), (OAPL(), LogMeanExp())])
+def test_sources_do_not_hide_weights_that_depend_on_the_length(loss: PolicyLoss, advantage: AdvantageEstimator) -> None:
+    rest = None, NoEngine(scores=True)
+    for inner in (SequenceMean(), PromptMean()):
+        said = rf"{type(loss).__name__} with data\.aggregation=SourceMean: .* as {type(inner).__name__}'s do"
+        with pytest.raises(ValueError, match=said):
+            check_data_compatibility(loss, advantage, SourceMean("task", inner), *rest)
+    check_data_compatibility(loss, advantage, SourceMean("task", FixedLength(1)), *rest)

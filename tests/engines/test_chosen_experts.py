@@ -201,3 +201,14 @@ def test_wrong_choices_are_the_engines_fault() -> None:
 def test_a_dense_model_is_refused_by_the_settings_name() -> None:
     with pytest.raises(ValueError, match=r"data\.sampling\.experts=true: LlamaForCausalLM has no routers"):
         sampled(tiny_llama())
+
+
+def test_engines_that_come_and_go_around_a_live_model_leave_it_as_it_is() -> None:
+    """Each batch of held-out prompts has its own, and each left another hook in every router of the policy."""
+    lm = tiny_qwen3_moe()
+    policy = CausalPolicy(lm)
+    before = [dict(router._forward_hooks) for router in routers_of(lm)]
+    for _ in range(3):
+        EmbeddedEngine.from_module(policy.causal_lm, num_slots=2).run(requests_of([5], max_tokens=3))
+    assert [dict(router._forward_hooks) for router in routers_of(lm)] == before
+    assert all(len(hooks) == 1 for hooks in before)

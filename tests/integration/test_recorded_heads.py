@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from flow import barrier_engine, fit, make_data, make_module, parameters
+from groups import group
 from tiny_models import save, tiny_qwen3_moe
 
 from lit_async_rl.advantages.group import GroupMean
@@ -17,6 +18,7 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.replay.tape_source import NoEngine
 from lit_async_rl.scheduling.policies import Bounded
 from lit_async_rl.training.compatibility import check_data_compatibility
@@ -83,6 +85,18 @@ def test_an_engine_that_cannot_record_is_refused_by_name() -> None:
     check_engine(Deaf(), None, Bounded(), SamplingParams())
     with pytest.raises(ValueError, match=r"model\.loss=ESTR with data\.engine=Deaf: it needs the entropy"):
         check_data_compatibility(ESTR(), GroupMean(), TokenMean(), 0, Deaf())
+
+
+def test_a_tape_without_what_is_to_be_replayed_is_refused(tmp_path: Path) -> None:
+    """The ratios of a truncated sampler, or of another choice of experts, would be trained on in silence."""
+    writer = TapeWriter(tmp_path)
+    writer.append(0, 0, [group([0.0, 1.0], [2, 3], 0)])
+    writer.close(1.0)
+    make_data(tape=str(tmp_path), sampling=SamplingParams(max_tokens=10, top_p=0.9))
+    for asked in (dict(head=16, top_p=0.9), dict(head=0), dict(experts=True)):
+        said = rf"data\.sampling\.(head|experts)=\w+ with data\.admission\.folder='{tmp_path}': .* recorded without"
+        with pytest.raises(ValueError, match=said):
+            make_data(tape=str(tmp_path), sampling=SamplingParams(max_tokens=10, **asked))
 
 
 @pytest.mark.parametrize("loss", [ScoreCentering(), ESTR()], ids=str)

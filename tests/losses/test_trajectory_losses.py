@@ -11,11 +11,13 @@ from flow import fit, make_data, make_module, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import launch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.advantages.group import GroupMean, LogMeanExp
-from lit_async_rl.callbacks import AnnealBeta, ReferenceReset
+from lit_async_rl.callbacks import AnnealBeta, CollapseAlarm, ReferenceReset
 from lit_async_rl.losses import OAPL, LossInputs, PPOClip, TrajectoryBalance, TrajectoryBalancePrime
 from lit_async_rl.losses.aggregation import FixedLength, SequenceMean
+from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
 
 K, T = 5, 6  # completions of each of two prompts, tokens
 betas = st.floats(0.01, 2.0)
@@ -157,6 +159,31 @@ def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):
     assert torch.equal(torch.cat([p.flatten() for p in again.reference.parameters()]), reference)
     with pytest.raises(ValueError, match="needs a reference policy"):
         fit(make_module(), make_data(), 1, [ReferenceReset(2)])
+
+
+@pytest.mark.filterwarnings("ignore:CollapseAlarm")
+@pytest.mark.parametrize("action", [RollBack(every_n_steps=1), RollBackToCheckpoint()], ids=lambda a: type(a).__name__)
+def test_a_rollback_restores_the_reference_of_the_weights_that_it_restores(action, tmp_path):
+    """Else it stays a copy of the weights that the alarm condemned, and the loss leads back to them."""
+
+    def extract(trainer, pl_module, batch, output):
+        return {"log_ratio": torch.tensor([0.0, 0.0, 30.0 * (trainer.global_step >= 3)])}
+
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            seen.append((parameters(module), torch.cat([p.flatten() for p in module.reference.parameters()])))
+
+    alarm = CollapseAlarm(action, min_ess_ratio=0.5, patience=1, extract=extract)
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    module = make_module(loss=TrajectoryBalance(0.1))
+    fit(module, regression_data(), 4, [alarm, ReferenceReset(3), Watch(), save], enable_checkpointing=True)
+    weights, references = zip(*seen, strict=True)
+    assert torch.equal(references[2], weights[2])
+    assert torch.equal(weights[3], weights[1]), "rolled back to those after step 2"
+    assert torch.equal(references[3], references[1])
+    assert not torch.equal(references[3], references[2])
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ from lit_async_rl.advantages.group import GroupMean
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.losses.aggregation import SequenceMean, SourceMean, TokenBudget, TokenMean
 from lit_async_rl.stabilizers.nigt import NIGT
+from lit_async_rl.stabilizers.step_lr import group_settings
+from lit_async_rl.training.optimizer import adopt_settings
+from lit_async_rl.training.schedules import ConstantRate
 from lit_async_rl.types import Prompt
 
 
@@ -99,6 +102,17 @@ def test_nigt_names_its_settings():
             NIGT([nn.Parameter(torch.zeros(1))], **settings)
 
 
+def test_the_weight_of_the_newest_gradient_is_that_of_the_resumed_run():
+    """Torch restores the checkpoint's with the optimizer's state, and nothing but the rate was set again."""
+    weight = nn.Parameter(torch.zeros(2))
+    saved, resumed = NIGT([weight], lr=1e-3, eta=0.1), NIGT([weight], lr=1e-3, eta=0.5)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.param_groups[0]["eta"] == 0.1
+    adopt_settings(resumed, ConstantRate())
+    assert resumed.param_groups[0]["eta"] == 0.5
+    assert group_settings(resumed) == [{"lr": 1e-3, "eta": 0.5}]
+
+
 LENGTHS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
@@ -120,6 +134,21 @@ def test_a_token_budget_keeps_baselines_and_the_weight_of_a_token():
     assert batch.loss_mask.sum(-1).tolist() == [4, 4, 2, 0]
     assert batch.token_weights.sum() == pytest.approx(1.0)
     assert batch.advantages[2].tolist() == [0.0, -0.5, -0.5, 0.0, 0.0], "the baseline knows the rollout without tokens"
+
+
+def test_a_token_budget_within_sources_fills_each_of_them():
+    """It had no effect there, and steps trained on all tokens."""
+    groups = [
+        replace(group([1.0, 0.0], [4, 4], n), prompt=Prompt(text="p", metadata={"task": name}))
+        for n, name in enumerate("aba")
+    ]
+    settings = dict(advantage=GroupMean(), num_micro_batches=1, pad_token_id=0, temperature=1.0)
+    (batch,) = collate_step(groups, aggregation=SourceMean("task", TokenBudget(10, fill=True)), **settings)
+    trained = dict.fromkeys(range(3), 0)
+    for index, number in zip(batch.group_index.tolist(), batch.loss_mask.sum(-1).tolist(), strict=True):
+        trained[index] += number
+    assert trained == {0: 8, 1: 8, 2: 2}
+    assert batch.token_weights.sum() == pytest.approx((1.0 + 0.8) / 2)
 
 
 @given(LENGTHS, st.data())
