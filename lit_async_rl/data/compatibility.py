@@ -94,7 +94,7 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
     asked = {"head": sampling.head, "experts": sampling.experts or None}
     asked = {name: value for name, value in asked.items() if value is not None}
     steps = tape.some_steps(1) if asked else ()
-    rollouts = [rollout for step in steps for group in step.groups for rollout in group.rollouts]
+    rollouts = [r for step in steps for group in step.groups for r in group.rollouts if r.completion_ids]
     for name, value in asked.items():
         if any(getattr(rollout, name) is None for rollout in rollouts):
             raise ValueError(
