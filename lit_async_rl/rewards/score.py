@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from lit_async_rl.errors import RewardError, StalledError
@@ -32,7 +32,7 @@ def reward_identity(reward: Reward) -> str:
         given |= reward.keywords
     else:
         name, is_function = reward_name(reward), hasattr(reward, "__qualname__")
-        known = () if is_function else inspect.signature(type(reward).__init__).parameters
+        known: Iterable[str] = () if is_function else inspect.signature(type(reward).__init__).parameters
         given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
     shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if isinstance(value, str | int | float))
     return f"{name}({shown})" if shown else name
