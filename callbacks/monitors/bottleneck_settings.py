@@ -147,7 +147,7 @@ def _trainer_setting(data: RolloutDataModule, pl_module: AnyModule, padding: flo
     return None
 
 
-def _staleness_setting(data: RolloutDataModule) -> Setting:
+def _staleness_setting(data: RolloutDataModule) -> Setting | None:
     bound = data.max_staleness
     if bound and data.admission.in_order:
         return Setting(name="data.admission", present=type(data.admission).__name__, suggested="Bounded")
@@ -156,11 +156,15 @@ def _staleness_setting(data: RolloutDataModule) -> Setting:
         return Setting(name="data.admission.async_ratio", present=ratio, suggested=min(bound, max(1, 2 * ratio)))
     if bound and not data.engine.in_flight_weight_updates:
         return Setting(name="data.engine.in_flight_weight_updates", present=False, suggested=True)
+    if bound != data.configured_bound:  # a callback has lowered it, for which the setting is the upper limit
+        return None
     return Setting(name="data.max_staleness", present=bound, suggested=max(1, 2 * bound))
 
 
 def _fresher_setting(data: RolloutDataModule, fewest_queued: int) -> Setting | None:
     """A smaller staleness bound, if more than one round was always ready."""
     bound, spare = data.max_staleness, fewest_queued // data.groups_per_round - 1
+    if bound != data.configured_bound:
+        return None
     suggested = max(1, bound - spare)
     return Setting(name="data.max_staleness", present=bound, suggested=suggested) if 0 < suggested < bound else None

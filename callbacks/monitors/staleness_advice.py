@@ -33,9 +33,11 @@ class StalenessAdvice:
             self._ess.append(ess_ratio)
 
     def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
-        """The recommendation; None if the run was too short, or its admission does not wait at the bound."""
+        """The recommendation; None if the run was too short, or its admission does not wait at a bound that stayed."""
         steps = load.num_steps
         if steps < FEWEST or not self._waits or not isinstance(data.admission, Bounded):
+            return None
+        if data.max_staleness != data.configured_bound:
             return None
         engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
         cpu_s = run.cpu_s if pl_module.device.type == "cpu" else 0.0

@@ -14,7 +14,8 @@ from lit_async_rl.callbacks.parts import policy_module, rollout_data
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.prompts.in_memory import as_source
+from lit_async_rl.prompts.records import Records
 from lit_async_rl.rollouts.evaluation import (
     FIRST_ID,
     EvaluationPlan,
@@ -44,7 +45,7 @@ class Evaluation(pl.Callback):
     `newest_version`, `mean_version`, `seconds` and `blocked_s`, on rank 0, at the step in which the evaluation ends.
 
     Args:
-        datasets: held-out prompts by name of the dataset.
+        datasets: held-out prompts by name of the dataset, each as `data.prompts`: a source, or records.
         every_n_steps: optimizer steps between the starts of evaluations; the first starts with the first step. One
             that is due while another runs starts after it. After a resume the next one starts when the run before
             would have started it, and at most this many steps later.
@@ -65,7 +66,7 @@ class Evaluation(pl.Callback):
 
     def __init__(
         self,
-        datasets: dict[str, PromptSource],
+        datasets: dict[str, Records],
         every_n_steps: int = 50,
         num_samples: int = 1,
         ks: Sequence[int] | None = None,
@@ -84,7 +85,8 @@ class Evaluation(pl.Callback):
         self.ks = sorted({1, num_samples} if ks is None else set(ks))
         if not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= num_samples:
             raise ValueError(f"Evaluation.ks={self.ks} must lie between 1 and num_samples={num_samples}")
-        self.datasets, self.every_n_steps, self.num_samples = datasets, every_n_steps, num_samples
+        self.datasets = {name: as_source(one, f"Evaluation.datasets[{name!r}]") for name, one in datasets.items()}
+        self.every_n_steps, self.num_samples = every_n_steps, num_samples
         self.sampling, self.max_concurrent, self.max_block_s = sampling, max_concurrent, max_block_s
         self.timeout_s, self.end_wait_s = timeout_s, end_wait_s
         self.results: list[EvaluationResult] = []

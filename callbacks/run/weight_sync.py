@@ -70,6 +70,11 @@ class WeightSync(pl.Callback):
                 f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
                 "dtype: use model.dtype=bfloat16, or trainer.precision=bf16-mixed"
             )
+        if trainer.overfit_batches:
+            raise ValueError(
+                f"trainer.overfit_batches={trainer.overfit_batches} would repeat batches, and every step samples new "
+                "rollouts: leave it out. Few prompts (data.prompts) are learned by heart, trainer.max_steps ends a run"
+            )
         data.use_model(module.model)
         if data.model != module.model:
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")

@@ -88,11 +88,12 @@ class AdaptiveStaleness(SignalCallback):
     def forget(self) -> None:
         self._smoothed, self._wait, self._bound, self._resumed_bound = None, 0, None, None
 
-    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Restores the bound of a resumed run before anything is sampled."""
         data = bounded_data(trainer, "AdaptiveStaleness")
         self._highest, self._pending = data.max_staleness, None
-        data.set_max_staleness(self._highest)  # one that cannot change its bound says so at the start of training
+        resumed, self._resumed_bound = self._resumed_bound, None
+        data.set_max_staleness(self._highest if resumed is None else min(resumed, self._highest))  # or says it cannot
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Keeps the signals until the end of the batch."""
@@ -106,9 +107,6 @@ class AdaptiveStaleness(SignalCallback):
             return
         signals, self._pending = self._pending, None
         data = bounded_data(trainer, "AdaptiveStaleness")
-        if self._resumed_bound is not None:  # not earlier: the producer must be running
-            data.set_max_staleness(min(self._resumed_bound, self._highest))
-            self._resumed_bound = None
         before = data.max_staleness
         self._bound = self._react(signals, before)
         if self._bound != before:
@@ -133,6 +131,6 @@ class AdaptiveStaleness(SignalCallback):
         return {"smoothed": self._smoothed, "bound": self._bound, "wait": self._wait}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the loop; the bound is set after the first step."""
+        """Restores the loop; the bound is set when training starts."""
         self._smoothed, self._wait = state_dict["smoothed"], state_dict["wait"]
         self._bound = self._resumed_bound = state_dict["bound"]

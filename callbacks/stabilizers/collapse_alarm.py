@@ -90,11 +90,17 @@ class CollapseAlarm(SignalCallback):
         self.watch.reset()
         self._quiet_steps, self.reports, self._resumed = 0, [], None
 
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Restores the action of a resumed run before anything is sampled."""
+        self.action.begin(trainer)
+        if self._resumed is not None:
+            self.action.resume(trainer, self._resumed)
+            self._resumed = None
+
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._spaces, self._previous = GradSpaces(), ReferenceGradients()
         self._alarm, self._stepped = [], False
-        self.action.begin(trainer)
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Compares the step with the limits, and logs."""
@@ -128,9 +134,6 @@ class CollapseAlarm(SignalCallback):
         if not self._stepped:
             return
         self._stepped = False
-        if self._resumed is not None:
-            self.action.resume(trainer, self._resumed)
-            self._resumed = None
         if self._alarm:
             report = f"CollapseAlarm at step {trainer.global_step}: {'; '.join(self._alarm)}. "
             report += self.action.act(trainer, pl_module)

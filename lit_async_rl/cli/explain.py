@@ -174,7 +174,7 @@ def _expected(key: str, message: str) -> list[type]:
     owners = re.findall(r"given class_path '([\w.]+)':\s+Parser key \"(\w+)\":", message)
     if owners and key.endswith(f".{owners[-1][1]}"):
         hint = typing.get_type_hints(pkgutil.resolve_name(owners[-1][0]).__init__).get(owners[-1][1])
-        if found := [one for one in _parts(hint) if inspect.isclass(one) and one not in (list, tuple, type(None))]:
+        if found := [one for one in _parts(hint) if inspect.isclass(one) and one not in (list, tuple, str, type(None))]:
             return found
     paths = re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:]))
     return [one for path in paths if inspect.isclass(one := pkgutil.resolve_name(path))]  # none: typing.Union

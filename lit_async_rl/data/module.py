@@ -66,6 +66,7 @@ class RolloutDataModule(ModelName):
 
     Attributes:
         keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
+        configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
 
     Raises:
         ValueError: a setting is out of range, or two settings contradict each other.
@@ -121,13 +122,13 @@ class RolloutDataModule(ModelName):
         compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self.stream = PromptStream(self.prompts, seed=self.intake.seed)
-        self._bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
+        self.configured_bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
         self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward))
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
-        self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self._bound)
+        self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self.configured_bound)
         made = engine, self.model, self._slots, self._make_producer, self.groups_per_step, self.fresh_per_step
         self._source = RolloutSource(*made, self.replay, self.limits)
         sizes = self.groups_per_step, self.micro_batches_per_step, self.intake.stream_groups

@@ -60,6 +60,7 @@ class RolloutSource:
         self._replay_before: Snapshot | None = None  # the step's groups were mixed
         self._taken: list[RolloutGroup] = []  # by a call of `take` that has not returned yet
         self._spans: Spans | None = None
+        self._first_bound: int | None = None  # set before the start
 
     @property
     def engine(self) -> RolloutEngine:
@@ -88,18 +89,22 @@ class RolloutSource:
 
     def start(self, version: int, step: int) -> None:
         """Starts the background thread, from the restored state if there is one; the engine has its weights."""
-        self._producer = self._make_producer(step)
+        producer = self._producer = self._make_producer(step)
         if self._spans is not None:
-            self._producer.observe(self._spans)
-        if isinstance(self._producer, Producer):
-            self._check_prompts(self._producer)
-        if isinstance(self._producer, Replay):
-            self._producer.load_state_dict(self._saved)
-        elif self._saved and TAPE not in self._saved:  # a replay's checkpoint says nothing of prompts
-            self._producer.listener.has_loaded(version)
-            if restore_producer(self._producer, self._saved) and self.replay is not None:
-                self.replay.clear()
-        self._producer.start(version)
+            producer.observe(self._spans)
+        if isinstance(producer, Replay):
+            producer.load_state_dict(self._saved)
+            producer.start(version)
+            return
+        self._check_prompts(producer)
+        with producer.changed:  # a restored completion that is scored admits prompts
+            if self._saved and TAPE not in self._saved:  # a replay's checkpoint says nothing of prompts
+                producer.listener.has_loaded(version)
+                if restore_producer(producer, self._saved) and self.replay is not None:
+                    self.replay.clear()
+            if self._first_bound is not None:
+                self.admission.max_staleness = self._first_bound
+            producer.start(version)
 
     def _check_prompts(self, producer: Producer) -> None:
         """Refuses unusable prompts, or excludes them from the stream."""
@@ -114,8 +119,11 @@ class RolloutSource:
         self._started().advance(version)
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the bound of groups admitted from now on."""
-        self._started().set_max_staleness(max_staleness)
+        """Changes the bound of groups admitted from now on; those of a checkpoint are kept, whatever their bound."""
+        if self._producer is None:
+            self._first_bound = max_staleness
+        else:
+            self._producer.set_max_staleness(max_staleness)
 
     def evaluate(self, plan: EvaluationPlan) -> EvaluationRun:
         """Starts sampling held-out prompts concurrently with the rollouts."""

@@ -45,7 +45,11 @@ class InMemoryPrompts(RecordPrompts):
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        record = self._records[index]
+        try:
+            record = self._records[index]
+        except KeyError:  # of a pandas DataFrame, which is indexed by its columns
+            given = f"got a {type(self._records).__name__} without record {index}"
+            raise ValueError(f"{self.origin} must be {WANTED}, {given}; prompts.to_dict('records') is a list") from None
         if isinstance(record, Prompt):
             return record
         if isinstance(record, str):

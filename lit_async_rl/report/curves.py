@@ -66,6 +66,11 @@ class Curves:
         values = np.asarray(self._series[name][1]) if name in self._series else np.empty(0)
         return values[np.isfinite(values)]
 
+    def has_all_steps(self, name: str) -> bool:
+        """Whether every step from the first to the last of a metric is there, as with `log_every_n_steps: 1`."""
+        steps = self._series[name][0] if name in self._series else ()
+        return len(steps) > 0 and max(steps) - min(steps) < len(steps)
+
     @property
     def num_steps(self) -> int:
         """Optimizer steps that logged anything."""

@@ -145,7 +145,8 @@ class RunData:
                 ["mean reward, first and last tenth", f"{reward[:part].mean():.3f}, {reward[-part:].mean():.3f}"]
             )
         if len(seconds := self._curves.values("perf/step_s")):
-            rows.append(["time in steps", f"{seconds.sum():,.1f} s, {seconds.mean():.2f} s a step"])
+            which = "steps" if self._curves.has_all_steps("perf/step_s") else f"the {len(seconds):,} logged steps"
+            rows.append([f"time in {which}", f"{seconds.sum():,.1f} s, {seconds.mean():.2f} s a step"])
         mean, most = self._curves.values("sample/staleness_mean"), self._curves.values("sample/staleness_max")
         if len(mean) and len(most):
             rows.append(["staleness, mean and largest", f"{mean.mean():.2f}, {most.max():.0f} versions"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from lit_async_rl.errors import RewardError, StalledError
@@ -19,6 +20,22 @@ def reward_name(reward: Reward) -> str:
     if hasattr(reward, "__qualname__"):
         return f"{reward.__module__}.{reward.__qualname__}"
     return f"{type(reward).__module__}.{type(reward).__qualname__}"
+
+
+def reward_identity(reward: Reward) -> str:
+    """Name of a reward with the texts and numbers that it was made with; another identity is another reward.
+
+    These are what a `functools.partial` binds, and the constructor's arguments that an object keeps under their names.
+    """
+    if isinstance(reward, functools.partial):
+        name, given = reward_identity(reward.func), {str(n): value for n, value in enumerate(reward.args)}
+        given |= reward.keywords
+    else:
+        name, is_function = reward_name(reward), hasattr(reward, "__qualname__")
+        known: Iterable[str] = () if is_function else inspect.signature(type(reward).__init__).parameters
+        given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
+    shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if isinstance(value, str | int | float))
+    return f"{name}({shown})" if shown else name
 
 
 def score(

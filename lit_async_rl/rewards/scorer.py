@@ -20,7 +20,7 @@ from functools import partial
 from lit_async_rl.errors import RewardError, SetupError, StalledError
 from lit_async_rl.rewards.awaiting import Awaiter
 from lit_async_rl.rewards.retries import Retries
-from lit_async_rl.rewards.score import Reward, reward_name, score
+from lit_async_rl.rewards.score import Reward, reward_identity, reward_name, score
 from lit_async_rl.rewards.score_spans import MAX_LANES, ScoreSpans
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
@@ -56,6 +56,7 @@ class Scorer:
 
     Attributes:
         clock: clock of the timeouts.
+        identity: of the reward as it was given, see `reward_identity`; None without one.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Scorer:
     ) -> None:
         check_range("data.scoring", ">= 1", workers=num_workers, tries=max_tries)
         check_range("data.scoring", "positive", timeout_s=timeout_s)
-        self.reward = reward
+        self.reward, self.identity = reward, None if reward is None else reward_identity(reward)
         self.clock = AwakeClock()
         self.timeout_s, self.num_workers = timeout_s, num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import ProducerError, StalledError
-from lit_async_rl.rewards.score import reward_name
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
 
@@ -143,13 +142,12 @@ _LATER_SETTINGS = {"stop": (), "head": None, "experts": False}  # of sampling, w
 
 
 def _settings(producer: Producer) -> dict[str, Any]:
-    reward = producer.scorer.reward
     return {
         "data.intake.seed": producer.stream.seed,
         "number of data.prompts": len(producer.stream.source),
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
-        "data.reward": None if reward is None else reward_name(reward),
+        "data.reward": producer.scorer.identity,
     }
 
 

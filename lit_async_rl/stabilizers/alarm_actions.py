@@ -31,7 +31,7 @@ class AlarmAction(ABC):
         return {}
 
     def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:  # noqa: B027
-        """Restores the state, after the first step of a resumed run."""
+        """Restores the state of a resumed run, after `begin`."""
 
 
 class Warn(AlarmAction):

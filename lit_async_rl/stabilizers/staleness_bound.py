@@ -19,7 +19,7 @@ class BoundedData(Protocol):
         """Staleness bound of rollouts admitted from now on, in versions."""
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the bound, on all ranks. Called once with the current bound before training, to raise early."""
+        """Changes the bound, on all ranks. Called before training, too: with the present bound, or a resumed run's."""
 
 
 def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:

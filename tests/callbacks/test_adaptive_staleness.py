@@ -1,15 +1,18 @@
 """AdaptiveStaleness: keeps the effective sample size near its target, never leaves its range, never hurries."""
 
 import flow
+import lightning.pytorch as pl
 import pytest
 import torch
 from flow import barrier_engine, make_data, make_module
 from foreign_modules import Regression, fit
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
 from test_collapse_alarm import Bounded
 
-from lit_async_rl.callbacks import AdaptiveStaleness
+from lit_async_rl.callbacks import AdaptiveStaleness, CollapseAlarm
+from lit_async_rl.stabilizers.alarm_actions import LowerStaleness
 
 
 class Aging(Regression):
@@ -82,6 +85,30 @@ def test_a_resumed_run_gets_its_bound_back():
     fit(Aging(), second, data=data, max_steps=1)
     assert data.history == [first.state_dict()["bound"]]
     assert data.max_staleness < 8
+
+
+@pytest.mark.parametrize("kind", ["loop", "alarm"])
+def test_a_resumed_run_admits_under_its_bound_from_the_first_prompt_on(tmp_path, kind):
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            admission = trainer.datamodule._slots
+            under_way.append(len(admission.deadlines) + admission.num_taken)
+
+    def run(max_steps, **settings):
+        lowers = AdaptiveStaleness(target_ess_ratio=1.0, band=0.0, smoothing=0.0)
+        if kind == "alarm":
+            lowers = CollapseAlarm(LowerStaleness(by=2), min_ess_ratio=1.0, patience=1)
+        saved = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="{step}")
+        callbacks, data = [lowers, Watch(), saved], make_data(groups_per_step=2)
+        flow.fit(make_module(), data, max_steps, callbacks, enable_checkpointing=True, **settings)
+        assert data.max_staleness == 2
+
+    under_way = []
+    run(4)
+    assert under_way == [10, 10, 8, 6]  # what was admitted under 4 versions, and at last the three steps of 2
+    under_way.clear()
+    run(4, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert under_way == [6]
 
 
 def test_a_data_module_without_a_bound_is_refused_by_name():

@@ -52,6 +52,14 @@ def test_a_higher_bound_where_both_sides_wait_for_each_other(bound, module):
     assert dataclasses.replace(run, max_staleness=setting.suggested).ideal().wall_s < before.wall_s
 
 
+def test_no_bound_where_a_callback_has_lowered_it_below_that_of_the_settings(module):
+    data = make_data(max_staleness=4)
+    assert advised("fresher", data, module, fewest_queued=12).suggested == 2
+    data._slots.max_staleness = 2  # `--data.max_staleness 4`, twice as much, would change nothing, and 1 limit the loop
+    assert advised("staleness", data, module) is None
+    assert advised("fresher", data, module, fewest_queued=12) is None
+
+
 def fastest(*runs, clock=time.process_time):
     """Least seconds of each, of three in turns: other programs slow one of them down, now and then."""
     seconds = [[] for _ in runs]

@@ -79,19 +79,24 @@ def test_state_among_the_settings_of_another_librarys_optimizer_stays(tmp_path):
     assert found == [3]
 
 
-def nothing(prompt, completion):
-    return 0.0
+def always(value, prompt, completion):
+    return value
 
 
 def everything(prompt, completion):
     return 1.0
 
 
-@pytest.mark.parametrize("changes", [dict(reward=everything), dict(sampling=SamplingParams(max_tokens=10, head=2))])
+SAMPLING = SamplingParams(max_tokens=10, head=2)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(reward=everything), dict(reward=partial(always, 1.0)), dict(sampling=SAMPLING)]
+)
 def test_a_replay_buffer_of_other_rewards_or_recordings_begins_anew(changes, tmp_path, caplog):
     path, found = tmp_path / "replayed.ckpt", []
     save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
-    settings = dict(groups_per_step=4, max_staleness=0, reward=nothing)
+    settings = dict(groups_per_step=4, max_staleness=0, reward=partial(always, 0.0))
     fit(make_module(), make_data(**settings, replay=ReplayBuffer()), 3, [save])
 
     def look(trainer, module, outputs, batch, batch_idx):

@@ -78,6 +78,11 @@ def test_epochs_that_never_end_are_refused_and_those_of_some_batches_are_not():
     assert fit(make_module(), make_data(), -1, max_epochs=2, limit_train_batches=1).global_step == 2
 
 
+def test_batches_that_cannot_be_repeated_are_refused():
+    with pytest.raises(ValueError, match=r"trainer\.overfit_batches=2 would repeat batches"):
+        fit(make_module(), make_data(), 2, overfit_batches=2)
+
+
 def test_a_search_for_a_rate_without_the_callbacks_of_the_run_is_refused():
     with pytest.raises(ValueError, match="LearningRateFinder"):
         fit(make_module(), make_data(), 2, [LearningRateFinder()])

@@ -1,8 +1,10 @@
 """Prompts as Python values: lists, dictionaries, messages, data sets; errors name the index and the field."""
 
 import datasets
+import pandas
 import pytest
 
+from lit_async_rl.callbacks import Evaluation
 from lit_async_rl.data.settings import Validation
 from lit_async_rl.prompts.in_memory import InMemoryPrompts, as_source
 from lit_async_rl.tasks import SortDigits
@@ -47,6 +49,21 @@ def test_a_source_is_taken_as_it_is():
     assert Validation(prompts=source).source is source
     assert Validation(prompts=["a"]).source[0] == Prompt(text="a")
     assert Validation().source is None
+
+
+def test_a_table_that_is_indexed_by_its_columns_is_refused_by_name():
+    table = pandas.DataFrame(ROWS)
+    with pytest.raises(ValueError, match=r"data\.prompts must be a list .*got a DataFrame.*to_dict\('records'\)"):
+        as_source(table, "data.prompts")
+    assert prompts(table.to_dict("records")) == prompts(ROWS)
+
+
+def test_held_out_prompts_of_an_evaluation_may_be_records():
+    evaluation = Evaluation({"mine": ["a", {"prompt": "b", "answer": 2}], "sorted": SortDigits(4, size=3)})
+    assert evaluation.datasets["mine"][1] == Prompt(text="b", answer="2")
+    assert len(evaluation.datasets["sorted"]) == 3
+    with pytest.raises(ValueError, match=r"Evaluation\.datasets\['mine'\]\[0\] must be a text or a dictionary"):
+        Evaluation({"mine": [3]})
 
 
 def test_texts_as_messages_of_a_user():

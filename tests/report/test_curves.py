@@ -6,6 +6,7 @@ import numpy as np
 from made_runs import write_metrics
 
 from lit_async_rl.report.curves import Curves, thinned
+from lit_async_rl.report.run_data import RunData
 
 
 def test_rows_are_read_once_and_only_when_they_are_complete(tmp_path):
@@ -35,6 +36,17 @@ def test_validations_are_at_the_number_of_steps_before_them(tmp_path):
     found = curves.payload()
     assert found["axes"][found["series"]["val/x"]["axis"]] == [0, 2, 4, 4]
     assert found["axes"][found["series"]["a"]["axis"]] == [1, 2, 3, 4]
+
+
+def test_a_run_that_logs_every_other_step_does_not_pass_for_its_whole_time(tmp_path):
+    for steps, label in (
+        ([0, 1, 2, 3], "time in steps"),
+        ([50, 51], "time in steps"),
+        ([1, 3], "time in the 2 logged steps"),
+    ):
+        (tmp_path / "metrics.csv").write_text("perf/step_s,step\n" + "".join(f"0.5,{step}\n" for step in steps))
+        summary = dict(RunData(tmp_path).payload()["summary"])
+        assert summary[label] == f"{0.5 * len(steps)} s, 0.50 s a step"
 
 
 def test_a_table_with_another_header_is_read_anew(tmp_path):

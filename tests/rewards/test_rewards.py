@@ -2,14 +2,15 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from lit_async_rl.assets import asset
 from lit_async_rl.errors import RewardError
 from lit_async_rl.prompts.sources import JsonlPrompts
-from lit_async_rl.rewards.functions import MathVerify, exact_match, share_correct
-from lit_async_rl.rewards.score import score
+from lit_async_rl.rewards.functions import IsolatedReward, MathVerify, exact_match, share_correct
+from lit_async_rl.rewards.score import reward_identity, score
 from lit_async_rl.types import Prompt
 
 PROBLEMS = JsonlPrompts(asset("word_problems.jsonl"), prompt_field="question")
@@ -36,6 +37,28 @@ def test_comparison_of_texts(answer, completion, exact, share):
     prompt = Prompt(text="", answer=answer)
     assert exact_match(prompt, completion) == exact
     assert share_correct(prompt, completion) == pytest.approx(share)
+
+
+class Judge:
+    """Keeps one of its arguments, and counts."""
+
+    def __init__(self, rubric, client=None):
+        self.rubric, self.calls, self.client = rubric, 0, client
+
+    def __call__(self, prompt, completion, weight=1.0):
+        return weight
+
+
+def test_another_reward_has_another_identity():
+    isolated = IsolatedReward("my_rewards.judge"), IsolatedReward("my_rewards.other")
+    judges = Judge("short"), Judge("long"), partial(Judge("short"), weight=2.0), partial(Judge("short"), weight=3.0)
+    different = [*map(reward_identity, (exact_match, share_correct, *isolated, *judges))]
+    assert len(set(different)) == len(different)
+    assert different[0] == "lit_async_rl.rewards.functions.exact_match"
+    assert different[2] == "lit_async_rl.rewards.functions.IsolatedReward(reward='my_rewards.judge')"
+    judges[0].calls = 5
+    assert reward_identity(judges[0]) == reward_identity(Judge("short", client=object())) == different[4]
+    assert reward_identity(IsolatedReward("my_rewards.judge", timeout_s=9.0)) == different[2]
 
 
 def test_a_missing_reference_answer_is_an_error(math_verify):
