@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable
@@ -26,6 +27,7 @@ def reward_identity(reward: Reward) -> str:
     """Name of a reward with the texts and numbers that it was made with; another identity is another reward.
 
     These are what a `functools.partial` binds, and the constructor's arguments that an object keeps under their names.
+    They appear as a digest: one may be a key, and identities stand in checkpoints and messages.
     """
     if isinstance(reward, functools.partial):
         name, given = reward_identity(reward.func), {str(n): value for n, value in enumerate(reward.args)}
@@ -34,8 +36,9 @@ def reward_identity(reward: Reward) -> str:
         name, is_function = reward_name(reward), hasattr(reward, "__qualname__")
         known: Iterable[str] = () if is_function else inspect.signature(type(reward).__init__).parameters
         given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
-    shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if isinstance(value, str | int | float))
-    return f"{name}({shown})" if shown else name
+    plain = {argument: value for argument, value in given.items() if isinstance(value, str | int | float)}
+    digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
+    return f"{name}({', '.join(plain)}: {digest})" if plain else name
 
 
 def score(
