@@ -1,8 +1,8 @@
 """Rewards on cases done by hand; the libraries behind them judge in a process of their own."""
 
+import re
 import threading
 import time
-import re
 from functools import partial
 
 import pytest
