@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision
 from tiny_models import ALL, save, tiny_llama
 from torch.distributed.fsdp.wrap import wrap
 
+from lit_async_rl import CurrentProximal, OptimalBaseline, Reinforce, SequenceTruncatedIS
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta, parameters_on_meta
@@ -57,6 +58,15 @@ def test_fsdp1_in_bfloat16_leaves_rotary_frequencies_precise(tmp_path):
         assert all(torch.equal(found[name], plain[name]) for name in plain)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_export_reads_the_weights_of_an_fsdp2_run_whose_baseline_needs_them(tmp_path):
+    """It has no strategy, whatever the run had."""
+    folder = save(tiny_llama(), tmp_path)
+    parts = dict(loss=Reinforce(), proximal=CurrentProximal(), correction=SequenceTruncatedIS())
+    module = PolicyModule(folder, **parts, baseline=OptimalBaseline(), sharding=Sharding(meta_device=True))
+    module.configure_model()
+    assert not is_on_meta(module)
 
 
 def test_only_what_is_made_inside_has_no_memory_and_nothing_else_changes(tmp_path):
