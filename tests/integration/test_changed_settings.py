@@ -35,6 +35,12 @@ def test_another_optimizer_is_refused_by_name(saved):
         fit(module, make_data(), 2, ckpt_path=str(saved))
 
 
+def test_a_setting_whose_moments_the_checkpoint_lacks_is_refused_by_name(saved):
+    module = make_module(optimizer=partial(torch.optim.AdamW, lr=1e-3, amsgrad=True))
+    with pytest.raises(ValueError, match=r"model\.optimizer=AdamW has amsgrad=True, and the checkpoint"):
+        fit(module, make_data(), 2, ckpt_path=str(saved))
+
+
 class WithoutRandomState(EmbeddedEngine):
     """As vLLM's."""
 
