@@ -1,7 +1,10 @@
-"""Properties of a loaded model's architecture: its context length, and layers other than attention."""
+"""Properties of a loaded model's architecture: its context length, layers other than attention, and stored buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 # settings of configurations beyond whose number of tokens some layers do not attend to all of them
@@ -29,3 +32,14 @@ def other_layers(lm: PreTrainedModel) -> str:
     kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
+
+
+def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of buffers that belong to a model's weights: files hold them, and no gradient changes them.
+
+    Scales of Gemma 4's layers, biases of the routers of DeepSeek, GLM and others.
+    """
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

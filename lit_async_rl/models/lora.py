@@ -94,6 +94,12 @@ def _train(name: str, layers: list[nn.Module]) -> None:
         layer.requires_grad_(True)
 
 
+def alpha_of(policy: CausalPolicy) -> float:
+    """`alpha` of a policy's adapters, which their weights do not tell."""
+    lm: Any = policy.lm
+    return float(lm.peft_config[lm.active_adapter].lora_alpha)
+
+
 def without_adapters(policy: CausalPolicy, *inputs: Any, **options: Any) -> TokenStats:
     """Token statistics with adapters disabled: the reference policy, without a copy of the model.
 

@@ -19,6 +19,8 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from lit_async_rl.models.architecture import stored_buffers
+
 _patching = threading.Lock()
 
 
@@ -69,7 +71,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
-        """Reads the parameters of `part` that are on the meta device; sharded ones read their own slices.
+        """Reads stored buffers of `part`, and its parameters that are on meta; sharded ones read their own slices.
 
         Args:
             lm: model whose parameter names the files use; contains `part`.
@@ -83,7 +85,9 @@ class WeightFiles:
         names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied ones once
         allocate(part, device)
         own = dict(lm.named_parameters())
-        self._load({name: own[name].detach() for name in names})
+        buffers = {id(buffer) for _, buffer in stored_buffers(part)}  # by now on `device`
+        stored = {name: b for name, b in stored_buffers(lm) if id(b) in buffers and name in self._names}
+        self._load({name: own[name].detach() for name in names} | stored)
 
     def _load(self, parameters: Mapping[str, Tensor]) -> None:
         if unknown := parameters.keys() - self._names:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_async_rl.models.architecture import stored_buffers
+
 UNCHANGED = torch.empty(0, device="meta")  # in place of a weight that the receiver has; compare by identity
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 
@@ -46,7 +48,7 @@ def lasts(item: tuple[str, Any]) -> bool:
 
 @torch.no_grad()
 def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | LowRankSum]:
-    """Copies `weights` to the devices and dtypes of the parameters of `lm`, without changing `lm`.
+    """Copies `weights` to the devices and dtypes of parameters and stored buffers of `lm`, without changing `lm`.
 
     Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
     exhausted, because other ranks take part in it. Of a weight with adapters (whose factors come before it, see
@@ -57,7 +59,8 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
     Raises:
         ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
     """
-    own, known = dict(lm.named_parameters()), lm.state_dict().keys()
+    trained, known = dict(lm.named_parameters()), lm.state_dict().keys()
+    own = trained | dict(stored_buffers(lm))
     received: dict[str, Tensor | LowRankSum] = {}
     factors: dict[str, Tensor] = {}
     unchanged: set[str] = set()
@@ -79,7 +82,7 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
             layer = name.removesuffix(".weight")
             down, up = factors.pop(layer + LORA_A, None), factors.pop(layer + LORA_B, None)
             received[name] = _copy(tensor, own[name], down, up)
-    missing = own.keys() - received.keys() - unchanged
+    missing = trained.keys() - received.keys() - unchanged
     if problem or missing:
         raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")
     return received
@@ -96,11 +99,11 @@ def _copy(tensor: Tensor, like: Tensor, down: Tensor | None, up: Tensor | None) 
 
 @torch.no_grad()
 def apply_weights(lm: nn.Module, received: Mapping[str, Tensor | LowRankSum]) -> None:
-    """Writes what `receive_weights` has found into the parameters of `lm`.
+    """Writes what `receive_weights` has found into parameters and buffers of `lm`.
 
     Sums are computed one by one in the same memory, which stays in the cache; fresh pages cost more than the products.
     """
-    own = dict(lm.named_parameters())
+    own = dict(lm.named_parameters()) | dict(stored_buffers(lm))
     scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
     sizes = [weight.base.numel() for weight in received.values() if isinstance(weight, LowRankSum)]
     for name, weight in received.items():

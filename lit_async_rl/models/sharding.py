@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch.strategies as strategies
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -139,6 +139,12 @@ class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
     def writes_folders(self) -> bool:
         """Whether checkpoints are sharded."""
         return self._state_dict_type == "sharded"
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        """That of the precision, but buffers stay as they are: rotary frequencies of 8 bits are other positions."""
+        config = super().mixed_precision_config
+        return config if config is None or self.mixed_precision else replace(config, buffer_dtype=None)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

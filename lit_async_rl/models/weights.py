@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from lit_async_rl.models.architecture import stored_buffers
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.received import LORA_A, LORA_B, UNCHANGED, LowRankSum
 
@@ -41,7 +42,7 @@ def stream_weights(
     adapters: bool = False,
     known: dict[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, full tensor) of every parameter; tied ones once, LoRA merged.
+    """Yields (Hugging Face name, full tensor) of every parameter and stored buffer; tied ones once, LoRA merged.
 
     What is neither sharded nor merged is the live parameter itself; all else is valid until the next is asked for.
 
@@ -91,6 +92,7 @@ def stream_weights(
             yield f"{owner}.{leaf}", full
         elif ".lora_" not in name:
             yield name, full
+    yield from stored_buffers(causal_lm)
 
 
 def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
@@ -109,7 +111,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 
 def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gathers the parameters of one FSDP unit at a time."""
+    """Gathers the parameters of one FSDP unit at a time; buffers are whole everywhere."""
     for unit_name, unit in root.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
@@ -118,9 +120,16 @@ def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             for name, parameter in unit.named_parameters():
                 if not _clean(name).startswith(tuple(inner)):
-                    before, found, own = _clean(f"{unit_name}.{name}" if unit_name else name).rpartition("policy.lm.")
-                    if found and not before:  # not those of a frozen reference
-                        yield own, parameter.detach()
+                    yield from _own(f"{unit_name}.{name}" if unit_name else name, parameter)
+    for name, buffer in stored_buffers(root):
+        yield from _own(name, buffer)
+
+
+def _own(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensor by its name in the policy's model; nothing if it is a frozen reference's."""
+    before, found, own = _clean(name).rpartition("policy.lm.")
+    if found and not before:
+        yield own, tensor.detach()
 
 
 def _clean(name: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
 
@@ -112,9 +113,22 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     producer.again = deque([*again, *state["again"]])
     producer.intake.restore(state["pass_rates"], state.get("successes", {}))
     if state["random_state"]:
-        producer.listener.set_random_state(state["random_state"]["engine"].cpu())
+        _restore_random_state(producer.listener, state["random_state"]["engine"].cpu())
     _file(producer, [group for group in saved if group.index in kept])
     return bool(changed)
+
+
+def _restore_random_state(listener: EngineListener, saved: Tensor) -> None:
+    """Restores the engine's random state, unless it is that of another engine, or of another kind of device."""
+    own = listener.random_state()
+    if listener.engine_error is None and (own is None or own.shape != saved.shape):
+        log.warning(
+            "resume: data.engine=%s cannot go on with the random numbers of the checkpoint's engine, which was another "
+            "one or on another device: it begins with its own",
+            type(listener.engine).__name__,
+        )
+        return
+    listener.set_random_state(saved)
 
 
 def _file(producer: Producer, groups: list[SavedGroup]) -> None:

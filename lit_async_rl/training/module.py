@@ -140,7 +140,7 @@ class PolicyModule(WholeSteps):
         Raises:
             ValueError: `sharding.meta_device` under FSDP1 with a baseline whose norms read weights.
         """
-        if self._reads_weights and self.device_mesh is None:
+        if self._trainer is not None and self._reads_weights and self.device_mesh is None:  # an export has none
             # its norms need the head after the forward pass, where FSDP1 has given the policy's weights back; if the
             # strategy wraps the whole module instead, they are there until the end of `training_step`
             if is_on_meta(self.policy):

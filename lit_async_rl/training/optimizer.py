@@ -17,6 +17,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
 SAMPLE = 4096  # weights of each tensor that are looked at
+WITH_MOMENTS = ("amsgrad", "centered")  # settings of torch's optimizers
 LOST = 0.5  # share of weights that do not change, from which on there is a warning
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
     several groups of parameters keep what they have, and so do those of other libraries, whose settings may hold state.
 
     Raises:
-        ValueError: the checkpoint is of another kind of optimizer.
+        ValueError: the checkpoint is of another kind of optimizer, or lacks moments that a setting asks for.
     """
     is_steady = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
     kept = {"lr", *GO_WITH_MOMENTS} | (set() if is_steady else {"betas", "momentum"})
@@ -77,6 +78,12 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
                 "the optimizer that it was saved with"
             )
     if len(optimizer.param_groups) == 1 and has_plain_settings(optimizer):
+        for name in WITH_MOMENTS:
+            if optimizer.defaults.get(name) and not optimizer.param_groups[0][name]:
+                raise ValueError(
+                    f"model.optimizer={type(optimizer).__name__} has {name}=True, and the checkpoint was saved without "
+                    "the moments that it needs: leave it out"
+                )
         optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_async_rl.models.loading import check_finite
+from lit_async_rl.models.lora import alpha_of
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import is_sharded, is_wrapped, without_reference
 from lit_async_rl.training.checkpoint_io import check_same_model
@@ -36,10 +37,10 @@ class SavedWeights:
         checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
         if policy.has_adapters:
             checkpoint["state_dict"] = without_frozen(self._module, checkpoint["state_dict"])
-            checkpoint["base"] = {"model": self._model, "digest": self.digest(policy)}
+            checkpoint["base"] = {"model": self._model, "digest": self.digest(policy), "alpha": alpha_of(policy)}
 
     def check(self, checkpoint: dict[str, Any], policy: CausalPolicy) -> None:
-        """Refuses weights of another model, adapters of another base, and values that are not finite.
+        """Refuses weights of another model, adapters of another base or scale, and values that are not finite.
 
         Drops a reference, which sharded policies save, where this run has none.
 
@@ -52,7 +53,7 @@ class SavedWeights:
         own = without_reference(self._module.state_dict())
         if "base" in checkpoint and policy.has_adapters:  # earlier checkpoints hold the base
             own = without_frozen(self._module, own)
-            _check_base(checkpoint["base"], self._model, self.digest(policy))
+            _check_base(checkpoint["base"], self._model, self.digest(policy), alpha_of(policy))
         check_same_model(saved, own)
         check_finite(saved.items(), "the checkpoint")
         if getattr(self._module, "reference", None) is None:
@@ -82,10 +83,15 @@ def _frozen_digest(policy: CausalPolicy) -> str:
     return digest.hexdigest()
 
 
-def _check_base(saved: Mapping[str, str], model: str, digest: str) -> None:
+def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float) -> None:
     if saved["digest"] != digest:
         raise ValueError(
             f"the checkpoint holds adapters of another model: of model.model={saved['model']!r} with the digest "
             f"{saved['digest'][:12]}, and model.model={model!r} has {digest[:12]} "
             "(model.dtype and model.lora.modules_to_save count, too)"
+        )
+    if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
+        raise ValueError(
+            f"model.lora.alpha is {alpha:g}, and was {saved['alpha']:g} when the checkpoint was saved: its adapters "
+            "would have another effect than they were trained to have"
         )

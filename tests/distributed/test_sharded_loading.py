@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from launch import launch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from tiny_models import ALL, save, tiny_llama
+from torch.distributed.fsdp.wrap import wrap
 
+from lit_async_rl import CurrentProximal, OptimalBaseline, Reinforce, SequenceTruncatedIS
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta, parameters_on_meta
-from lit_async_rl.models.sharding import ModelParallelStrategy, Sharding
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.sharding import FSDPStrategy, ModelParallelStrategy, Sharding
 from lit_async_rl.training.module import PolicyModule
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "sharded_loading.py"
@@ -31,6 +36,37 @@ def test_later_reading_gives_what_transformers_loads(family, tmp_path):
     assert eos_token_ids(later) == eos_token_ids(plain)
     ids = torch.arange(2, 14)[None]
     assert torch.equal(later(ids).logits, plain(ids).logits)
+
+
+def test_fsdp1_in_bfloat16_leaves_rotary_frequencies_precise(tmp_path):
+    """Rounded to 8 bits they are other positions: 0.5 nats on average at position 4000 of a tiny Llama."""
+    folder = save(tiny_llama(), tmp_path / "model")
+    settings = dict(parallel_devices=[torch.device("cpu")], cluster_environment=LightningEnvironment())
+    strategy = FSDPStrategy(**settings, precision_plugin=FSDPPrecision("bf16-mixed"), state_dict_type="sharded")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with strategy.model_sharded_context():
+            policy = wrap(CausalPolicy(load_policy(folder)))
+        ids = torch.arange(2, 14)[None]
+        with torch.no_grad():
+            policy(ids, torch.ones_like(ids, dtype=torch.bool))
+        plain = dict(load_policy(folder).named_buffers())
+        found = {name.rpartition(".lm.")[2]: buffer for name, buffer in policy.named_buffers()}
+        assert policy.mixed_precision.param_dtype == torch.bfloat16
+        assert {name: buffer.dtype for name, buffer in found.items()} == dict.fromkeys(plain, torch.float32)
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_export_reads_the_weights_of_an_fsdp2_run_whose_baseline_needs_them(tmp_path):
+    """It has no strategy, whatever the run had."""
+    folder = save(tiny_llama(), tmp_path)
+    parts = dict(loss=Reinforce(), proximal=CurrentProximal(), correction=SequenceTruncatedIS())
+    module = PolicyModule(folder, **parts, baseline=OptimalBaseline(), sharding=Sharding(meta_device=True))
+    module.configure_model()
+    assert not is_on_meta(module)
 
 
 def test_only_what_is_made_inside_has_no_memory_and_nothing_else_changes(tmp_path):

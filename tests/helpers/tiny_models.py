@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -97,6 +98,15 @@ SPARSE = {"qwen3-moe": tiny_qwen3_moe, "olmoe": tiny_olmoe, "mixtral": tiny_mixt
 
 def tiny_gemma2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = True, seed: int = 0):
     return _build(Gemma2Config(**_sizes(vocab, hidden, layers, tied), head_dim=8, sliding_window=200), seed)
+
+
+def tiny_gemma4(vocab: int = 64, hidden: int = 32, layers: int = 2, seed: int = 0):
+    """Its layers are scaled by buffers, which are not 1 here, as in a trained model."""
+    sizes = _sizes(vocab, hidden, layers, tied=True) | dict(head_dim=8, global_head_dim=8, sliding_window=200)
+    lm = _build(Gemma4TextConfig(**sizes, hidden_size_per_layer_input=0, vocab_size_per_layer_input=vocab), seed)
+    for number, layer in enumerate(lm.model.layers):
+        layer.layer_scalar.fill_(0.5 + number)
+    return lm
 
 
 def tiny_phi3(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):

@@ -8,7 +8,8 @@ from flow import barrier_engine, fit, make_data, make_module
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_async_rl.callbacks import ThroughputMonitor
-from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.engines.base import RolloutEngine, SamplingParams
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.replay.buffer import ReplayBuffer
 
 
@@ -32,6 +33,35 @@ def test_another_optimizer_is_refused_by_name(saved):
     module = make_module(optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     with pytest.raises(ValueError, match=r"model\.optimizer=SGD has .*momentum.* checkpoint.s has .*betas"):
         fit(module, make_data(), 2, ckpt_path=str(saved))
+
+
+def test_a_setting_whose_moments_the_checkpoint_lacks_is_refused_by_name(saved):
+    module = make_module(optimizer=partial(torch.optim.AdamW, lr=1e-3, amsgrad=True))
+    with pytest.raises(ValueError, match=r"model\.optimizer=AdamW has amsgrad=True, and the checkpoint"):
+        fit(module, make_data(), 2, ckpt_path=str(saved))
+
+
+class WithoutRandomState(EmbeddedEngine):
+    """As vLLM's."""
+
+    random_state, set_random_state = RolloutEngine.random_state, RolloutEngine.set_random_state
+
+
+class OnGPU(EmbeddedEngine):
+    """Its generator's state has 16 bytes, and accepts no other."""
+
+    def random_state(self):
+        return super().random_state()[:16]
+
+    def set_random_state(self, state):
+        raise RuntimeError("RNG state is wrong size")
+
+
+@pytest.mark.parametrize("kind", [WithoutRandomState, OnGPU])
+def test_a_run_goes_on_with_another_engine_or_device_and_its_random_numbers(saved, kind, caplog):
+    assert torch.load(saved, weights_only=True)["RolloutDataModule"]["random_state"]
+    assert fit(make_module(), make_data(engine=kind()), 2, ckpt_path=str(saved)).global_step == 2
+    assert f"resume: data.engine={kind.__name__} cannot go on with the random numbers" in caplog.text
 
 
 def test_tokens_of_the_rollouts_in_a_checkpoint_are_counted(tmp_path):

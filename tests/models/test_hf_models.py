@@ -4,12 +4,18 @@ import json
 
 import pytest
 import torch
-from tiny_models import ALL, save, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_tokenizer
+from tiny_models import ALL, save, tiny_gemma4, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lit_async_rl.models.architecture import context_length
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.models.architecture import context_length, stored_buffers
 from lit_async_rl.models.end_tokens import eos_token_ids, stored_eos_token_ids
 from lit_async_rl.models.loading import check_vocabulary, load_policy, load_tokenizer
+from lit_async_rl.models.lora import LoRA, add_lora
+from lit_async_rl.models.meta_loading import WeightFiles
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.received import apply_weights, receive_weights
+from lit_async_rl.models.weights import stream_weights
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -176,3 +182,25 @@ def test_what_no_generation_config_says_ends_a_text_the_config_does_and_then_the
     assert stored_eos_token_ids(folder) == eos_token_ids(load_policy(folder)) == expected
     warned = "neither generation_config.json nor config.json nor the tokenizer names a token" in caplog.text
     assert warned == (expected == () and not generation)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2, target_modules=["q_proj"])])
+def test_buffers_that_files_hold_go_with_the_weights_to_engine_validation_and_export(tmp_path, lora):
+    """Gemma 4 scales its layers by them: an engine or an export with the initial ones is another model."""
+    trained = tiny_gemma4()
+    folder = save(trained, tmp_path / "model")
+    lm = load_policy(folder)
+    assert dict(stored_buffers(lm)).keys() == {f"model.layers.{n}.layer_scalar" for n in range(2)}
+    policy = CausalPolicy(lm if lora is None else add_lora(lm, lora))
+    engine = EmbeddedEngine(num_slots=4, device="cpu")
+    engine.setup(folder)
+    engine.load_weights(1, stream_weights(policy))
+    whole = load_policy(folder, random_init=True)
+    apply_weights(whole, receive_weights(whole, stream_weights(policy)))
+    lm.save_pretrained(tmp_path / "export", state_dict=dict(stream_weights(policy)))
+    sharded = load_policy(folder, device="meta")
+    WeightFiles(folder).read(sharded, sharded, torch.device("cpu"))
+    ids = torch.arange(2, 22)[None]
+    with torch.no_grad():
+        for other in (engine._active_slots.lm, whole, load_policy(str(tmp_path / "export")), sharded):
+            torch.testing.assert_close(other(ids).logits, trained(ids).logits)

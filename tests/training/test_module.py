@@ -108,3 +108,13 @@ def test_a_reference_in_the_file_of_a_sharded_run_is_left_out_where_none_is_need
     module = make_module()
     fit(module, make_data(max_staleness=0), 2, ckpt_path=str(path))
     assert module.version == 2
+
+
+def test_adapters_are_refused_under_another_alpha():
+    """Their weights have the same shapes, and would have another effect."""
+    trained, same, other = (make_module(lora=LoRA(rank=2, alpha=alpha)) for alpha in (4, 4, 8))
+    checkpoint = {"state_dict": trained.state_dict()}
+    trained.saved_weights.reduce(checkpoint, trained.policy)
+    same.saved_weights.check(checkpoint, same.policy)
+    with pytest.raises(ValueError, match=r"model\.lora\.alpha is 8, and was 4 when the checkpoint was saved"):
+        other.saved_weights.check(checkpoint, other.policy)
