@@ -92,7 +92,8 @@ def stream_weights(
             yield f"{owner}.{leaf}", full
         elif ".lora_" not in name:
             yield name, full
-    yield from stored_buffers(causal_lm)
+    for name, buffer in stored_buffers(causal_lm):
+        yield _clean(name), buffer
 
 
 def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
