@@ -62,6 +62,16 @@ def equal_tuning() -> str | None:
     return "\n\n".join(tables)
 
 
+def tuned_share(method: str, lag: int, regime: str = "heavy_tails") -> str:
+    """Share of the synchronous gain that a method keeps at the rate that won its search."""
+    runs = runs_of("equal_tuning")
+    if runs is None:
+        return "not run"
+    found = at_best_rate(tuned_alike(runs[(runs["regime"] == regime) & (runs["lag"] == lag)]))
+    own = found[found["method"] == method]
+    return pm(*gain_share(own["final"], float(own["start"].mean()), synchronous(runs, regime)["final"]))
+
+
 def tuned_alike(runs: pd.DataFrame) -> pd.DataFrame:
     """Of a grid of one lag that is not finished, the runs at rates and seeds that every method has.
 
