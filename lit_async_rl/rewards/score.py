@@ -33,8 +33,9 @@ def reward_identity(reward: Reward) -> str:
         name, given = reward_identity(reward.func), {str(n): value for n, value in enumerate(reward.args)}
         given |= reward.keywords
     else:
-        name, is_function = reward_name(reward), hasattr(reward, "__qualname__")
-        known: Iterable[str] = () if is_function else inspect.signature(type(reward).__init__).parameters
+        kind: Any = type(reward)
+        name = reward_name(reward)
+        known: Iterable[str] = () if hasattr(reward, "__qualname__") else inspect.signature(kind.__init__).parameters
         given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
     plain = {argument: value for argument, value in given.items() if isinstance(value, str | int | float)}
     digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
