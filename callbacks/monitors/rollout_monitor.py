@@ -59,9 +59,10 @@ class RolloutMonitor(StepMonitor):
         return values | ({"policy/entropy": entropy} if length > 0 else {})
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Steps and groups are counted from here."""
+        """Steps are counted from here, and groups from the start of the engine."""
         super().on_train_start(trainer, pl_module)
-        self._before = rollout_data(trainer, "RolloutMonitor").stats() or ProducerStats.zero()
+        rollout_data(trainer, "RolloutMonitor")
+        self._before = ProducerStats.zero()  # the first step has what was scored before this
 
     def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
         """Of the groups scored since the last step, on the rank that has the producer."""

@@ -17,7 +17,7 @@ from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.models.loading import check_vocabulary
 from lit_async_rl.models.routers import check_routers
 from lit_async_rl.rollouts.checkpoint import START_ANEW, is_producer_state
-from lit_async_rl.training.compatibility import check_data_compatibility, check_norms
+from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import make_probe
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -56,7 +56,6 @@ class WeightSync(pl.Callback):
         self.link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
         if stage == "fit":  # the callback may have served another one
-            check_norms(module.objective.baseline, str(trainer.precision))
             self._published_step, self._steps_before = None, 0
 
     def link(self, trainer: AnyTrainer, module: PolicyModule, data: RolloutDataModule) -> None:

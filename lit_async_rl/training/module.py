@@ -26,7 +26,7 @@ from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
-from lit_async_rl.training.compatibility import check_baseline, check_trainable_attention
+from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import adopt_settings, gradients, make_adamw, make_optimizer, warn_of_lost_updates
 from lit_async_rl.training.policies import load_policies
@@ -66,8 +66,7 @@ class PolicyModule(WholeSteps):
         attn_implementation: as in transformers; None is its default.
         random_init: take only the architecture from `model`, with random weights.
         packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
-        self_check: before training, compare a few tokens with plain forward passes of the model, and refuse models that
-            are computed wrongly here; unsharded policies only.
+        self_check: refuse an unsharded model of which a few tokens differ from plain forward passes, before training.
 
     Attributes:
         objective: loss, proximal policy, correction, baseline and penalties.
@@ -127,10 +126,11 @@ class PolicyModule(WholeSteps):
         return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
 
     def setup(self, stage: str) -> None:
-        """Refuses rates and lengths that contradict each other, and kernels that cannot train, before validating."""
+        """Refuses rates and lengths that contradict each other, kernels that cannot train and norms that vanish."""
         super().setup(stage)
         if stage == "fit":
             check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
+            check_norms(self.objective.baseline, str(self.trainer.precision))
         if stage == "fit" or self.trainer.max_steps > 0:
             self.configure_optimizers()
 
