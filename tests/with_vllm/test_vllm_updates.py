@@ -93,7 +93,7 @@ def test_adapters_are_merged_by_vllm_and_change_its_log_probabilities_as_those_o
         with torch.no_grad():
             for parameter in policy.parameters():
                 if parameter.requires_grad:
-                    parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+                    parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
         engine.load_weights(version, stream_weights(policy, adapters=True))
         requests = requests_of([4, 9], max_tokens=30, num_samples=4, seed=version)
         merged = tiny_for_vllm(tied)
