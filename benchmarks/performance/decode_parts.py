@@ -24,15 +24,18 @@ from benchmarks.common.meter import Meter
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded import llama
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.embedded.forward import CachedForward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
+from lit_async_rl.engines.embedded.products import PackedProducts, PlainProducts
 from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.models.loading import load_policy
-from lit_async_rl.models.policy import CausalPolicy
 
 NUM_TOKENS = 30
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "products of the layers": [(llama.Joined, "__call__"), (llama, "_plus_linear")],
-    "product of the head": [(CausalPolicy, "logits")],
+    "products of the layers": [
+        (products, name) for products in (PackedProducts, PlainProducts) for name in ("qkv", "add_out", "add_mlp")
+    ],
+    "product of the head": [(CachedForward, "logits")],
     "attention": [(llama, "_attend")],
     "norms": [(llama.LlamaForward, "_norm")],
     "writing keys and values": [(SlotCache, "write")],

@@ -20,12 +20,11 @@ from collections.abc import Callable
 
 import psutil
 import torch
-from engine import build, compare, make_parser, run_generate, workloads
+from engine import build, compare, make_parser, own_engine, run_generate, workloads
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.blocking import run_requests
-from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 
 
@@ -57,7 +56,7 @@ def rates(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespace, num
     clock = time.perf_counter if torch.cuda.is_available() else processor_seconds
     rows = []
     for lengths, requests in workloads(args).items():
-        embedded = EmbeddedEngine.from_module(lm, num_slots=num_seqs)
+        embedded = own_engine(lm, num_seqs, args)
         runs: dict[str, Callable[[], object]] = {
             "generate": lambda requests=requests: run_generate(lm, requests, num_seqs),
             "embedded": lambda embedded=embedded, requests=requests: embedded.run(requests),

@@ -67,9 +67,11 @@ def generate(model: str, num_seqs: int, dtype: str) -> Sample:
 
 
 def embedded(model: str, num_seqs: int, dtype: str) -> Sample:
-    """Our engine in this process."""
-    lm = load_policy(model).to(getattr(torch, dtype)).eval()
-    return EmbeddedEngine.from_module(lm, num_slots=num_seqs).run
+    """Our engine in this process, with a copy of the weights, as in training."""
+    engine = EmbeddedEngine(num_slots=num_seqs, dtype=dtype, device="cpu")
+    engine.setup(model)
+    engine.load_weights(0, load_policy(model).named_parameters())
+    return engine.run
 
 
 def vllm(model: str, num_seqs: int, dtype: str) -> Sample:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,12 @@ def _copy(tensor: Tensor, like: Tensor, down: Tensor | None, up: Tensor | None) 
 
 
 @torch.no_grad()
-def apply_weights(lm: nn.Module, received: Mapping[str, Tensor | LowRankSum]) -> None:
-    """Writes what `receive_weights` has found into parameters and buffers of `lm`.
+def apply_weights(
+    lm: nn.Module,
+    received: Mapping[str, Tensor | LowRankSum],
+    writers: Mapping[str, Callable[[Tensor], None]] | None = None,
+) -> None:
+    """Writes what `receive_weights` has found into parameters and buffers of `lm`, or hands it to `writers` by name.
 
     Sums are computed one by one in the same memory, which stays in the cache; fresh pages cost more than the products.
     """
@@ -113,4 +117,4 @@ def apply_weights(lm: nn.Module, received: Mapping[str, Tensor | LowRankSum]) ->
                 scratch[kind] = torch.empty(max(sizes), dtype=kind[0], device=kind[1])
             # cast first: copies that also transpose (the engine's layout) are slow between dtypes
             weight = weight.value(scratch[kind]).to(own[name].device, own[name].dtype)
-        own[name].copy_(weight)
+        (writers or {}).get(name, own[name].copy_)(weight)

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.llama import LlamaForward
+from lit_async_rl.engines.embedded.packed import PackedLinear
+from lit_async_rl.models.policy import CausalPolicy
 
 
 class CachedForward:
@@ -29,9 +31,19 @@ class CachedForward:
                 f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
                 "uses, too, needs sdpa or eager, whose masks it can give"
             )
-        self._lm, self._cache = lm, cache
+        self._lm, self._cache, self._policy = lm, cache, CausalPolicy(lm)
         self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None
         self._zero = torch.zeros((), dtype=lm.dtype, device=next(lm.parameters()).device)
+
+    def logits(self, features: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        """Applies the output head."""
+        head = None if self._llama is None else self._llama.head
+        return self._policy.logits(features) if head is None else head(features)
+
+    @property
+    def packed(self) -> dict[str, PackedLinear]:
+        """Linear layers that take the place of the parameters of these names."""
+        return {} if self._llama is None else self._llama.packed
 
     @property
     def reads_ranges(self) -> bool:

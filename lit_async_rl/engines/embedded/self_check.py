@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.engines.embedded.packed import unpacked
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.engines.logprob_error import default_bound
@@ -52,7 +53,8 @@ def check_decoding(slots: Slots) -> None:
     ]
     with evaluation_mode(lm), named(lm, what, side):
         completions = _decode(slots, requests)
-        plain = plain_pass(lm, [prompts[c.request_id] + c.token_ids for c in completions])
+        with unpacked(slots.packed.values()):
+            plain = plain_pass(lm, [prompts[c.request_id] + c.token_ids for c in completions])
     found = [torch.tensor(completion.logprobs) for completion in completions]
     compare(lm, what, found, plain, default_bound(compute_dtype(lm)), side)
     _RIGHT.add(lm)

@@ -24,7 +24,6 @@ from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.architecture import context_length
-from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import FinishReason
 
 
@@ -51,12 +50,12 @@ class Slots:
     ) -> None:
         self.lm = lm
         self.num_tokens = 0  # sampled so far
-        self._policy = CausalPolicy(lm)
         self._eos_token_ids = tuple(eos_token_ids)
         self.num_slots = num_slots
         self.device = next(lm.parameters()).device
         self._cache = cache_class(num_slots, self.device, context_length(lm))
         self._forward = CachedForward(lm, self._cache, owns_weights)
+        self.packed = self._forward.packed  # linear layers in the place of parameters
         self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self._rows = RowState(num_slots, self.device)
@@ -131,7 +130,7 @@ class Slots:
         self._cache.end_prefill(source, rows)
         self._experts.add_prompts((len(prompts), width), source, rows)
         self._open_rows(pending, rows)
-        logits = self._policy.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
+        logits = self._forward.logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
         self.num_tokens += len(rows)
         return self._commit(logits[source], rows, version)
 
@@ -152,7 +151,7 @@ class Slots:
         hidden = self._forward(self._rows.last[:n, None], positions[:, None], mask[:, None, None])
         self._experts.add_tokens(positions, self._longest)
         self.num_tokens += self._num_active
-        return self._commit(self._policy.logits(hidden[:, 0]), slice(0, n), version)
+        return self._commit(self._forward.logits(hidden[:, 0]), slice(0, n), version)
 
     def _commit(self, logits: Tensor, rows: slice | Tensor, version: int) -> list[Completion]:
         """Samples a token for each of `rows`, appends it, and closes the finished rows."""

@@ -98,7 +98,7 @@ class WeightUpdates:
 
     def apply(self, update: Update, slots: Slots) -> None:
         """Uses these weights from now on."""
-        apply_weights(slots.lm, update.weights)
+        apply_weights(slots.lm, update.weights, {name: linear.write for name, linear in slots.packed.items()})
         if self._self_check and not self.are_loaded:
             check_decoding(slots)
         self.version, self.are_loaded = update.version, True
