@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of throughput; updates are in bfloat16")
     parser.add_argument("--timeout_s", type=float, default=1800.0, help="of one engine")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs/measurements")
+    parser.add_argument("--label", help="of the model in names and tables; its folder's name by default")
     parser.add_argument("--only", choices=["throughput", "updates"], help="leaves out the other")
     parser.add_argument("--engine", choices=list(ENGINES), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -211,7 +212,7 @@ def main() -> None:
         os._exit(0)  # the kernel ends vLLM's processes
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            model, label = save(name, folder), Path(name).name
+            model, label = save(name, folder), args.label or Path(name).name
             if args.only != "updates":
                 measure_rates(label, model, args)
             if args.only != "throughput":
