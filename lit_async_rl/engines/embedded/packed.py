@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 MIN_ELEMENTS = 2**16  # of a weight: below, an operation of oneDNN costs more than its product saves
+_MEASURED = ("x86_64", "AMD64")  # other processors have other libraries beneath oneDNN
 _ROWS = 64  # hint of the layout; it is the same from eight rows on
 
 
@@ -29,7 +31,8 @@ class PackedLinear:
     def supports(linears: Sequence[nn.Linear]) -> bool:
         """Whether packing is possible here, and worth it: the mean weight has `MIN_ELEMENTS`."""
         weights = [linear.weight for linear in linears]
-        if sum(weight.numel() for weight in weights) < MIN_ELEMENTS * len(weights):
+        has_onednn = torch.backends.mkldnn.is_available() and platform.machine() in _MEASURED
+        if not has_onednn or sum(weight.numel() for weight in weights) < MIN_ELEMENTS * len(weights):
             return False
         possible = {torch.float32} | ({torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set())
         return all(weight.device.type == "cpu" and weight.dtype in possible for weight in weights)
