@@ -6,6 +6,7 @@ from tiny_models import EOS, save, tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.embedded.forward import CachedForward
 from lit_async_rl.engines.embedded.kv_cache import BLOCK
 
 
@@ -48,12 +49,13 @@ def test_a_prompt_is_read_once_for_all_its_samples():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_prompt_that_a_slot_still_holds_is_read_again_only_after_an_update(family, tmp_path):
+def test_a_prompt_that_a_slot_still_holds_is_read_again_only_after_an_update(family, tmp_path, monkeypatch):
     lms = [{"gpt2": tiny_gpt2, "llama": tiny_llama}[family](seed=seed) for seed in range(2)]
     engine = own_engine(lms[0], tmp_path, num_slots=8)
-    widths = []
-    forward = engine._slots._forward
-    engine._slots._forward = lambda ids, *args: widths.append(ids.shape[1]) or forward(ids, *args)
+    widths, forward = [], CachedForward.__call__
+    monkeypatch.setattr(
+        CachedForward, "__call__", lambda self, ids, *args: widths.append(ids.shape[1]) or forward(self, ids, *args)
+    )
     first, second = requests_of([10, 6], num_samples=2, max_tokens=9), requests_of([10, 6], num_samples=3, first_id=2)
 
     def sample(requests, lm):
