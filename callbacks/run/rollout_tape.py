@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data, run_folder
-from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.replay.tape_writer import TapeWriter
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -62,7 +62,9 @@ class RolloutTape(pl.Callback):
         if self._writer is None or trainer.global_step == self._step:
             return
         module, data = policy_module(pl_module, "RolloutTape"), rollout_data(trainer, "RolloutTape")
-        self._writer.append(self._step, module.stabilizer_signals["version"], data.last_step_groups)
+        self._writer.append(
+            self._step, module.stabilizer_signals["version"], data.last_step_groups, data.sampling.distribution
+        )
         self._step = trainer.global_step
         if self._step % self.every_n_steps == 0:
             self._writer.flush()

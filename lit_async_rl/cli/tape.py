@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lit_async_rl.replay.tape import Tape, TapeStep, TapeWriter
+from lit_async_rl.replay.tape import Tape, TapeStep
+from lit_async_rl.replay.tape_writer import TapeWriter
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.arguments import OneLineParser
 from lit_async_rl.utils.checks import check_range
@@ -64,7 +65,7 @@ def select(arguments: argparse.Namespace) -> None:
         ]
         if groups:
             writer = writer or TapeWriter(arguments.out)
-            writer.append(step.step, step.version, groups)
+            writer.append(step.step, step.version, groups, step.sampling)
             writer.flush()
             num_steps, num_groups = num_steps + 1, num_groups + len(groups)
     if writer is None:

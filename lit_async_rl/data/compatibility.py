@@ -85,16 +85,15 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
 
     Raises:
         FileNotFoundError: there is none; names the setting.
-        ValueError: its first step lacks what the settings say is recorded, and would be trained on without.
+        ValueError: its first step was sampled with other settings, or lacks what they say is recorded.
     """
     try:
-        tape = Tape(admission.folder)
+        tape = Tape(admission.folder, sampling.distribution)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
     asked = {"head": sampling.head, "experts": sampling.experts or None}
     asked = {name: value for name, value in asked.items() if value is not None}
-    steps = tape.some_steps(1) if asked else ()
-    rollouts = [r for step in steps for group in step.groups for r in group.rollouts if r.completion_ids]
+    rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.completion_ids]
     for name, value in asked.items():
         if any(getattr(rollout, name) is None for rollout in rollouts):
             raise ValueError(

@@ -55,6 +55,11 @@ class SamplingParams:
             raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
         check_range("sampling", ">= 0", head=self.head)
 
+    @property
+    def distribution(self) -> dict[str, float]:
+        """Settings that log-probabilities depend on."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:

@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         ("expert_shape", pa.list_(pa.int32())),  # routers and experts per token of the chosen experts, null without
         ("experts", pa.list_(pa.int16())),  # of all tokens of prompt and completion but the last, one after the other
         ("messages", pa.string()),  # JSON, of prompts that are messages; their `prompt` is for reading
+        ("sampling", pa.string()),  # JSON: settings that the log-probabilities depend on
     ]
 )
 

@@ -22,7 +22,8 @@ from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
 from lit_async_rl.losses.aggregation import TokenMean
-from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.replay.tape import Tape
+from lit_async_rl.replay.tape_writer import TapeWriter
 from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 

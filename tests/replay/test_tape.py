@@ -20,8 +20,9 @@ from test_resume import Watch, saving
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.losses import Reinforce
-from lit_async_rl.replay import tape as tape_module
-from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.replay import tape_writer
+from lit_async_rl.replay.tape import Tape
+from lit_async_rl.replay.tape_writer import TapeWriter
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.utils.folder_lock import lock_path
 
@@ -170,20 +171,20 @@ def test_a_run_that_failed_leaves_its_folder_to_other_processes(tmp_path):
 
 def test_a_file_that_the_manifest_had_no_room_for_is_listed_later(recorded, tmp_path, monkeypatch):
     steps = list(Tape(recorded[0]).steps())
-    writer, add = TapeWriter(tmp_path), tape_module.add_to_manifest
+    writer, add = TapeWriter(tmp_path), tape_writer.add_to_manifest
 
     def full(*args):
         raise OSError(errno.ENOSPC, "no space left")
 
     writer.append(0, 0, steps[0].groups)
     writer.flush()
-    monkeypatch.setattr(tape_module, "add_to_manifest", full)
+    monkeypatch.setattr(tape_writer, "add_to_manifest", full)
     for step in (1, 2):
         writer.append(step, step, steps[step].groups)
         writer.flush()
     with pytest.raises(OSError, match="steps 1 to 2 are not on the tape"):
         writer.close(0.0)
-    monkeypatch.setattr(tape_module, "add_to_manifest", add)
+    monkeypatch.setattr(tape_writer, "add_to_manifest", add)
     writer.append(3, 3, steps[3].groups)
     writer.flush()
     assert [step.step for step in Tape(tmp_path).steps()] == [0, 1, 2, 3]

@@ -6,7 +6,8 @@ import pytest
 from tapes import groups_of_step
 
 from lit_async_rl.replay.manifest import MANIFEST
-from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.replay.tape import Tape
+from lit_async_rl.replay.tape_writer import TapeWriter
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from lit_async_rl.api.run_folders import set_aside
 from lit_async_rl.cli.commands import main
-from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.replay.tape_writer import TapeWriter
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.csv_logger import CSVLog
 from lit_async_rl.utils.folder_lock import FolderLock, part_name, remove_stale_parts
