@@ -97,11 +97,11 @@ def test_steps_that_an_interruption_undid_are_set_aside(recorded, tmp_path):
 def test_a_full_disk_loses_no_step(recorded, tmp_path, caplog):
     folder, *_ = recorded
     writer, steps = TapeWriter(tmp_path), list(Tape(folder).steps())
-    writer.append(steps[0].step, steps[0].version, steps[0].groups)
+    writer.append(steps[0].step, steps[0].version, steps[0].groups, steps[0].sampling)
     with full_disk(), caplog.at_level(logging.WARNING):
         writer.flush()
     assert "the disk is full" in caplog.text
-    writer.append(steps[1].step, steps[1].version, steps[1].groups)
+    writer.append(steps[1].step, steps[1].version, steps[1].groups, steps[1].sampling)
     writer.flush()
     assert list(Tape(tmp_path).steps()) == steps[:2]
 
@@ -144,7 +144,7 @@ def test_rows_that_a_full_disk_did_not_take_come_back_with_the_checkpoint(record
 def test_the_end_of_training_waits_for_room_and_ends_in_an_error_without(recorded, tmp_path):
     steps = list(Tape(recorded[0]).steps())
     writer = TapeWriter(tmp_path)
-    writer.append(steps[0].step, steps[0].version, steps[0].groups)
+    writer.append(steps[0].step, steps[0].version, steps[0].groups, steps[0].sampling)
     with full_disk(), pytest.raises(OSError, match=r"full_disk_timeout_s=0: steps 0 to 0 are not on the tape"):
         writer.close(0.0)
     with full_disk():

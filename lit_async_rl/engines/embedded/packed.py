@@ -38,7 +38,7 @@ class PackedLinear:
         return all(weight.device.type == "cpu" and weight.dtype in possible for weight in weights)
 
     @property
-    def parameter(self) -> nn.Parameter:
+    def parameter(self) -> Tensor:
         """The layer's weight; NaN once it is packed."""
         return self._linear.weight
 
