@@ -42,7 +42,7 @@ from lit_async_rl.utils.trace_file import read_trace
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/smollm2.yaml"
 RUNS = Path("runs/real_model")
-SAMPLES, SHOWN = 1, 12
+SAMPLES, SHOWN = 4, 12
 
 
 def train(name: str, seed: int, flags: list[str]) -> Path:

@@ -69,6 +69,9 @@ class GenerationRequest:
     serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
     `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
 
+    With a `seed` >= 0, random numbers of the embedded engine depend on `seed` + sample and the token's position alone,
+    whatever else is sampled, and in whichever order. Other engines do not read it.
+
     Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
     servers send them where that beginning is cached.
     """
@@ -81,6 +84,7 @@ class GenerationRequest:
     priority: int = 0
     num_resumed: int = 0
     session: int | None = None
+    seed: int | None = None
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:

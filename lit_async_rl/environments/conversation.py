@@ -81,7 +81,8 @@ class Conversation:
         """Appends tokens of the environment and asks for the next turn, as request `number`."""
         self.add_observation(observation)
         so_far = self.request.prompt_ids + tuple(self.token_ids)
-        return replace(self.request, id=number, prompt_ids=so_far, num_samples=1)
+        seed = None if self.request.seed is None else self.request.seed + self.sample_index
+        return replace(self.request, id=number, prompt_ids=so_far, num_samples=1, seed=seed)
 
     def failure(self, environment: Environment, text: str, what: str) -> EnvironmentFailure:
         """The error of an environment that failed at the turn `text`; `what` it did."""

@@ -48,7 +48,7 @@ class MentalArithmetic(PromptSource):
     |---|---|
     | `sums` | a + b of numbers from 0 to `largest` |
     | `differences` | a - b >= 0 of the same |
-    | `products` | a x b of numbers from 2 to `largest_factor` |
+    | `products` | a x b of numbers from `smallest_factor` to `largest_factor` |
     | `tens` | a + b of 10, 20 to 90 |
     | `two_steps` | a + b + c and a + b - c >= 0 of digits from 1 to 9 |
 
@@ -58,6 +58,7 @@ class MentalArithmetic(PromptSource):
         largest_factor: largest number of products.
         kinds: kinds of problems.
         held_out: share of the problems that is held out.
+        smallest_factor: smallest number of products.
 
     Raises:
         ValueError: a number is too small, a kind is unknown, or `held_out` is not between 0 and 1.
@@ -70,13 +71,15 @@ class MentalArithmetic(PromptSource):
         largest_factor: int = 12,
         kinds: Sequence[str] = ("sums", "differences", "products", "two_steps"),
         held_out: float = HELD_OUT,
+        smallest_factor: int = 2,
     ) -> None:
-        check_range("MentalArithmetic", ">= 1", largest=largest)
-        check_range("MentalArithmetic", ">= 2", largest_factor=largest_factor)
+        check_range("MentalArithmetic", ">= 1", largest=largest, smallest_factor=smallest_factor)
+        check_range("MentalArithmetic", f">= {smallest_factor}", largest_factor=largest_factor)
         check_range("MentalArithmetic", "in (0, 1)", held_out=held_out)
         if unknown := set(kinds) - set(_KINDS):
             raise ValueError(f"MentalArithmetic.kinds={list(kinds)}: {sorted(unknown)} are none of {list(_KINDS)}")
-        self.largest, self.largest_factor, self.split = largest, largest_factor, split
+        self.largest, self.split = largest, split
+        self.smallest_factor, self.largest_factor = smallest_factor, largest_factor
         found = {p.text: p for kind in kinds for p in _KINDS[kind](self)}  # 10 + 10 is of two kinds
         problems = [p for p in found.values() if is_held_out(p.key, held_out) == (split == "held_out")]
         random.Random(0).shuffle(problems)
@@ -119,7 +122,7 @@ def _two_steps() -> Iterator[_Problem]:
 _KINDS: dict[str, Callable[[MentalArithmetic], Iterable[_Problem]]] = {
     "sums": lambda task: starmap(_sum, product(range(task.largest + 1), repeat=2)),
     "differences": lambda task: starmap(_difference, combinations_with_replacement(range(task.largest + 1), 2)),
-    "products": lambda task: starmap(_product, product(range(2, task.largest_factor + 1), repeat=2)),
+    "products": lambda task: starmap(_product, product(range(task.smallest_factor, task.largest_factor + 1), repeat=2)),
     "tens": lambda task: starmap(_sum, product(range(10, 100, 10), repeat=2)),
     "two_steps": lambda task: _two_steps(),
 }

@@ -34,7 +34,7 @@ class Validator(torch.nn.Module):
     """Samples and scores held-out prompts and averages over all ranks.
 
     A completion is correct if its reward is at least `data.validation.success_reward`. Every validation uses the same
-    random numbers, so that differences between two are due to the policies.
+    random numbers for a sample's tokens, so that differences between two are due to the policies.
     """
 
     def __init__(self) -> None:
@@ -75,13 +75,14 @@ class Validator(torch.nn.Module):
                 num_samples=data.validation.num_samples,
                 sampling=data.val_sampling,
                 prompt=prompt,
+                seed=batch.index * 2**40 + n * data.validation.num_samples,
             )
             for n, prompt in enumerate(batch.prompts)
         ]
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         with evaluation_mode(lm), decodable(lm):
             checks = not self._is_checked and getattr(data.engine, "self_check", module.self_check)
-            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, seed=batch.index, self_check=checks)
+            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=checks)
             self._is_checked = True
             engine = data.engine.around(own, data.codec)
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s

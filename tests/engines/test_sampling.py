@@ -22,6 +22,10 @@ def row_params(n, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> RowParams:
     )
 
 
+def numbers(n: int, seed: int) -> torch.Tensor:
+    return torch.rand(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def softmax(values: list[float]) -> list[float]:
     shifted = [math.exp(v - max(values)) for v in values]
     return [v / sum(shifted) for v in shifted]
@@ -95,7 +99,7 @@ def test_frequencies_are_the_reported_probabilities(kwargs):
     logits = torch.tensor([1.3, -0.4, 0.2, 2.0, -1.5, 0.9, 0.0, -3.0])
     params = row_params(n, **kwargs)
     log_p = processed_logprobs(logits.expand(n, -1), params)
-    tokens, logprobs = draw(log_p, params, torch.Generator().manual_seed(0))
+    tokens, logprobs = draw(log_p, params, numbers(len(log_p), seed=0))
     torch.testing.assert_close(logprobs, log_p[0, tokens])
     expected = log_p[0].double().exp() * n
     counts = tokens.bincount(minlength=8).double()
@@ -111,7 +115,7 @@ def test_tokens_with_no_probability_are_never_drawn():
     """Also when almost nothing is left, and in a large vocabulary, where a coarse random number would show."""
     log_p = torch.full((20_000, 1000), -torch.inf)
     log_p[:, 999], log_p[:, 500] = math.log(1e-7), 0.0
-    tokens, _ = draw(log_p, row_params(20_000), torch.Generator().manual_seed(0))
+    tokens, _ = draw(log_p, row_params(20_000), numbers(len(log_p), seed=0))
     assert set(tokens.tolist()) <= {500, 999}
     assert (tokens == 999).sum() <= 2
 
@@ -121,17 +125,17 @@ def test_greedy_rows_take_the_likeliest_token_among_sampled_ones():
     params = row_params(50)
     params.temperature[::2] = 0.0
     log_p = processed_logprobs(logits, params)
-    tokens, logprobs = draw(log_p, params, torch.Generator().manual_seed(1))
+    tokens, logprobs = draw(log_p, params, numbers(len(log_p), seed=1))
     assert (tokens[::2] == logits[::2].argmax(-1)).all()
     assert (tokens[1::2] != logits[1::2].argmax(-1)).any()
     torch.testing.assert_close(logprobs[::2], logits[::2].log_softmax(-1).amax(-1))
 
 
 def test_only_the_given_generator_is_used():
-    log_p, params = torch.randn(5, 7).log_softmax(-1), row_params(5)
-    before = torch.random.get_rng_state()
-    first = draw(log_p, params, torch.Generator().manual_seed(5))[0]
-    again = draw(log_p, params, torch.Generator().manual_seed(5))[0]
+    rows, before = RowState(5, torch.device("cpu")), torch.random.get_rng_state()
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    first = rows.sample(slice(0, 5), logits, torch.Generator().manual_seed(5))[0]
+    again = rows.sample(slice(0, 5), logits, torch.Generator().manual_seed(5))[0]
     assert torch.equal(first, again)
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -145,7 +149,7 @@ def test_a_large_vocabulary_is_sampled_from_in_parts_with_the_same_tokens_as_at_
     rows.open(rows.all_rows, SamplingParams(max_tokens=2, head=3, **kwargs), (), (1, 2))
     tokens, logprobs = rows.sample(slice(0, n), logits, torch.Generator().manual_seed(3))
     log_p = processed_logprobs(logits, row_params(n, **kwargs))
-    expected, their_logprobs = draw(log_p, row_params(n, **kwargs), torch.Generator().manual_seed(3))
+    expected, their_logprobs = draw(log_p, row_params(n, **kwargs), numbers(len(log_p), seed=3))
     assert torch.equal(tokens, expected)
     assert torch.equal(logprobs, their_logprobs)
     for row in range(n):

@@ -22,6 +22,11 @@ class Pending:
     first_sample: int
     num_samples: int
 
+    @property
+    def stream(self) -> int | None:
+        """Of the first sample's random numbers; None if they are the engine's."""
+        return None if self.request.seed is None else self.request.seed + self.first_sample
+
 
 @dataclass(frozen=True)
 class Update:

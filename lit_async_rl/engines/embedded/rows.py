@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.heads import HeadRecorder
-from lit_async_rl.engines.embedded.sampling import RowParams, draw, parts, processed_logprobs
+from lit_async_rl.engines.embedded.sampling import RowParams, draw, parts, processed_logprobs, stream_uniform
 
-NO_TOKEN = -1
+NO_TOKEN = NO_STREAM = -1
 Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 
 
@@ -40,7 +40,8 @@ class RowState:
         self.top_p = torch.ones(num_slots, device=device)
         self.top_k = torch.zeros(num_slots, **rows)
         self.min_p = torch.zeros(num_slots, device=device)
-        self._truncates = self._greedy = False
+        self.stream = torch.full((num_slots,), NO_STREAM, **rows)  # of the random numbers, or the engine's
+        self._truncates = self._greedy = self._has_streams = False
 
     def params(self, rows: slice | Tensor) -> RowParams:
         """Sampling parameters of the rows."""
@@ -48,9 +49,17 @@ class RowState:
         return RowParams(*values, self._truncates, self._greedy)
 
     def open(
-        self, rows: Int[Tensor, " n"], sampling: SamplingParams, stops: Sequence[int], prompt: tuple[int, ...]
+        self,
+        rows: Int[Tensor, " n"],
+        sampling: SamplingParams,
+        stops: Sequence[int],
+        prompt: tuple[int, ...],
+        stream: int | None = None,
     ) -> None:
-        """Starts completions of one prompt; the next token is sampled after its last one."""
+        """Starts completions of one prompt; the next token is sampled after its last one.
+
+        Their random numbers are the streams from `stream` on, see `GenerationRequest.seed`.
+        """
         self._reserve(sampling.max_tokens + 1, len(stops))  # the last column is written by rows that are finished
         self.heads.reserve(self.tokens.shape[1], sampling.head)
         self.alive[rows] = 1
@@ -61,6 +70,8 @@ class RowState:
         self.top_k[rows], self.min_p[rows] = sampling.top_k, sampling.min_p
         self._truncates |= sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         self._greedy |= sampling.temperature == 0
+        self.stream[rows] = NO_STREAM if stream is None else stream + self.all_rows[: len(rows)]
+        self._has_streams |= stream is not None
         self.stops[rows] = NO_TOKEN
         self.stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=rows.device)
 
@@ -69,10 +80,17 @@ class RowState:
         params, index, drawn = self.params(rows), self.all_rows[rows], []
         for part in parts(logits):
             log_p = processed_logprobs(logits[part], params[part])
-            drawn.append(draw(log_p, params[part], generator))
+            drawn.append(draw(log_p, params[part], self._uniform(index[part], generator)))
             self.heads.append(index[part], self.count[index[part]], log_p)
         tokens, logprobs = zip(*drawn, strict=True)
         return torch.cat(tokens), torch.cat(logprobs)
+
+    def _uniform(self, rows: Int[Tensor, " n"], generator: torch.Generator) -> Float[Tensor, "n 1"]:
+        drawn = torch.rand(len(rows), dtype=torch.float64, device=rows.device, generator=generator)
+        if self._has_streams:
+            stream = self.stream[rows]
+            drawn = torch.where(stream == NO_STREAM, drawn, stream_uniform(stream, self.position[rows]))
+        return drawn[:, None]
 
     def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
         """Appends one token per row; returns the finished rows, and which of them ended with a stop token."""
@@ -103,7 +121,7 @@ class RowState:
         for values in (
             *(self.position, self.last, self.count, self.max_tokens, self.stops),
             *(self.tokens, self.versions, self.logprobs),
-            *(self.temperature, self.top_p, self.top_k, self.min_p),
+            *(self.temperature, self.top_p, self.top_k, self.min_p, self.stream),
         ):
             values[targets] = values[sources]
         self.heads.move(sources, targets)
@@ -120,7 +138,7 @@ class RowState:
 
     def forget_settings(self) -> None:
         """Resets the flags derived from sampling parameters; call it when no row is active."""
-        self._truncates = self._greedy = False
+        self._truncates = self._greedy = self._has_streams = False
         self.heads.forget()
 
     def _reserve(self, columns: int, num_stops: int) -> None:

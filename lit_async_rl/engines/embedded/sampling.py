@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+GOLDEN, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as signed numbers of 64 bits
 CACHED = 2**19  # numbers of a part of the rows: with temporary values in double precision as much as a core's cache
 
 
@@ -70,17 +71,33 @@ def _truncate(log_p: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "
 
 
 def draw(
-    log_p: Float[Tensor, "n V"], params: RowParams, generator: torch.Generator
+    log_p: Float[Tensor, "n V"], params: RowParams, uniform: Float[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """Samples one token per row, with its log-probability.
+    """Samples one token per row, with its log-probability; `uniform` are random numbers from 0 to 1, in float64.
 
     Uses the inverse CDF: one random number per row instead of one per vocabulary entry. Summation is in double
     precision: neither a float32 sum over a large vocabulary nor a float32 random number (24 bits) would give unlikely
     tokens their probability. A token of probability 0 is never sampled.
     """
     cdf = log_p.exp().cumsum(-1, dtype=torch.float64)
-    uniform = torch.rand(len(log_p), 1, dtype=torch.float64, device=log_p.device, generator=generator)
     tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0]  # rounding keeps u * total < total
     if params.greedy:
         tokens = torch.where(params.temperature > 0, tokens, log_p.argmax(-1))
     return tokens, log_p.gather(-1, tokens[:, None])[:, 0]
+
+
+def stream_uniform(stream: Int[Tensor, " n"], position: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Random numbers from 0 to 1 that depend on their stream and position alone, in float64.
+
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at the position, of a sequence that begins
+    with SplitMix64 of the stream.
+    """
+    bits = _split_mix(_split_mix(stream * GOLDEN) + position * GOLDEN)
+    return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def _split_mix(z: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Mixing function of SplitMix64; products are modulo 2^64."""
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * MIX_1
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * MIX_2
+    return z ^ ((z >> 31) & (2**33 - 1))
