@@ -1,12 +1,16 @@
 """Mental arithmetic as chat prompts, and the reward that reads the last number."""
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from lit_async_rl.rewards import last_number
 from lit_async_rl.tasks import MentalArithmetic
 from lit_async_rl.types import Prompt
+
+ROOT = Path(__file__).parents[2]
 
 
 def questions(split) -> dict[str, Prompt]:
@@ -41,6 +45,25 @@ def test_kinds_can_be_chosen_and_more_be_held_out():
     assert {"30 + 90", "12 - 12", "10 x 2", "0 + 0"} <= set(texts)
     with pytest.raises(ValueError, match=r"MentalArithmetic.kinds=\['sum'\]: \['sum'\] are none of \['sums', "):
         MentalArithmetic(kinds=["sum"])
+
+
+def test_the_factors_of_products_have_a_smallest_and_a_largest():
+    settings = dict(largest_factor=12, smallest_factor=1, kinds=["products"], held_out=0.5)
+    sources = [MentalArithmetic(split=split, **settings) for split in ("train", "held_out")]
+    texts = {source[n].messages[0]["content"][8:-30] for source in sources for n in range(len(source))}
+    assert texts == {f"{a} x {b}" for a in range(1, 13) for b in range(1, 13)}
+    with pytest.raises(ValueError, match="MentalArithmetic.largest_factor must be >= 5, got 4"):
+        MentalArithmetic(smallest_factor=5, largest_factor=4)
+
+
+def test_the_problems_of_the_shipped_configuration():
+    """As docs/models.md says."""
+    data = yaml.safe_load((ROOT / "configs/smollm2.yaml").read_text())["data"]
+    given = [data["prompts"]["init_args"], data["validation"]["prompts"]["init_args"]]
+    train, held_out = (MentalArithmetic(**settings) for settings in given)
+    assert (len(train), len(held_out)) == (158, 211)
+    asked = [{source[n].text for n in range(len(source))} for source in (train, held_out)]
+    assert not asked[0] & asked[1]
 
 
 @pytest.mark.parametrize(
