@@ -52,7 +52,7 @@ def test_the_factors_of_products_have_a_smallest_and_a_largest():
     sources = [MentalArithmetic(split=split, **settings) for split in ("train", "held_out")]
     texts = {source[n].messages[0]["content"][8:-30] for source in sources for n in range(len(source))}
     assert texts == {f"{a} x {b}" for a in range(1, 13) for b in range(1, 13)}
-    with pytest.raises(ValueError, match="MentalArithmetic.largest_factor must be >= 5, got 4"):
+    with pytest.raises(ValueError, match=r"MentalArithmetic\.largest_factor must be >= 5, got 4"):
         MentalArithmetic(smallest_factor=5, largest_factor=4)
 
 
