@@ -167,12 +167,6 @@ class PolicyModule(WholeSteps):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """Clears gradients; Lightning clears them after `training_step`, too late for FSDP1."""
-        if self._reads_weights and batch_idx % self.trainer.accumulate_grad_batches == 0:
-            for optimizer in self.trainer.optimizers:
-                optimizer.zero_grad()
-
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the gradients of a step sum to that of its average."""
         self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)

@@ -61,6 +61,15 @@ class WholeSteps(pl.LightningModule):
         self.guard.check_whole()
         self._updated |= any(True for _ in gradients(optimizer)) and not overflows(self.trainer, optimizer)
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Makes the step, and frees the gradients: what is published and the next activations need memory, too.
+
+        Lightning frees them after the next `training_step`, which is also too late for norms under FSDP1.
+        """
+        super().optimizer_step(*args, **kwargs)
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
+
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Writes checkpoints deferred during the update."""
         if self._saves is not None:

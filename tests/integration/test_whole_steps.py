@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from flow import barrier_engine, fit, make_data, make_module, parameters
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from test_resume import Watch
 
 from lit_async_rl.engines.base import SamplingParams
@@ -81,6 +81,27 @@ def test_a_checkpoint_that_a_callback_saves_in_any_hook_is_one_to_resume_from(tm
     resumed = make_module()
     fit(resumed, fixed_lag(2), 4, ckpt_path=str(path))
     assert torch.equal(parameters(resumed), unbroken)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_are_gone_when_weights_are_published_and_activations_are_made(micro_batches, monkeypatch):
+    """The largest of gradients, activations and an update's copy counts, not their sum."""
+    module, seen = make_module(), {"published": [], "forward": []}
+    publish = module.stream_weights
+
+    def count(when):
+        seen[when].append(sum(p.grad is not None for p in module.parameters()))
+
+    def counted(*args, **kwargs):
+        count("published")
+        return publish(*args, **kwargs)
+
+    monkeypatch.setattr(module, "stream_weights", counted)
+    fit(module, fixed_lag(micro_batches), 3, [LambdaCallback(on_train_batch_start=lambda *_: count("forward"))])
+    number = sum(1 for _ in module.parameters())
+    assert seen["published"] == [0] * len(seen["published"])
+    assert len(seen["published"]) >= 3
+    assert seen["forward"] == [0, *[number] * (micro_batches - 1)] * 3  # other micro-batches add to those of the step
 
 
 def test_a_data_module_serves_a_second_fit_which_begins_anew():
