@@ -19,8 +19,8 @@ from lit_async_rl.errors import (
     StalledError,
     describe,
 )
-from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.saving import finish_saving
 
 BETWEEN_STEPS = (EngineError, EnvironmentFailure, NonFiniteError, ProducerError, RewardError, StalledError)
 log = logging.getLogger(__name__)

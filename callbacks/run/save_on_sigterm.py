@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.training.checkpoint_io import finish_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.saving import finish_saving
 
 log = logging.getLogger(__name__)
 

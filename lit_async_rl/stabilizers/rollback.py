@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_async_rl.models.sharded_checkpoint import MANIFEST
 from lit_async_rl.stabilizers.alarm_actions import AlarmAction
+from lit_async_rl.stabilizers.moments import (
+    copied_moments,
+    own_piece,
+    parameters_of,
+    restorable_tensors,
+    restore_moments,
+)
 from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import duplicate
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.saving import finish_saving
 
 log = logging.getLogger(__name__)
 
@@ -80,32 +87,32 @@ class RollBack(_Limited):
         self.every_n_steps = every_n_steps
         self._step: int | None = None
         self._weights: dict[str, Tensor] = {}
-        self._moments: list[list[dict[str, object]]] = []
+        self._moments: list[dict[nn.Parameter, dict[str, object]]] = []
 
     def begin(self, trainer: AnyTrainer) -> None:
         self._step, self._weights, self._moments, self.num_rollbacks = None, {}, [], 0
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes a copy every `every_n_steps` steps, before the update: the one that follows is not known to be good."""
-        tensors = _tensors(pl_module)
+        tensors = restorable_tensors(pl_module)
         is_due = self._step is None or trainer.global_step - self._step >= self.every_n_steps
         if not is_due and tensors.keys() <= self._weights.keys():
             return
         self._step = trainer.global_step
-        self._weights = {name: _piece(t).to("cpu", copy=True) for name, t in tensors.items()}
-        self._moments = [[_copied(o.state.get(p, {})) for p in _params(o)] for o in trainer.optimizers]
+        self._weights = {name: own_piece(t).to("cpu", copy=True) for name, t in tensors.items()}
+        self._moments = [{p: copied_moments(o.state.get(p, {})) for p in parameters_of(o)} for o in trainer.optimizers]
 
     @torch.no_grad()
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
         if self._step is None:
             return None
-        for name, tensor in _tensors(pl_module).items():
+        finish_saving(trainer)  # what is copied for a checkpoint must not change meanwhile
+        for name, tensor in restorable_tensors(pl_module).items():
             if name in self._weights:
-                _piece(tensor).copy_(self._weights[name])
+                own_piece(tensor).copy_(self._weights[name])
         for optimizer, saved in zip(trainer.optimizers, self._moments, strict=True):
-            params = _params(optimizer)  # groups are added at the end
-            for param, moments in zip(params, saved + [{}] * (len(params) - len(saved)), strict=True):
-                _restore_moments(optimizer, param, moments)
+            for param in parameters_of(optimizer):  # some may have been added since
+                restore_moments(optimizer, param, saved.get(param, {}))
         return f"Weights and moments were rolled back to those after step {self._step}."
 
 
@@ -151,8 +158,7 @@ class RollBackToCheckpoint(_Limited):
         self._judge(trainer, is_healthy=False)
 
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
-        if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
-            wait()
+        finish_saving(trainer)
         path, original = trainer.strategy.broadcast((self.path, self._original))
         if path is None:
             return None
@@ -216,35 +222,10 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _fits(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:
-    """Whether numbers of parameter groups match; sharded checkpoints have no `optimizer_states` here."""
+    """Whether numbers of parameters in each group match; sharded checkpoints have no `optimizer_states` here."""
     saved = checkpoint.get("optimizer_states") or []
-    return all(len(s["param_groups"]) == len(o.param_groups) for s, o in zip(saved, optimizers, strict=False))
+    return all(_sizes(s["param_groups"]) == _sizes(o.param_groups) for s, o in zip(saved, optimizers, strict=False))
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    trained = {n: p for n, p in module.named_parameters() if p.requires_grad or hasattr(p, "is_reset")}
-    return trained | dict(module.named_buffers())
-
-
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _piece(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _copied(moments: dict[str, object]) -> dict[str, object]:
-    return {k: _piece(v).to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in moments.items()}
-
-
-def _restore_moments(optimizer: Optimizer, param: nn.Parameter, saved: dict[str, object]) -> None:
-    """Restores moments in place, because they may be sharded; removes those that did not exist yet."""
-    if not saved:
-        optimizer.state.pop(param, None)
-        return
-    for name, value in saved.items():
-        if isinstance(value, Tensor):
-            _piece(optimizer.state[param][name]).copy_(value)
-        else:
-            optimizer.state[param][name] = value
+def _sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: training pauses only while a copy is taken."""
+"""Checkpoints written in the background: training pauses only while the weights are copied."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import copy
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.utils.folder_lock import part_name
+from lit_async_rl.utils.huge_pages import host_copy
+
+STATES = "optimizer_states"
 
 
 class BackgroundCheckpointIO(AtomicCheckpointIO):
     """Atomic checkpoints, written by a thread from a copy in CPU memory while training goes on.
+
+    Optimizer states, two thirds of a checkpoint with AdamW, change in an optimizer's step only: the thread copies them,
+    and the next step of any optimizer waits for that. All else is copied before `save_checkpoint` returns.
 
     One copy exists at a time: a save that comes while another is being written waits for it. Files change in the order
     of the calls, so an older checkpoint is removed only after its successor was written; a kill at any moment leaves
@@ -33,16 +42,28 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         super().__init__()
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        self._copying: Future[None] | None = None
+        self._step_hook: RemovableHandle | None = None  # of all optimizers, while their states are copied
         self._kept: set[str] = set()  # to be removed when the link to it has moved
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Copies the checkpoint, and returns; URLs are left to Lightning."""
+        """Copies all but optimizer states, and returns; URLs are left to Lightning."""
         self.wait()
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        copied = _copy(checkpoint, {})
-        self._submit(lambda: super(BackgroundCheckpointIO, self).save_checkpoint(copied, path, storage_options))
+        known: dict[Any, Tensor] = {}
+        states = {name: value for name, value in checkpoint.items() if name == STATES}
+        copied = _copy({name: value for name, value in checkpoint.items() if name != STATES}, known)
+        copying = self._copying = self._submit(lambda: copied.update(_copied_at_rest(states, known)))
+        self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._finish_copying())
+
+        def write() -> None:
+            self._has_failed = True
+            copying.result()
+            super(BackgroundCheckpointIO, self).save_checkpoint(copied, path, storage_options)
+
+        self._submit(write)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint after all earlier calls; one that a link names stays until the link has moved."""
@@ -66,9 +87,19 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         Raises:
             OSError: a checkpoint could not be written (any error of the thread is raised as it was).
         """
+        self._finish_copying()
         pending, self._pending = self._pending, []
         for one in pending:
             one.result()
+
+    def _finish_copying(self) -> None:
+        """Returns when the optimizer states are copied; nothing else is queued before them."""
+        copying, self._copying = self._copying, None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+        if copying is not None:
+            copying.result()
 
     def teardown(self) -> None:
         """Ends the thread when all is written; Lightning calls it at the end of a run, whatever ended it."""
@@ -77,13 +108,14 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             thread.shutdown(wait=True)
         self.wait()
 
-    def _submit(self, task: Callable[[], None]) -> None:
+    def _submit(self, task: Callable[[], None]) -> Future[None]:
         for one in [one for one in self._pending if one.done()]:
             self._pending.remove(one)
             one.result()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending.append(self._thread.submit(task))
+        return self._pending[-1]
 
     def _remove(self, path: str) -> None:
         if _is_linked(Path(path)):
@@ -112,12 +144,36 @@ def _is_linked(path: Path) -> bool:
     return path.parent.is_dir() and any(p.is_symlink() and p.resolve() == target for p in path.parent.glob("*.ckpt"))
 
 
+def _copied_at_rest(states: Any, known: dict[Any, Tensor]) -> Any:
+    """Deep copy of optimizer states.
+
+    Raises:
+        InvariantError: one of them was changed meanwhile, by something that is no optimizer's step.
+    """
+    before = [(tensor, tensor._version) for tensor in _tensors(states)]
+    copied = _copy(states, known)
+    if any(tensor._version != version for tensor, version in before):
+        raise InvariantError(
+            "optimizer states changed outside of an optimizer's step while a checkpoint was taken of them, which was "
+            "not written; trainer.plugins=[AtomicCheckpointIO] takes them before training goes on"
+        )
+    return copied
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
 def _copy(value: Any, known: dict[Any, Tensor]) -> Any:
     """Deep copy with tensors in CPU memory; tensors that share memory in full still do."""
     if isinstance(value, Tensor):
         place = value.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype, value.device
         if place not in known or value.numel() == 0:
-            known[place] = value.detach().to("cpu", copy=True)
+            known[place] = host_copy(value)
         return known[place]
     if isinstance(value, OrderedDict):
         made: Any = OrderedDict((key, _copy(item, known)) for key, item in value.items())

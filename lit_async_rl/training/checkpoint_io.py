@@ -15,7 +15,6 @@ from lit_async_rl.models.sharded_checkpoint import check_folder
 from lit_async_rl.utils.digest import DigestWriter, check_file, read_in_thread
 from lit_async_rl.utils.files import is_disk_full, replacing
 from lit_async_rl.utils.folder_lock import remove_stale_parts
-from lit_async_rl.utils.lightning_types import AnyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +86,6 @@ def _warn_if_refused(path: Path) -> None:
             "hyperparameters) must be tensors, numbers, text, and lists and dictionaries of these",
             error,
         )
-
-
-def finish_saving(trainer: AnyTrainer) -> bool:
-    """Returns when checkpoints that are written in the background are on disk; False if the last one is not."""
-    if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
-        wait()
-    return not getattr(trainer.strategy.checkpoint_io, "disk_is_full", False)
 
 
 def check_checkpoint(path: str | Path) -> None:

@@ -71,7 +71,11 @@ class Unfreezing(Regression):
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 3:
             self.net[0].requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.net[0].parameters())})
+            self.unfreeze(self.trainer.optimizers[0], list(self.net[0].parameters()))
+
+    @staticmethod
+    def unfreeze(optimizer, parameters):
+        optimizer.add_param_group({"params": parameters})
 
 
 class Disturbed(Unfreezing):
@@ -84,13 +88,25 @@ class Disturbed(Unfreezing):
         return signals | {"log_ratio": signals["log_ratio"] * (200 if self.global_step >= self.bad_from else 0)}
 
 
+class DisturbedInGroup(Disturbed):
+    """The layer's parameters come before those that are in the group already."""
+
+    @staticmethod
+    def unfreeze(optimizer, parameters):
+        optimizer.param_groups[0]["params"][:0] = parameters
+
+
 class BadAtOnce(Disturbed):
     """They are hopeless as soon as the layer is unfrozen, so that no copy has it."""
 
     bad_from = 3
 
 
-@pytest.mark.parametrize("module_class", [Disturbed, BadAtOnce])
+class BadAtOnceInGroup(DisturbedInGroup, BadAtOnce):
+    pass
+
+
+@pytest.mark.parametrize("module_class", [Disturbed, DisturbedInGroup, BadAtOnce, BadAtOnceInGroup])
 def test_a_rollback_goes_with_parameters_that_were_unfrozen_since(module_class):
     class Before(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -139,7 +155,8 @@ def test_rolling_back_to_a_checkpoint_works_in_both_lightnings(package, tmp_path
     assert torch.equal(weights(module), torch.cat([value.flatten() for value in saved.values()]))
 
 
-def test_a_checkpoint_with_fewer_parameter_groups_is_left_alone(tmp_path):
+@pytest.mark.parametrize("module_class", [Disturbed, DisturbedInGroup])
+def test_a_checkpoint_with_fewer_parameters_in_its_groups_is_left_alone(module_class, tmp_path):
     class Keep(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 2:
@@ -148,7 +165,7 @@ def test_a_checkpoint_with_fewer_parameter_groups_is_left_alone(tmp_path):
     action = RollBackToCheckpoint()
     action.healthy = lambda trainer, pl_module: setattr(action, "path", str(tmp_path / "two.ckpt"))
     alarm = CollapseAlarm(action, **ALWAYS | dict(min_ess_ratio=0.3), cooldown_steps=99)
-    fit(Disturbed(), Keep(), alarm, data=BoundedRows(), max_steps=6)
+    fit(module_class(), Keep(), alarm, data=BoundedRows(), max_steps=6)
     assert "two.ckpt has other parameter groups than the optimizer: training continues" in alarm.reports[0]
 
 
