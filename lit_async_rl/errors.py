@@ -58,5 +58,9 @@ class SetupError(RuntimeError):
     """A component was used before its setup, or without another component that it needs."""
 
 
+class UnsupportedModelError(ValueError):
+    """The model's architecture is computed wrongly, or not at all; the message names it and what differs."""
+
+
 class InvariantError(RuntimeError):
     """An internal invariant is violated; this is a bug, please report it."""

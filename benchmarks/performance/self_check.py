@@ -5,12 +5,13 @@ OMP_NUM_THREADS=1 python benchmarks/performance/self_check.py
 
 from __future__ import annotations
 
+import copy
 import time
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lit_async_rl.engines.embedded.self_check import _RIGHT, check_decoding
+from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
@@ -32,8 +33,9 @@ def main() -> None:
             began = time.process_time()
             check_policy(policy, bound=1e-4)
             print(f"{name:16} {time.process_time() - began:.2f} s", flush=True)
-        _RIGHT.discard(lm)
-        slots = Slots(lm, num_slots=64, eos_token_ids=(), seed=0)
+        slots = Slots(copy.deepcopy(lm), num_slots=64, eos_token_ids=(), seed=0, owns_weights=True)
+        for linear in slots.packed.values():  # as an engine's own weights are
+            linear.write(linear.parameter)
         began = time.process_time()
         check_decoding(slots)
         print(f"{'engine':16} {time.process_time() - began:.2f} s", flush=True)

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from lit_async_rl.baselines.layer_norms import InputGrams, LayerRecord, layer_squared_norms, own_parameters
 from lit_async_rl.baselines.packed_rows import gathered, own_positions, packed
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.architecture import body
 from lit_async_rl.models.packed_rows import PackedRows
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.sampler_head import Support, log_mass
@@ -53,7 +54,7 @@ class GhostTape:
 
     def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
         self.policy, self.last_blocks = policy, last_blocks
-        self._body = policy.causal_lm.base_model
+        self._body = body(policy.causal_lm)
         self._head = policy.causal_lm.get_output_embeddings()
         self._layers = _chosen_layers(self._body, last_blocks)
         self._check()

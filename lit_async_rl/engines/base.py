@@ -43,6 +43,7 @@ class RolloutEngine(ABC):
         needs_weights: whether the weights are gone, so that `load_weights` must come before the next token.
         probe: what the trainer computes with the weights that come next, for engines that check theirs.
         is_used: whether a run has set it up; another run then takes a fresh one.
+        self_check: whether decoding is compared with plain forward passes; None leaves it to the model's setting.
     """
 
     in_flight_weight_updates: bool
@@ -62,6 +63,7 @@ class RolloutEngine(ABC):
     sleep_level: int = 0
     probe: Probe | None = None
     is_used: bool = False
+    self_check: bool | None = None
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

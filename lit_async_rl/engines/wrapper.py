@@ -25,7 +25,7 @@ class EngineWrapper(RolloutEngine):
         self.records_experts = engine.records_experts
         self.startup_timeout_s, self.update_timeout_s = engine.startup_timeout_s, engine.update_timeout_s
         self.takes_adapters, self.takes_changes = engine.takes_adapters, engine.takes_changes
-        self.sleep_level = engine.sleep_level
+        self.sleep_level, self.self_check = engine.sleep_level, engine.self_check
         self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
 
     def setup(self, model: str) -> None:

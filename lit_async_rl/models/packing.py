@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
-from lit_async_rl.models.architecture import context_length, other_layers
+from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.packed_rows import PackedRows, pack
 from lit_async_rl.models.routers import Replaying
 from lit_async_rl.utils.checks import check_range
@@ -74,7 +74,7 @@ class SharedPromptPacking:
         rows = pack(input_ids.cpu(), needed.cpu(), group_index.tolist(), self.row_tokens).to(input_ids.device)
         check_length(lm, int(rows.position.max()) + 1)
         with Replaying(None if experts is None else experts.flatten(0, 1)[rows.source.flatten()]):
-            hidden = lm.base_model(
+            hidden = body(lm)(
                 input_ids=input_ids.flatten()[rows.source],
                 position_ids=rows.position,
                 attention_mask=attention_mask(lm, rows),
@@ -137,7 +137,7 @@ def check_packable(lm: PreTrainedModel) -> None:
         )
     if lm.config.model_type == "gpt_neo":
         raise ValueError("model.packing: GPTNeoForCausalLM has a mask of its own, by places in the row; leave it out")
-    if "position_ids" not in inspect.signature(lm.base_model.forward).parameters:
+    if "position_ids" not in inspect.signature(body(lm).forward).parameters:
         raise ValueError(f"model.packing: {type(lm).__name__} takes no position_ids; leave it out")
 
 

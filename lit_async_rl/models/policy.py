@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lit_async_rl.errors import InvariantError
+from lit_async_rl.models.architecture import body, rotary_length
 from lit_async_rl.models.packed_rows import PackedRows
 from lit_async_rl.models.packing import SharedPromptPacking, check_packable
 from lit_async_rl.models.routers import Replaying, replay_in
@@ -54,6 +55,7 @@ class CausalPolicy(nn.Module):
         self.lm = lm
         self.chunk_tokens = chunk_tokens
         self.packing = packing
+        self._rotary_length = rotary_length(self.causal_lm.config)
         if packing is not None:
             check_packable(self.causal_lm)
         replay_in(self.causal_lm)
@@ -89,6 +91,7 @@ class CausalPolicy(nn.Module):
         is detached and costs no memory. `head_ids` are tokens whose log-probabilities are wanted at each position,
         `experts` those that routers are to use for each token (see `Replaying`).
         """
+        self._check_length(input_ids.shape[1])
         predicts = mask[:, 1:]  # the token at t is predicted at t - 1
         if not predicts.any():  # all padding: still use every parameter, because sharded ranks wait for each other
             predicts = torch.zeros_like(predicts)
@@ -99,13 +102,26 @@ class CausalPolicy(nn.Module):
         else:
             rows = None
             with Replaying(None if experts is None else experts.flatten(0, 1)):
-                hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+                hidden = body(self.causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
             features = hidden[:, :-1][predicts]
         targets = input_ids[:, 1:][predicts]  # [N]
         wanted = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
         stats = self._chunked_stats(features, targets, wanted, temperature, entropy_grad)
         logprobs, entropy, head = (_scatter(values, predicts, mask) for values in stats)
         return TokenStats(logprobs=logprobs, entropy=entropy, head=head, rows=rows)
+
+    def _check_length(self, num_tokens: int) -> None:
+        """Refuses rows beside which others would be computed differently, see `rotary_length`.
+
+        Raises:
+            ValueError: a row has more tokens.
+        """
+        if self._rotary_length is not None and num_tokens > self._rotary_length:
+            raise ValueError(
+                f"model type {self.causal_lm.config.model_type!r}: a prompt and its completion have {num_tokens} "
+                f"tokens, and beyond {self._rotary_length} its rotary embedding depends on the longest row; "
+                "choose a smaller data.sampling.max_tokens or max_prompt_tokens of data.prompts"
+            )
 
     def _chunked_stats(
         self, features: Tensor, targets: Tensor, head_ids: Tensor, temperature: float, entropy_grad: bool
@@ -143,6 +159,8 @@ class CausalPolicy(nn.Module):
                 logits = logits * factor
         if (scaling := getattr(config, "logits_scaling", None)) is not None:
             logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling  # others: Granite
+        if (width := getattr(config, "logits_mup_width_multiplier", None)) is not None:  # Inkling, below its head
+            logits = logits / width
         for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma and others
             if (cap := getattr(config, name, None)) is not None:
                 logits = torch.tanh(logits / cap) * cap

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.policy import CausalPolicy
 
-SWITCH = {"trainer": "model.self_check", "engine": "data.engine.self_check"}
+SWITCH = {"trainer": "model.self_check", "engine": "data.engine.self_check", "validation": "model.self_check"}
+ADVICE = {
+    "trainer": "",
+    "engine": "; data.engine=VLLMEngine may know it",
+    "validation": "; validation samples with the embedded engine: leave data.validation.prompts out",
+}
 NUM_PROMPT_TOKENS, NUM_SAMPLED = (3, 1), 3  # lengths of the prompts, and of the longest completion
-
-
-class UnsupportedModelError(ValueError):
-    """The model's architecture is computed wrongly, or not at all; the message names it and what differs."""
 
 
 def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
@@ -89,10 +91,9 @@ def named(lm: PreTrainedModel, what: str, side: str) -> Iterator[None]:
 
 def refusal(lm: PreTrainedModel, reason: str, side: str) -> UnsupportedModelError:
     """The error that ends a run: model type, reason, and what can be done."""
-    advice = "; data.engine=VLLMEngine may know it" if side == "engine" else ""
     return UnsupportedModelError(
-        f"model type {lm.config.model_type!r} ({type(lm).__name__}): {reason}{advice}; {SWITCH[side]}=false leaves "
-        "this check out"
+        f"model type {lm.config.model_type!r} ({type(lm).__name__}): {reason}{ADVICE[side]}; {SWITCH[side]}=false "
+        "leaves this check out"
     )
 
 

@@ -81,8 +81,10 @@ class Validator(torch.nn.Module):
         ]
         lm = self._whole[0] if self._whole else module.policy.causal_lm
         with evaluation_mode(lm), decodable(lm):
-            checks = not self._is_checked and getattr(data.engine, "self_check", module.self_check)
-            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=checks)
+            asked = data.engine.self_check
+            checks = not self._is_checked and (module.self_check if asked is None else asked)
+            side = "engine" if asked is not None else "validation"
+            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=checks, side=side)
             self._is_checked = True
             engine = data.engine.around(own, data.codec)
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s

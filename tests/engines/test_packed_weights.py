@@ -9,11 +9,11 @@ from torch import nn
 
 from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.engines.embedded import packed
-from lit_async_rl.engines.embedded.packed import PackedLinear, unpacked
+from lit_async_rl.engines.embedded.packed import PackedLinear, in_modules
+from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.received import UNCHANGED
-from lit_async_rl.models.self_check import UnsupportedModelError
 from lit_async_rl.models.weights import stream_weights
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3-tied"]
@@ -47,9 +47,13 @@ def test_products_are_those_of_torch(dtype, bias):
             torch.testing.assert_close(found, value, atol=bound, rtol=bound)
     assert linear.weight.untyped_storage().nbytes() == dtype.itemsize
     assert linear.weight.isnan().all(), "whoever reads the parameter must notice"
-    with unpacked([layer]):
-        assert torch.equal(linear.weight, weight)
-    assert linear.weight.isnan().all()
+    assert torch.equal(layer.dense(), weight)
+    x = torch.randn(3, 96, dtype=dtype)
+    with in_modules([layer]):
+        assert torch.equal(linear(x), F.linear(x, weight, linear.bias))
+    with layer.in_module(unpacked=False):
+        torch.testing.assert_close(linear(x), F.linear(x, weight, linear.bias), atol=bound, rtol=bound)
+    assert linear(x).isnan().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,9 +110,10 @@ def test_merged_adapters_are_those_of_the_trainer_bit_for_bit(dtype, tmp_path):
         calls.load_weights(version, stream_weights(policy, adapters=True, known=known))
     engine.poll(0.0)
     merged = dict(stream_weights(policy))
-    with unpacked(engine._active_slots.packed.values()):
-        for name, weight in engine._active_slots.lm.named_parameters():
-            assert torch.equal(weight, merged[name].to(weight.dtype)), name
+    layers = engine._active_slots.packed
+    for name, weight in engine._active_slots.lm.named_parameters():
+        weight = layers[name].dense() if name in layers else weight
+        assert torch.equal(weight, merged[name].to(weight.dtype)), name
 
 
 @pytest.mark.parametrize("own_process", [False, True])

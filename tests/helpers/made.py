@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from every_family import load, model_types, tiny_config
 from preloaded import ROOT, Preloaded
 from safetensors.torch import load_file, save_file
+from tiny_models import EOS, save, tiny_tokenizer
 
 SMALL = """
 model:
@@ -58,6 +60,8 @@ def _models(folder: Path) -> None:
     kinds = ("nan", "truncated", "no_tokenizer", "no_weights", "bad_config", "other_kind")
     for kind in kinds:
         shutil.copytree(ASSETS / "small_sort_policy", folder / f"model_{kind}")
+    refused = load(tiny_config(model_types()["bloom"], vocab_size=64, eos_token_id=EOS), folder / "loaded")
+    save(refused, folder / "model_bloom", tiny_tokenizer(64))
     (folder / "model_empty").mkdir()
     weights = folder / "model_nan" / "model.safetensors"
     tensors = load_file(weights)

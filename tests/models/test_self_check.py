@@ -10,11 +10,12 @@ from transformers import LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from lit_async_rl import SharedPromptPacking
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.architecture import context_length
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.self_check import UnsupportedModelError, check_policy, random_tokens
+from lit_async_rl.models.self_check import check_policy, random_tokens
 from lit_async_rl.tasks import SortDigits
 
 HELD_OUT = SortDigits(8, size=2, split="held_out")
@@ -67,7 +68,7 @@ def test_a_model_that_sees_what_comes_later_is_refused():
         check_policy(CausalPolicy(RobertaForCausalLM(config).eval()), 1e-4)
 
 
-@pytest.mark.parametrize(("name", "says"), [("bloom", "embedded engine"), ("mamba2", "linear_attention layers")])
+@pytest.mark.parametrize(("name", "says"), [("bloom", "embedded engine"), ("rwkv", "recurrent layers")])
 def test_a_run_ends_before_training_with_one_line(name, says, tmp_path):
     lm = load(tiny_config(model_types()[name], vocab_size=64, eos_token_id=EOS), tmp_path)
     model = save(lm, tmp_path, tiny_tokenizer(64))
@@ -116,7 +117,7 @@ def test_validation_checks_a_model_once_and_not_where_the_check_is_off(monkeypat
     checked = []
     for user in ("engine", "updates"):
         target = f"lit_async_rl.engines.embedded.{user}.check_decoding"
-        monkeypatch.setattr(target, lambda slots: checked.append(slots.lm))
+        monkeypatch.setattr(target, lambda slots, side="engine": checked.append(slots.lm))
     for self_check, times in ((True, 2), (False, 0)):
         checked.clear()
         module = make_module(lora=LoRA(rank=2, target_modules=["q_proj"]))

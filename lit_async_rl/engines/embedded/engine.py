@@ -102,11 +102,13 @@ class EmbeddedEngine(RolloutEngine):
 
     @classmethod
     def from_module(
-        cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0, self_check: bool = True
+        cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0, self_check: bool = True, side: str = "engine"
     ) -> EmbeddedEngine:
-        """Samples from the live weights of `lm` without a copy; call `run` in the thread that owns `lm`."""
+        """Samples from the live weights of `lm` without a copy; call `run` in its thread. For `side` see the check."""
         engine = cls(num_slots=num_slots, seed=seed, num_threads=None, self_check=self_check)
         engine._adopt(lm, owns_weights=False)
+        if self_check:
+            check_decoding(engine._active_slots, side)
         return engine
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
@@ -123,8 +125,6 @@ class EmbeddedEngine(RolloutEngine):
     def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
         self._max_model_len = model_length(lm, self._max_model_len)
         self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights, self.cache_class)
-        if self.self_check and not owns_weights:
-            check_decoding(self._slots)
 
     @property
     def max_model_len(self) -> int:

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.llama import LlamaForward
 from lit_async_rl.engines.embedded.packed import PackedLinear
+from lit_async_rl.engines.embedded.row_caches import RowCaches, RowwiseForward, cache_argument
+from lit_async_rl.models.architecture import body, context_length, other_layers
 from lit_async_rl.models.policy import CausalPolicy
 
 
@@ -59,7 +61,7 @@ class CachedForward:
         mask = torch.where(mask, self._zero, -torch.inf)
         if self._llama is not None:
             return self._llama(input_ids, position_ids, mask, self._cache)
-        output = self._lm.base_model(
+        output = body(self._lm)(
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=mask.expand(len(input_ids), -1, -1, -1),
@@ -67,3 +69,15 @@ class CachedForward:
             use_cache=True,
         )
         return output.last_hidden_state
+
+
+def cache_and_forward(
+    lm: PreTrainedModel, num_slots: int, owns_weights: bool, cache_class: type[SlotCache]
+) -> tuple[SlotCache | RowCaches, CachedForward | RowwiseForward]:
+    """Cache of the rows, and the forward pass over it: row by row where layers have state of another kind."""
+    device = next(lm.parameters()).device
+    if other_layers(lm) and (argument := cache_argument(lm)) is not None:
+        rows = RowCaches(num_slots)
+        return rows, RowwiseForward(lm, rows, argument)
+    cache = cache_class(num_slots, device, context_length(lm))
+    return cache, CachedForward(lm, cache, owns_weights)

@@ -6,6 +6,7 @@ n active rows in slots 0..n-1, S slots, M positions, Hk key-value heads, D head 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ class SlotCache:
         max_positions: largest M that blocks are rounded up to; GPT-Neo's local layers count positions from M.
 
     Attributes:
+        rewinds: a slot still holds its prompt when its completion is finished.
         max_len: M.
         ranges: consecutive rows, from and to, and how many positions attention has to read of each.
     """
 
     is_compileable = False  # asked by transformers
     layers = ()  # asked by transformers
+    rewinds = True
 
     def __init__(self, num_slots: int, device: torch.device, max_positions: int = sys.maxsize) -> None:
         self.num_slots, self.max_positions = num_slots, max_positions
@@ -84,8 +87,8 @@ class SlotCache:
 
     # -- called by the engine -----------------------------------------------------------------------------------------
 
-    def begin_prefill(self) -> None:
-        """Switches the next forward pass to prefill."""
+    def begin_prefill(self, lengths: Sequence[int]) -> None:
+        """Switches the next forward pass to prefill; whatever their lengths, padding behind prompts changes nothing."""
         self._prefill = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
@@ -116,6 +119,9 @@ class SlotCache:
         """Copies slots to other slots in one operation."""
         for buffer in self._buffers:
             buffer[:, targets, :, : self.max_len] = buffer[:, sources, :, : self.max_len]
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Rows are finished: what they hold stays until it is written over."""
 
     def clear(self) -> None:
         """Drops all keys and values."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -47,10 +48,19 @@ class PackedLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self.parameter.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
 
-    def unpack(self) -> None:
-        """Gives the parameter its weight back, until the next `write`."""
-        if self._packed is not None:
-            self.parameter.data, self._packed = self._packed.to_dense(), None
+    def dense(self) -> Float[Tensor, "K H"]:
+        """The weight as it was written; a copy once it is packed."""
+        return self.parameter.detach() if self._packed is None else self._packed.to_dense()
+
+    @contextmanager
+    def in_module(self, unpacked: bool) -> Iterator[None]:
+        """Within it, the layer's own forward pass multiplies by its weight, unpacked for each pass or packed."""
+        linear: Any = self._linear
+        linear.forward = (lambda x: F.linear(x, self.dense(), linear.bias)) if unpacked else self.__call__
+        try:
+            yield
+        finally:
+            del linear.forward
 
     def __call__(self, x: Float[Tensor, "*rows H"], activation: str = "none") -> Float[Tensor, "*rows K"]:
         """activation(x W' + b); `activation` is none or swish."""
@@ -66,13 +76,15 @@ class PackedLinear:
 
 
 @contextmanager
-def unpacked(layers: Iterable[PackedLinear]) -> Iterator[None]:
-    """Within it, the parameters hold their weights: for passes that read them."""
-    layers = list(layers)
-    for layer in layers:
-        layer.unpack()
-    try:
-        yield
-    finally:
+def in_modules(layers: Iterable[PackedLinear]) -> Iterator[None]:
+    """Within it, forward passes of transformers multiply by the weights of these layers.
+
+    One of each shape is unpacked, which takes several times as long as a product of few rows.
+    """
+    seen = set[torch.Size]()
+    with ExitStack() as stack:
         for layer in layers:
-            layer.write(layer.parameter)
+            shape = layer.parameter.shape
+            stack.enter_context(layer.in_module(unpacked=shape not in seen))
+            seen.add(shape)
+        yield

@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.engines.embedded.packed import unpacked
+from lit_async_rl.engines.embedded.packed import in_modules
 from lit_async_rl.engines.embedded.queue import Pending
+from lit_async_rl.engines.embedded.row_caches import cache_argument
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.engines.logprob_error import default_bound
 from lit_async_rl.models.architecture import other_layers
@@ -29,13 +30,14 @@ from lit_async_rl.models.self_check import (
 _RIGHT: WeakSet[PreTrainedModel] = WeakSet()  # validation borrows the same one again and again
 
 
-def check_decoding(slots: Slots) -> None:
+def check_decoding(slots: Slots, side: str = "engine") -> None:
     """Decodes completions of a short prompt and of a prompt of one token, and compares them with full forward passes.
 
     Random numbers and counters are afterwards as they were; a model is checked once.
 
     Args:
         slots: without requests.
+        side: `engine`, or `validation` where that decodes a model of another engine; for the message.
 
     Raises:
         UnsupportedModelError: log-probabilities differ, or cannot be computed.
@@ -43,8 +45,8 @@ def check_decoding(slots: Slots) -> None:
     lm = slots.lm
     if lm in _RIGHT:
         return
-    what, side = "the embedded engine's log-probabilities", "engine"
-    if layers := other_layers(lm):
+    what = "the embedded engine's log-probabilities"
+    if (layers := other_layers(lm)) and cache_argument(lm) is None:
         raise refusal(lm, f"it has {layers} layers, whose state the embedded engine does not keep", side)
     params = SamplingParams(max_tokens=NUM_SAMPLED)
     prompts = [tuple(random_tokens(lm, length, seed)) for seed, length in enumerate(NUM_PROMPT_TOKENS)]
@@ -53,7 +55,7 @@ def check_decoding(slots: Slots) -> None:
     ]
     with evaluation_mode(lm), named(lm, what, side):
         completions = _decode(slots, requests)
-        with unpacked(slots.packed.values()):
+        with in_modules(slots.packed.values()):
             plain = plain_pass(lm, [prompts[c.request_id] + c.token_ids for c in completions])
     found = [torch.tensor(completion.logprobs) for completion in completions]
     compare(lm, what, found, plain, default_bound(compute_dtype(lm)), side)

@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.embedded.experts import ExpertRecorder
-from lit_async_rl.engines.embedded.forward import CachedForward
+from lit_async_rl.engines.embedded.forward import cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.row_order import RowOrder
 from lit_async_rl.engines.embedded.rows import RowState
 from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.models.architecture import context_length
 from lit_async_rl.types import FinishReason
 
 
@@ -53,8 +52,7 @@ class Slots:
         self._eos_token_ids = tuple(eos_token_ids)
         self.num_slots = num_slots
         self.device = next(lm.parameters()).device
-        self._cache = cache_class(num_slots, self.device, context_length(lm))
-        self._forward = CachedForward(lm, self._cache, owns_weights)
+        self._cache, self._forward = cache_and_forward(lm, num_slots, owns_weights, cache_class)
         self.packed = self._forward.packed  # linear layers in the place of parameters
         self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -106,7 +104,8 @@ class Slots:
         free = (free + list(range(len(self._owners), self.num_slots)))[:num_rows]
         self._owners += [None] * (max(free) + 1 - len(self._owners))
         self._cache.fit(max(self._cache.max_len, *(len(item.request.prompt_ids) for item in pending)))
-        slot_of = {prompt: slot for slot, prompt in enumerate(self._prompts) if prompt is not None}
+        kept = self._prompts if self._cache.rewinds else []
+        slot_of = {prompt: slot for slot, prompt in enumerate(kept) if prompt is not None}
         known = [item for item in pending if item.request.prompt_ids in slot_of]
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
         if known:
@@ -123,7 +122,7 @@ class Slots:
         width = max(2, *(len(ids) for ids in prompts))  # a single column would be taken for a decode step
         input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
-        self._cache.begin_prefill()
+        self._cache.begin_prefill([len(ids) for ids in prompts])
         hidden = self._forward(input_ids, torch.arange(width, device=self.device)[None], causal)
         number = {prompt: n for n, prompt in enumerate(prompts)}
         source = self._index([number[item.request.prompt_ids] for item in pending for _ in range(item.num_samples)])
@@ -209,6 +208,7 @@ class Slots:
     def _close_rows(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._owners[row] = None
+        self._cache.free(rows)
         self._rows.alive[self._index(rows)] = 0
         self._num_active -= len(rows)
         while self._owners and self._owners[-1] is None:
