@@ -10,13 +10,17 @@ from transformers import LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from lit_async_rl import SharedPromptPacking
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.architecture import context_length
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy, random_tokens
+from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.tasks import SortDigits
+from lit_async_rl.tasks.calculator import Calculator
 
 HELD_OUT = SortDigits(8, size=2, split="held_out")
 
@@ -75,6 +79,20 @@ def test_a_run_ends_before_training_with_one_line(name, says, tmp_path):
     with pytest.raises(UnsupportedModelError, match=rf"model type '{name}'.*{says}") as error:
         fit(make_module(model=model), make_data(model=model), 1)
     assert "\n" not in str(error.value)
+
+
+def test_validation_of_another_engines_model_says_so_and_how_to_go_on(tmp_path):
+    """vLLM may know a family that validation's embedded engine does not."""
+    lm = load(tiny_config(model_types()["bloom"], vocab_size=64, eos_token_id=EOS), tmp_path)
+    model = save(lm, tmp_path, tiny_tokenizer(64))
+    data = make_data(model=model, engine=SimulatedEngine(Constant(0.001)), val_prompts=HELD_OUT)
+    with pytest.raises(UnsupportedModelError, match=r"'bloom'.*leave data.validation.prompts out; model.self_check=f"):
+        fit(make_module(model=model), data, 2, val_check_interval=1)
+
+
+def test_a_wrapped_engine_has_the_switch_of_its_own():
+    for inner, expected in ((EmbeddedEngine(self_check=False), False), (SimulatedEngine(Constant(0.001)), None)):
+        assert EpisodeEngine(inner, Calculator()).self_check is expected
 
 
 def test_the_engines_samples_are_the_same_with_and_without_check(tmp_path):
