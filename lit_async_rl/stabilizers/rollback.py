@@ -133,6 +133,9 @@ class RollBackToCheckpoint(_Limited):
     Args:
         max_rollbacks: rollbacks before training stops instead.
 
+    Raises:
+        ValueError: at the start of training, with Lightning's `AsyncCheckpointIO`.
+
     Attributes:
         path: the checkpoint that would be restored; None on other ranks than the first.
     """
@@ -144,6 +147,11 @@ class RollBackToCheckpoint(_Limited):
         self._judged: tuple[int, int] | None = None
 
     def begin(self, trainer: AnyTrainer) -> None:
+        if type(trainer.strategy.checkpoint_io).__name__ == "AsyncCheckpointIO":  # of either Lightning
+            raise ValueError(
+                "CollapseAlarm.action=RollBackToCheckpoint: Lightning's AsyncCheckpointIO does not tell when a file is "
+                "complete; use lit_async_rl's BackgroundCheckpointIO in trainer.plugins"
+            )
         newest, resumed = _newest(_names(trainer)), trainer.ckpt_path
         is_present = newest is not None and resumed and Path(resumed).exists() and newest.samefile(resumed)
         self.path, self._original, self.num_rollbacks = None, "", 0

@@ -155,6 +155,13 @@ def test_rolling_back_to_a_checkpoint_works_in_both_lightnings(package, tmp_path
     assert torch.equal(weights(module), torch.cat([value.flatten() for value in saved.values()]))
 
 
+def test_rolling_back_to_files_that_nobody_can_wait_for_is_refused(tmp_path):
+    alarm = CollapseAlarm(RollBackToCheckpoint(), **ALWAYS)
+    settings = dict(plugins=[pl.plugins.io.AsyncCheckpointIO()], enable_checkpointing=True)
+    with pytest.raises(ValueError, match=r"Lightning's AsyncCheckpointIO does not tell .* BackgroundCheckpointIO"):
+        fit(Disturbed(), alarm, checkpoints(pl, tmp_path), data=BoundedRows(), **settings)
+
+
 @pytest.mark.parametrize("module_class", [Disturbed, DisturbedInGroup])
 def test_a_checkpoint_with_fewer_parameters_in_its_groups_is_left_alone(module_class, tmp_path):
     class Keep(pl.Callback):
