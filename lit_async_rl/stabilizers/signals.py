@@ -72,7 +72,8 @@ class SignalCollector:
         self.extract = extract
         self._recorder: _StepRecorder | None = None
         self._seen: Any = None
-        self._is_anothers = False  # the collected signals belong to an optimizer that has made its step
+        self._is_anothers = False  # what is not kept belongs to an optimizer that has made its step
+        self._num_kept = 0  # micro-batches that another optimizer's step does not discard
         self._log_weights: list[Tensor] = []
         self._sums: list[Tensor] = []
 
@@ -94,13 +95,18 @@ class SignalCollector:
         signals = self._find(trainer, pl_module)
         if signals is not None and "log_ratio" in signals and signals["log_ratio"] is not self._seen:
             if self._is_anothers:
-                self._clear()
+                del self._log_weights[self._num_kept :], self._sums[self._num_kept :]
+                self._is_anothers = False
             self._seen = signals["log_ratio"]
             self.add(signals)
 
     def pass_over(self) -> None:
-        """Marks the collected signals as another optimizer's, to be discarded when new ones follow before `reduce`."""
+        """Marks signals that are not kept as another optimizer's, discarded when new ones come before `reduce`."""
         self._seen, self._is_anothers = None, True
+
+    def keep(self) -> None:
+        """Marks the collected signals as those of the step that `reduce` completes."""
+        self._num_kept = len(self._sums)
 
     def add(self, signals: Signals) -> None:
         """Adds the signals of one micro-batch, in a loop without a trainer."""
@@ -139,7 +145,7 @@ class SignalCollector:
         return recorder.output if recorder is not None and isinstance(recorder.output, Mapping) else None
 
     def _clear(self) -> None:
-        self._log_weights, self._sums, self._is_anothers = [], [], False
+        self._log_weights, self._sums, self._is_anothers, self._num_kept = [], [], False, 0
 
 
 def _summary(ranks: Float64[Tensor, "R 13"]) -> StepSignals:

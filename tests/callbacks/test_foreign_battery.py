@@ -12,8 +12,6 @@ from test_all_callbacks import BoundedRows
 from test_foreign import Manual, Two, Untouched
 from torch.utils.data import DataLoader
 
-from lit_async_rl.callbacks import AdaptiveStaleness, CollapseAlarm, ESSLearningRate
-
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 ANYWHERE = {
@@ -175,63 +173,6 @@ def test_in_a_second_run_it_acts_on_the_second_module_as_a_new_one_would(name, t
     assert torch.equal(weights(first), before) or not before.isfinite().all()
     fit(again, make(name, tmp_path), enable_progress_bar=name in ONCE, **settings)
     assert torch.equal(weights(second), weights(again))
-
-
-class Alternating(Two):
-    """Odd batches train the critic only, on data of its own."""
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx % 2:
-            batch = batch | {"log_ratio": batch["log_ratio"] * 50}
-        self.stabilizer_signals, self.batch = self.signals(batch), batch
-        optimizer, net = self.optimizers()[batch_idx % 2], (self.actor, self.critic)[batch_idx % 2]
-        optimizer.zero_grad()
-        self.manual_backward((net(batch["x"]).squeeze(-1) - batch["rewards"]).square().mean())
-        optimizer.step()
-
-
-class ActorOnly(Alternating):
-    """The same without the critic."""
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx % 2 == 0:
-            super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.actor.parameters(), lr=0.1)
-
-    def optimizers(self):
-        return [super().optimizers()]
-
-
-@pytest.mark.parametrize("extractor", [None, lambda trainer, module, batch, output: module.signals(module.batch)])
-@pytest.mark.parametrize("kind", [ESSLearningRate, CollapseAlarm, AdaptiveStaleness])
-def test_signals_of_another_optimizers_batches_do_not_count(kind, extractor):
-    seen = {"ESSLearningRate": "ess/ratio", "CollapseAlarm": "collapse/ess_ratio"}
-    name = seen.get(kind.__name__, "staleness/smoothed_ess_ratio")
-    values = []
-    for module in (Alternating(), ActorOnly()):
-        watch = Ours()
-        fit(module, kind(optimizer=0, extract=extractor), watch, data=BoundedRows(), max_steps=-1, max_epochs=1)
-        values.append([metrics[name] for metrics in watch.metrics[::2]])
-    assert values[0] == values[1]
-    assert 0 < values[0][0] < 1
-
-
-def test_gradients_of_two_optimizers_have_a_norm_each(tmp_path):
-    watch, _ = train(Two(), "GradientMonitor", tmp_path)
-    assert {"grad/norm/0", "grad/norm/1", "grad/cosine/0", "grad/cosine/1"} <= set(watch.metrics[-1])
-    assert "grad/norm" not in watch.metrics[-1]
-
-
-def test_nans_of_one_optimizer_are_counted_by_themselves(tmp_path):
-    class ActorNaN(pl.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            if optimizer.param_groups[0]["params"][0] is pl_module.actor.weight:
-                pl_module.actor.weight.grad.fill_(torch.nan)
-
-    _, guard = train(Two(), "SkipNonFinite", tmp_path, others=[ActorNaN()])
-    assert (guard.dropped.total, guard.dropped.num_in_a_row) == (6, 6)
 
 
 def test_extract_alone_is_enough(tmp_path):
