@@ -114,14 +114,15 @@ def mean(rewards: list[list[float]]) -> tuple[float, float]:
     return statistics.fmean(each), statistics.stdev(each) / math.sqrt(len(each))
 
 
-def gain(before: list[list[float]], after: list[list[list[float]]]) -> tuple[float, float]:
-    """Mean gain over runs and its standard error: of problems (paired) and of seeds, added as variances."""
-    start = [statistics.fmean(some) for some in before]
-    ends = [[statistics.fmean(some) for some in run] for run in after]
-    gains = [statistics.fmean(column) - one for one, column in zip(start, zip(*ends, strict=True), strict=True)]
+def gain(before: list[list[list[float]]], after: list[list[list[float]]]) -> tuple[float, float]:
+    """Mean gain from runs to other runs and its standard error: of problems (paired) and of seeds, as variances."""
+    starts, ends = ([[statistics.fmean(some) for some in run] for run in runs] for runs in (before, after))
+    pairs = zip(zip(*starts, strict=True), zip(*ends, strict=True), strict=True)
+    gains = [statistics.fmean(there) - statistics.fmean(here) for here, there in pairs]
     variance = statistics.variance(gains) / len(gains)
-    if len(ends) > 1:
-        variance += statistics.variance([statistics.fmean(run) for run in ends]) / len(ends)
+    for runs in (starts, ends):
+        if len(runs) > 1:
+            variance += statistics.variance([statistics.fmean(run) for run in runs]) / len(runs)
     return statistics.fmean(gains), math.sqrt(variance)
 
 
@@ -155,15 +156,22 @@ def parts(run: Path) -> dict[str, dict[str, float]]:
 def report(folder: Path, commit: str) -> dict[str, Any]:
     """The measurement file of all runs below a folder; runs on other problems have a `before.json` of their own."""
     rows, value, times = [], (0.0, 0.0), {}
+    rewards: dict[str, list[dict[str, Any]]] = {}
     for kind in sorted(path for path in folder.iterdir() if path.is_dir()):
         own = kind / "before.json"
         before = json.loads((own if own.exists() else folder / "before.json").read_text())
         runs = sorted(path.parent for path in kind.glob("seed_*/measured.json"))
         rows += [row(run, before) for run in runs]
         times |= {f"{kind.name}/{run.name}": parts(run) for run in runs}
+        rewards[kind.name] = [json.loads((run / "measured.json").read_text()) for run in runs]
         if kind.name == "asynchronous" and runs:
-            after = [json.loads((run / "measured.json").read_text())["sampled"] for run in runs]
-            value = gain(before["sampled"], after)
+            value = gain([before["sampled"]], [run["sampled"] for run in rewards[kind.name]])
+    against = {
+        f"{kind}, {how}": gain([run[how] for run in rewards["synchronous"]], [run[how] for run in runs])
+        for kind, runs in rewards.items()
+        for how in ("sampled", "greedy")
+        if runs and rewards.get("synchronous") and kind != "synchronous"
+    }
     columns = ["run", "held-out problems", "accuracy at temperature 1, ± standard error", "greedy"]
     return measurement(
         "smollm2",
@@ -175,6 +183,7 @@ def report(folder: Path, commit: str) -> dict[str, Any]:
         command="python benchmarks/real_model.py --train asynchronous --seed 0",
         machine="two cores (AMX), bfloat16, one thread each for trainer and engine; the load says what else ran",
         commit=commit,
+        against_synchronous={kind: [round(number, 4) for number in pair] for kind, pair in against.items()},
         trainer=times,
     )
 

@@ -3,10 +3,10 @@
     python benchmarks/performance/memory.py --model models/smollm2 --out memory.json
     python benchmarks/performance/memory.py --table memory.json --write docs/measurements/memory.json
 
-Runs in float32 on the CPU: full fine-tuning, LoRA, and full fine-tuning with an allocator that returns freed memory to
-the system at once, each in a process of its own. Sizes are counted on the tensors. Peaks are the process's own (VmHWM
-of Linux, reset before each phase), less what it has after its imports; the engine decodes during all of them. Pauses
-are processor time of the trainer's thread.
+Runs in float32 on the CPU, each in a process of its own: full fine-tuning, LoRA, and full fine-tuning with an allocator
+that returns freed memory to the system at once, and with one whose threads share a heap. Sizes are counted on the
+tensors. Peaks are the process's own (VmHWM of Linux, reset before each phase), less what it has after its imports; the
+engine decodes during all of them. Pauses are processor time of the trainer's thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
 
 TARGET, NUM_STEPS = 7e9, 4
-PARTS = {"full": {}, "lora": {}, "returned": {"MALLOC_MMAP_THRESHOLD_": "65536"}}  # with variables of the environment
+PARTS = {  # with variables of the environment
+    **dict(full={}, lora={}),
+    **dict(returned={"MALLOC_MMAP_THRESHOLD_": "65536"}, shared={"MALLOC_ARENA_MAX": "1"}),
+}
 ROWS = {
     "weights": "master weights",
     "gradients": "gradients",
@@ -45,7 +48,8 @@ ROWS = {
     "formula": "16 bytes + engine copy + activations",
     "load_peak": "peak while the model is loaded",
     "pass_peak": "peak of forward and backward passes",
-    "returned_peak": "the same, if the allocator keeps no freed memory",
+    "shared_peak": "the same with `MALLOC_ARENA_MAX=1`: threads share a heap",
+    "returned_peak": "the same with `MALLOC_MMAP_THRESHOLD_=65536`: no freed memory is kept",
     "update_peak": "peak of optimizer step and publication",
     "save_peak": "peak while a checkpoint is taken and written",
     "checkpoint": "checkpoints on disk (one step)",
@@ -182,7 +186,7 @@ def table(found: dict[str, Any], commit: str, date: str) -> dict[str, Any]:
     full["states"] = sum(full[name] for name in ("weights", "gradients", "moments", "engine", "monitor"))
     number, rows = full["num_parameters"], []
     full["formula"] = 16 * number + full["engine"] + full["activations"]
-    full["returned_peak"] = found["returned"]["pass_peak"]
+    full |= {f"{part}_peak": found[part]["pass_peak"] for part in ("returned", "shared")}
     for name, text in ROWS.items():
         per = full[name] / number
         size = per * TARGET if per > 0.1 else full[name]  # small ones do not grow with the model
