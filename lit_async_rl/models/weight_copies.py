@@ -16,7 +16,7 @@ def trained_weights(module: nn.Module) -> dict[str, Tensor]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # the root keeps what it gathered for a forward pass without gradients
-    return {name: _piece(p) for name, p in module.named_parameters() if p.requires_grad}
+    return {name: own_piece(p) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -54,5 +54,6 @@ def _put(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
         piece.copy_(copies[name])
 
 
-def _piece(tensor: Tensor) -> Tensor:
+def own_piece(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lit_async_rl.models.weight_copies import own_piece
 
 
 def restorable_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -16,11 +17,6 @@ def restorable_tensors(module: nn.Module) -> dict[str, Tensor]:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def own_piece(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def copied_moments(moments: dict[str, object]) -> dict[str, object]:

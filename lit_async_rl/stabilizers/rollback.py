@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_async_rl.models.sharded_checkpoint import MANIFEST
+from lit_async_rl.models.weight_copies import own_piece
 from lit_async_rl.stabilizers.alarm_actions import AlarmAction
 from lit_async_rl.stabilizers.moments import (
     copied_moments,
-    own_piece,
     parameters_of,
     restorable_tensors,
     restore_moments,

@@ -23,12 +23,12 @@ from lit_async_rl.models.policy import CausalPolicy
 
 _ARGUMENTS = ("past_key_values", "cache_params")
 # single steps of transformers leave out the least dt that its scan of a whole sequence has: up to 1e-3 nats
-_INEXACT = frozenset({"nemotron_h", "zamba2"})
+INEXACT = frozenset({"nemotron_h", "zamba2"})
 
 
 def cache_argument(lm: PreTrainedModel) -> str | None:
     """Argument of the model's forward pass that takes its cache; None if it has none, or decodes inexactly with it."""
-    if lm.config.get_text_config().model_type in _INEXACT:
+    if lm.config.get_text_config().model_type in INEXACT:
         return None
     known = inspect.signature(body(lm).forward).parameters
     return next((name for name in _ARGUMENTS if name in known), None)
@@ -50,12 +50,12 @@ class RowCaches:
     def __init__(self, num_slots: int) -> None:
         self.max_len = 0
         self.caches: list[Any] = [None] * num_slots
-        self.prompt_lengths: list[int] | None = None
+        self.prompt_lengths: Sequence[int] | None = None
         self.prompts: list[Any] = []
 
-    def begin_prefill(self, lengths: list[int]) -> None:
+    def begin_prefill(self, lengths: Sequence[int]) -> None:
         """Switches the next forward pass to prompts of these lengths."""
-        self.prompt_lengths = lengths
+        self.prompt_lengths, self.prompts = lengths, []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
         """Gives slot `slots[j]` the cache of prompt `source[j]`, or a copy if others need it, too."""

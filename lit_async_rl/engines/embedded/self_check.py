@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.packed import in_modules
 from lit_async_rl.engines.embedded.queue import Pending
-from lit_async_rl.engines.embedded.row_caches import cache_argument
+from lit_async_rl.engines.embedded.row_caches import INEXACT, cache_argument
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.engines.logprob_error import default_bound
 from lit_async_rl.models.architecture import other_layers
@@ -47,7 +47,9 @@ def check_decoding(slots: Slots, side: str = "engine") -> None:
         return
     what = "the embedded engine's log-probabilities"
     if (layers := other_layers(lm)) and cache_argument(lm) is None:
-        raise refusal(lm, f"it has {layers} layers, whose state the embedded engine does not keep", side)
+        is_inexact = lm.config.get_text_config().model_type in INEXACT
+        why = "which transformers decodes inexactly" if is_inexact else "whose state the embedded engine does not keep"
+        raise refusal(lm, f"it has {layers} layers, {why}", side)
     params = SamplingParams(max_tokens=NUM_SAMPLED)
     prompts = [tuple(random_tokens(lm, length, seed)) for seed, length in enumerate(NUM_PROMPT_TOKENS)]
     requests = [
