@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lit_async_rl.errors import InvariantError
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.utils.folder_lock import part_name
 from lit_async_rl.utils.huge_pages import host_copy
@@ -55,7 +54,8 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         known: dict[Any, Tensor] = {}
         states = {name: value for name, value in checkpoint.items() if name == STATES}
         copied = _copy({name: value for name, value in checkpoint.items() if name != STATES}, known)
-        copying = self._copying = self._submit(lambda: copied.update(_copied_at_rest(states, known)))
+        before = [(tensor, tensor._version) for tensor in _tensors(states)]
+        copying = self._copying = self._submit(lambda: copied.update(_copied_at_rest(states, known, before)))
         self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._finish_copying())
 
         def write() -> None:
@@ -144,16 +144,15 @@ def _is_linked(path: Path) -> bool:
     return path.parent.is_dir() and any(p.is_symlink() and p.resolve() == target for p in path.parent.glob("*.ckpt"))
 
 
-def _copied_at_rest(states: Any, known: dict[Any, Tensor]) -> Any:
-    """Deep copy of optimizer states.
+def _copied_at_rest(states: Any, known: dict[Any, Tensor], before: Sequence[tuple[Tensor, int]]) -> Any:
+    """Deep copy of optimizer states; `before` has torch's counts of the changes of each tensor when it was to be taken.
 
     Raises:
-        InvariantError: one of them was changed meanwhile, by something that is no optimizer's step.
+        RuntimeError: one was changed meanwhile, by something that is no optimizer's step.
     """
-    before = [(tensor, tensor._version) for tensor in _tensors(states)]
     copied = _copy(states, known)
     if any(tensor._version != version for tensor, version in before):
-        raise InvariantError(
+        raise RuntimeError(
             "optimizer states changed outside of an optimizer's step while a checkpoint was taken of them, which was "
             "not written; trainer.plugins=[AtomicCheckpointIO] takes them before training goes on"
         )
