@@ -6,6 +6,7 @@ in a thread of its own. What remains for the pause is an exchange of references.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -110,6 +111,8 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
             info.kernel_tensors = tensors
     finalize_layerwise_reload(twin, config)
     _tie_heads(layers)
+    for layer, _ in layers:
+        LAYERWISE_INFO.pop(layer, None)  # refers to the layer, which it would keep for ever
     before = dict(model.named_parameters())
     for name, tensor in twin.named_parameters():
         if name in (loaded or ()) and before.get(name) is tensor:
@@ -169,7 +172,12 @@ def _take_over(layer: nn.Module, twin: nn.Module, before: dict[tuple[str, str], 
 
 
 def _free(replaced: list[Any]) -> None:
-    """Frees memory bit by bit: giving half a gigabyte back at once holds up everything else."""
+    """Frees memory bit by bit: giving half a gigabyte back at once holds up everything else.
+
+    A twin is in cycles (loaders of its parameters), which would stay for long: Python counts objects, and not their
+    bytes. vLLM has frozen what was there before, so that a collection takes milliseconds.
+    """
     while replaced:
         replaced.pop()
         time.sleep(0.001)
+    gc.collect()
