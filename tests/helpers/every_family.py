@@ -166,10 +166,12 @@ def examine(kind: type[PreTrainedConfig], folder: Path) -> dict[str, str]:
         lm = load(tiny_config(kind), folder)
     except ValueError as error:
         return dict.fromkeys(PARTS, _named(error, kind.model_type, kind.__name__))
-    found = {}
+    found, packed = {}, SharedPromptPacking(row_tokens=40)
+    policies = (partial(_assert_policy, packing=packing) for packing in (None, packed))
+    checks = dict(zip(PARTS, (*policies, partial(_decode, folder=folder)), strict=True))
     for part in PARTS:
         try:
-            {"trainer": _train, "packing": _pack, "engine": partial(_decode, folder=folder)}[part](lm)
+            checks[part](lm)
             found[part] = ""
         except ValueError as error:
             found[part] = _named(error, kind.model_type, type(lm).__name__)
@@ -209,34 +211,22 @@ def _assert_policy(lm: PreTrainedModel, packing: SharedPromptPacking | None) -> 
         torch.testing.assert_close(values[part], expected, atol=1e-5, rtol=1e-5)
 
 
-def _train(lm: PreTrainedModel) -> None:
-    _assert_policy(lm, None)
-
-
-def _pack(lm: PreTrainedModel) -> None:
-    _assert_policy(lm, SharedPromptPacking(row_tokens=40))
-
-
 def _decode(lm: PreTrainedModel, folder: Path) -> None:
     """By an engine with a model of its own, to which weights are published, and by one around the policy's."""
     engine = EmbeddedEngine(num_slots=4)
     engine.setup(str(folder))
     engine.load_weights(1, stream_weights(CausalPolicy(lm)))
-    for one in (engine, EmbeddedEngine.from_module(lm, num_slots=4)):
-        _assert_decoding(one, lm)
-
-
-def _assert_decoding(engine: EmbeddedEngine, lm: PreTrainedModel) -> None:
     longest = min(engine.max_model_len, 40)
     params = SamplingParams(max_tokens=longest - 4)
     prompts = [tuple(random_tokens(lm, length, seed=length)) for length in (1, 4, 3, 2, 1)]
     requests = [GenerationRequest(id=n, prompt_ids=p, num_samples=2, sampling=params) for n, p in enumerate(prompts)]
-    for request, completions in zip(requests, engine.run(requests), strict=True):
-        for c in completions:
-            expected = full_logprobs(lm, request.prompt_ids + c.token_ids)[len(request.prompt_ids) - 1 :]
-            # recurrent layers are computed in another form for single tokens than for a whole sequence
-            bounds = dict(atol=1e-4, rtol=0) if other_layers(lm) else dict(atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(torch.tensor(c.logprobs), expected, **bounds)
+    # recurrent layers are computed in another form for single tokens than for a whole sequence
+    bounds = dict(atol=1e-4, rtol=0) if other_layers(lm) else dict(atol=1e-5, rtol=1e-5)
+    for one in (engine, EmbeddedEngine.from_module(lm, num_slots=4)):
+        for request, completions in zip(requests, one.run(requests), strict=True):
+            for c in completions:
+                expected = full_logprobs(lm, request.prompt_ids + c.token_ids)[len(request.prompt_ids) - 1 :]
+                torch.testing.assert_close(torch.tensor(c.logprobs), expected, **bounds)
 
 
 def reason(message: str) -> str:
