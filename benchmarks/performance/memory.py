@@ -34,8 +34,10 @@ from benchmarks.common.measurement import measurement, write_measurement
 
 TARGET, NUM_STEPS = 7e9, 4
 PARTS = {  # with variables of the environment
-    **dict(full={}, lora={}),
-    **dict(returned={"MALLOC_MMAP_THRESHOLD_": "65536"}, shared={"MALLOC_ARENA_MAX": "1"}),
+    "full": {},
+    "lora": {},
+    "returned": {"MALLOC_MMAP_THRESHOLD_": "65536"},
+    "shared": {"MALLOC_ARENA_MAX": "1"},
 }
 ROWS = {
     "weights": "master weights",
