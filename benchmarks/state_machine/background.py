@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_async_rl.errors import InvariantError, RewardError
-from lit_async_rl.rewards.retries import Retries
 from lit_async_rl.rewards.score import score
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
@@ -18,6 +17,7 @@ from lit_async_rl.rollouts.group_wait import GroupWait
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.clocks import AwakeClock
+from lit_async_rl.utils.tries import Retries, TryPolicy
 
 
 class _NoThread:
@@ -77,7 +77,8 @@ class VirtualScorer(Scorer):
         self.jobs: list[Any] = []
         self.given_up: list[int] = []  # groups
         self._busy_s, self._running, self._error, self._is_closed = 0.0, {}, None, False
-        self._workers, self._retries = {}, Retries(max_tries)
+        self.policy = TryPolicy(owner="data.scoring", tries=max_tries)
+        self._workers, self._retries, self._pausing = {}, Retries(self.policy), []
         self._jobs: Any = self
 
     def put(self, job: Any) -> None:

@@ -102,11 +102,12 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
         The checkpoint that `SaveOnSigterm` saved if SIGTERM or Ctrl-C ended training; None otherwise.
     """
     validates = data.validation.source is not None
-    if validates:
-        trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
-    stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path)
-    if validates and stopped_at is None:
-        trainer.validate(module, data, verbose=False)
+    with data.kept_open():
+        if validates:
+            trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
+        stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path)
+        if validates and stopped_at is None:
+            trainer.validate(module, data, verbose=False)
     return stopped_at
 
 

@@ -40,6 +40,36 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
         )
 
 
+def check_limits(reward: object, scoring_timeout_s: float) -> None:
+    """Checks time limits of which one holds within another.
+
+    | limit | of | together with the others |
+    |---|---|---|
+    | `data.limits.rollout_timeout_s` | the engine: no token | stands still while a reward or environment is at work |
+    | `data.scoring.timeout_s` | each try of a reward | its own; may be longer than `rollout_timeout_s` |
+    | `timeout_s` of `IsolatedReward`, `MathVerify`, ... | the process of a try | less than that of the try |
+    | `data.engine.step_timeout_s` | each answer of an environment | its own; may be longer than `rollout_timeout_s` |
+    | `data.engine.update_timeout_s` | calls of the engine | the longer one of it and `rollout_timeout_s` counts |
+    | `data.engine.startup_timeout_s` | the start of an engine | its own |
+    | `Evaluation.timeout_s` | an evaluation during training | its own; one that is late is given up, and said to be |
+    | `data.limits.rank_timeout_s` | signs of life of a process | its own; a waiting process is alive |
+
+    Args:
+        reward: `data.reward`.
+        scoring_timeout_s: `data.scoring.timeout_s`.
+
+    Raises:
+        ValueError: a reward is given up before its process would be ended: what should be a reward of 0, or a failed
+            try with its reason, would be a reward that hangs.
+    """
+    inner_s = getattr(reward, "call_timeout_s", None)
+    if inner_s is not None and inner_s >= scoring_timeout_s:
+        raise ValueError(
+            f"data.reward.timeout_s={inner_s:g} must be less than data.scoring.timeout_s={scoring_timeout_s:g}: "
+            f"{type(reward).__name__} could not end its call any more. Raise data.scoring.timeout_s."
+        )
+
+
 def check_sleep(engine: RolloutEngine, max_staleness: int, intake: Intake) -> None:
     """Checks that the engine has nothing to do while the trainer trains, if it is to sleep then.
 

@@ -5,7 +5,8 @@ Lightning's loop waits in `next(feed)`, in `Producer.take`, which has a timeout 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,12 +117,14 @@ class RolloutDataModule(ModelName):
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
         compatibility.check_bound(self.admission, max_staleness)
         compatibility.check_engine(engine, reward, self.admission, sampling)
+        compatibility.check_limits(reward, scoring.timeout_s)
         compatibility.check_sleep(engine, max_staleness, self.intake)
         compatibility.check_intake(self.intake, self.admission, replay is not None)
         compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
         compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self.stream = PromptStream(self.prompts, seed=self.intake.seed)
+        self._is_kept_open = False
         self.configured_bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
         self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward))
@@ -236,11 +239,31 @@ class RolloutDataModule(ModelName):
         """Stops the background thread and closes the engine. Safe to call twice."""
         self.held_out.close()
         self._source.stop()
+        self._end()
+
+    def _end(self) -> None:
+        """Closes the environment, if there is one, unless the run goes on after this fit or validation."""
+        if not self._is_kept_open:
+            self._source.end()
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Context of a run of several fits and validations: what their engines share is closed at its end.
+
+        Without it an environment is closed at the end of each of them.
+        """
+        self._is_kept_open = True
+        try:
+            yield
+        finally:
+            self._is_kept_open = False
+            self._end()
 
     def teardown(self, stage: str) -> None:
         if stage == "fit":
             self.stop()
         self.held_out.close()
+        self._end()
         self.shared_source.ranks.close()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -111,3 +111,7 @@ class ReplaceableEngine:
         """Closes the engine. Safe to call twice."""
         self.calls.close(STOP_S)
         self._is_set_up = False
+
+    def end(self) -> None:
+        """Closes what all engines of the run shared, such as an environment. Safe to call twice."""
+        self.calls.end(STOP_S)

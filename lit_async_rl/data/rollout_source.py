@@ -228,6 +228,10 @@ class RolloutSource:
             self._producer.stop()
         self._holder.close()
 
+    def end(self) -> None:
+        """Closes what the engines of all fits and validations share, such as an environment. Safe to call twice."""
+        self._holder.end()
+
     def _started(self) -> Producer | Replay:
         if self._producer is None:
             raise SetupError("add the WeightSync callback: it starts the producer")

@@ -11,6 +11,7 @@ from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards.score import Reward
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.tries import TryPolicy
 
 SECONDS = ("rollout_timeout_s", "rank_timeout_s", "start_timeout_s")
 
@@ -25,6 +26,7 @@ class Scoring:
         tries: a prompt whose scoring fails (the reward raises or times out) that many times is skipped with a warning,
             and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
             ends it at the first failure.
+        backoff_s: seconds before the second try; each further pause is twice as long.
 
     Raises:
         ValueError: a setting is out of range.
@@ -33,13 +35,15 @@ class Scoring:
     workers: int = 1
     timeout_s: float = 60.0
     tries: int | None = None
+    backoff_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_range("data.scoring", "positive", workers=self.workers, timeout_s=self.timeout_s, tries=self.tries)
+        check_range("data.scoring", "positive", workers=self.workers)
+        TryPolicy(owner="data.scoring", timeout_s=self.timeout_s, tries=self.tries, backoff_s=self.backoff_s)
 
     def make_scorer(self, reward: Reward | None) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
-        return Scorer(reward, self.workers, self.timeout_s, self.tries)
+        return Scorer(reward, self.workers, self.timeout_s, self.tries, self.backoff_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +82,9 @@ class Limits:
     """Timeouts, and engine restarts before a run ends with an error.
 
     Args:
-        rollout_timeout_s: seconds without a new token or reward, while the trainer waits, before an engine counts as
-            hanging; where several ranks train, also the seconds in which a rank that others wait for may make no
-            progress (see docs/scaling.md).
+        rollout_timeout_s: seconds without a new token or reward, while the trainer waits and no reward or environment
+            works within a limit of its own, before an engine counts as hanging; where several ranks train, also the
+            seconds in which a rank that others wait for may make no progress (see docs/scaling.md).
         rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
         start_timeout_s: seconds in which all training processes must have come together at the start.
         engine_restarts: an engine that hangs or breaks is replaced by a new one with the current weights, so often in a

@@ -16,6 +16,7 @@ from lit_async_rl.engines.logprob_error import Probe
 from lit_async_rl.engines.requests import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.tries import Work
 
 __all__ = ["Completion", "GenerationRequest", "RolloutEngine", "SamplingParams"]
 
@@ -133,6 +134,24 @@ class RolloutEngine(ABC):
         Their `finish_reason` is `abort`. Engines without support return an empty list: their requests start over.
         """
         return []
+
+    def take_given_up(self) -> list[int]:
+        """Requests given up since the last call: nothing more comes for them, and their prompts are to be left out.
+
+        Only engines with an environment give up, which failed in all of its tries. The producer's thread asks after
+        each `poll`.
+        """
+        return []
+
+    def outside_work(self) -> Work | None:
+        """Calls of something else that tokens wait for, such as an environment; None if the engine alone works."""
+        return None
+
+    def end(self) -> None:  # noqa: B027
+        """Closes what restarts and validations share, such as an environment.
+
+        Called at the end of a run, after `close`. Safe to call twice.
+        """
 
     def sleep(self) -> None:  # noqa: B027  (most have nothing to free)
         """Frees memory of the accelerator until the next `load_weights`, if it is set to, and nothing is running.

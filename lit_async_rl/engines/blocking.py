@@ -21,11 +21,13 @@ def run_requests(
 ) -> list[list[Completion]]:
     """All completions of each request, by sample index; blocks until they are finished.
 
+    A request that the engine gave up has none.
+
     Args:
         engine: loaded with weights and polled only here.
         requests: with different ids.
         vocab_size: of the model, to check completions against.
-        timeout_s: longest time without a token or a completion.
+        timeout_s: longest time without a token or a completion, except while an environment works within its limits.
         on_progress: called about once a second, as long as tokens come.
 
     Raises:
@@ -44,9 +46,22 @@ def run_requests(
                 found[completion.request_id].append(completion)
                 missing -= 1
                 last_change = time.monotonic()
+        for request_id in engine.take_given_up():
+            lacking = ledger.num_missing(request_id)
+            ledger.abort([request_id])
+            found[request_id] = []
+            missing -= lacking
+            last_change = time.monotonic()
+        work = engine.outside_work()
+        if work is not None and work.is_within_limits:
+            last_change = time.monotonic()
+            on_progress()
         if num_tokens != (num_tokens := engine.num_tokens):
             last_change = time.monotonic()
             on_progress()
         if missing and time.monotonic() - last_change > timeout_s:
-            raise StalledError(f"{type(engine).__name__} gave no token for {timeout_s:g} s; {missing} samples lack")
+            raise StalledError(
+                f"{type(engine).__name__} gave no token for {timeout_s:g} s; {missing} samples lack"
+                + (f": {work}, which never returns" if work is not None else "")
+            )
     return [sorted(found[request.id], key=lambda c: c.sample_index) for request in requests]

@@ -81,3 +81,10 @@ class EngineCalls:
             call(self.engine.close, Limit(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
         except StalledError as error:
             log.warning("%s; it is abandoned with the memory it holds", error)
+
+    def end(self, limit_s: float) -> None:
+        """Closes what engines share; if it takes longer, it continues in the background."""
+        try:
+            call(self.engine.end, Limit(limit_s, f"{self.name}.end did not return within {limit_s:g} s"))
+        except StalledError as error:
+            log.warning("%s; it is abandoned", error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
@@ -22,7 +22,20 @@ NUM_REMEMBERED = 16384  # requests that have ended: what comes of them is late, 
 class _Asked:
     request: GenerationRequest
     oldest: int | None  # version that a token may have
-    missing: set[int]  # samples that have not come
+    received: set[int] = field(default_factory=set)  # samples: of a hundred thousand, most come later
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """What is kept of a request: never its prompt and samples, which are thousands of tokens long."""
+
+    num_samples: int
+    received: frozenset[int] | None  # None: all of them
+
+    @classmethod
+    def of(cls, asked: _Asked) -> _Ended:
+        num_samples = asked.request.num_samples
+        return cls(num_samples, None if len(asked.received) == num_samples else frozenset(asked.received))
 
 
 class RequestLedger:
@@ -43,13 +56,13 @@ class RequestLedger:
         self.vocab_size = vocab_size
         self.loaded = self.newest = version
         self._running: dict[int, _Asked] = {}
-        self._ended: OrderedDict[int, _Asked] = OrderedDict()
+        self._ended: OrderedDict[int, _Ended] = OrderedDict()
 
     def open(self, requests: Iterable[GenerationRequest]) -> None:
         """Registers submitted requests."""
         for request in requests:
             self._ended.pop(request.id, None)
-            self._running[request.id] = _Asked(request, self.loaded, set(range(request.num_samples)))
+            self._running[request.id] = _Asked(request, self.loaded)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Unregisters requests; samples of them that still arrive are dropped."""
@@ -58,7 +71,7 @@ class RequestLedger:
 
     def _end(self, request_id: int) -> None:
         if (asked := self._running.pop(request_id, None)) is not None:
-            self._ended[request_id] = asked
+            self._ended[request_id] = _Ended.of(asked)
             while len(self._ended) > NUM_REMEMBERED:
                 self._ended.popitem(last=False)
 
@@ -68,16 +81,22 @@ class RequestLedger:
         Raises:
             CompletionError: it cannot be right: unknown, there already, or a field is wrong.
         """
-        asked = self._find(completion)
-        if completion.sample_index not in asked.missing:
+        asked, sample = self._find(completion), completion.sample_index
+        if asked.received is None or sample in asked.received:
             raise self._error(completion, "has come already: sample_index is a duplicate")
-        self._check_fields(completion, asked, is_partial=False)
-        asked.missing.remove(completion.sample_index)
-        if completion.request_id not in self._running:
+        if isinstance(asked, _Ended):
+            self._ended[completion.request_id] = _Ended(asked.num_samples, asked.received | {sample})
             return False
-        if not asked.missing:
+        self._check_fields(completion, asked, is_partial=False)
+        asked.received.add(sample)
+        if len(asked.received) == asked.request.num_samples:
             self._end(completion.request_id)
         return True
+
+    def num_missing(self, request_id: int) -> int:
+        """Samples of a registered request that have not come; 0 for any other."""
+        asked = self._running.get(request_id)
+        return 0 if asked is None else asked.request.num_samples - len(asked.received)
 
     def receive_partials(self, completions: Any) -> list[Completion]:
         """Validates partial completions and returns those of registered requests.
@@ -88,8 +107,10 @@ class RequestLedger:
         wanted = []
         for completion in self.listed(completions, "partial_completions"):
             asked = self._find(completion)
+            if isinstance(asked, _Ended):
+                continue
             self._check_fields(completion, asked, is_partial=True)
-            if completion.request_id in self._running and completion.sample_index in asked.missing:
+            if completion.sample_index not in asked.received:
                 wanted.append(completion)
         return wanted
 
@@ -103,7 +124,7 @@ class RequestLedger:
             raise CompletionError(f"{self.name}.{call} returned {show(completions)} instead of a list of completions")
         return completions
 
-    def _find(self, completion: Any) -> _Asked:
+    def _find(self, completion: Any) -> _Asked | _Ended:
         if not isinstance(completion, Completion):
             raise CompletionError(f"{self.name} returned {show(completion)} instead of a Completion")
         number, sample = completion.request_id, completion.sample_index
@@ -112,8 +133,9 @@ class RequestLedger:
         asked = self._running.get(number) or self._ended.get(number)
         if asked is None:
             raise self._error(completion, f"has request_id={number}, which was never asked for")
-        if type(sample) is not int or not 0 <= sample < asked.request.num_samples:
-            rule = f"must be an int from 0 to {asked.request.num_samples - 1}"
+        num_samples = asked.num_samples if isinstance(asked, _Ended) else asked.request.num_samples
+        if type(sample) is not int or not 0 <= sample < num_samples:
+            rule = f"must be an int from 0 to {num_samples - 1}"
             raise self._error(completion, f"has sample_index={show(sample)}, {rule}")
         return asked
 

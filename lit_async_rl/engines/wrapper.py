@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.tries import Work
 
 
 class EngineWrapper(RolloutEngine):
@@ -67,6 +68,15 @@ class EngineWrapper(RolloutEngine):
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.engine.probe = self.probe
         self.engine.load_weights(version, weights)
+
+    def take_given_up(self) -> list[int]:
+        return self.engine.take_given_up()
+
+    def outside_work(self) -> Work | None:
+        return self.engine.outside_work()
+
+    def end(self) -> None:
+        self.engine.end()
 
     def sleep(self) -> None:
         self.engine.sleep()

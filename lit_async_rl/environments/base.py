@@ -1,7 +1,11 @@
 """Interface of multi-turn environments.
 
-An environment starts an *episode* for each rollout; policy and episode take turns until it is done. Both methods are
+An environment starts an *episode* for each rollout; policy and episode take turns until it is done. All methods are
 coroutines, and all episodes of a run share one event loop: a thousand of them can await a slow tool concurrently.
+
+Each episode that `start` has returned is closed exactly once, however it ends: done, cut, dropped, failed, or because
+the engine is closed. `close` comes when no other method of the episode runs. A `start` or `step` that is not wanted any
+more is cancelled; a `start` that raises or is cancelled has to free by itself what it had acquired.
 """
 
 from __future__ import annotations
@@ -37,6 +41,16 @@ class Episode(ABC):
     async def step(self, completion: str) -> Observation:
         """Responds to one turn of the policy, without special tokens. Must not block: use `await`."""
 
+    async def step_cut(self, completion: str) -> Observation:
+        """Rewards a turn that was cut at `sampling.max_tokens`; the episode ends with it.
+
+        The default calls `step`. Override it where half a turn must not be executed.
+        """
+        return await self.step(completion)
+
+    async def close(self) -> None:  # noqa: B027  (most have nothing to free)
+        """Frees what the episode holds; called exactly once, after its last step. Errors are logged."""
+
 
 class Environment(ABC):
     """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`."""
@@ -44,3 +58,10 @@ class Environment(ABC):
     @abstractmethod
     async def start(self, prompt: Prompt) -> Episode:
         """A new episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""
+
+    async def close(self) -> None:  # noqa: B027  (most have nothing to free)
+        """Frees what the environment holds; called at the end of a run, when all of its episodes are closed.
+
+        Another run of the same process may use the environment again, and closes it again: acquire in `start` what is
+        freed here. Errors are logged.
+        """

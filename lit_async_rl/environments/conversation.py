@@ -31,6 +31,8 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     state: int = 0  # what the environment showed last
     episode: Episode | None = None
+    num_failed: int = 0  # tries
+    is_over: bool = False  # ended, given up or dropped: its episode is to be closed
 
     @classmethod
     def of(cls, request: GenerationRequest) -> list[Conversation]:
@@ -80,6 +82,16 @@ class Conversation:
     def next_request(self, number: int, observation: tuple[int, ...]) -> GenerationRequest:
         """Appends tokens of the environment and asks for the next turn, as request `number`."""
         self.add_observation(observation)
+        return self._request(number)
+
+    def begin_again(self, number: int) -> GenerationRequest:
+        """Forgets all turns, and asks for the first one again, as request `number`."""
+        blank = Conversation(self.request, self.sample_index)
+        for name in ("token_ids", "logprobs", "versions", "loss_mask", "heads", "experts", "reward", "turns", "state"):
+            setattr(self, name, getattr(blank, name))
+        return self._request(number)
+
+    def _request(self, number: int) -> GenerationRequest:
         so_far = self.request.prompt_ids + tuple(self.token_ids)
         seed = None if self.request.seed is None else self.request.seed + self.sample_index
         return replace(self.request, id=number, prompt_ids=so_far, num_samples=1, seed=seed)

@@ -7,16 +7,21 @@ one completion in which the environment's tokens are masked.
 |---|---|---|
 | `poll` (producer's thread) | a finished episode | the inner engine, and every `WAKE_S` |
 | event loop's thread | environments | themselves, bounded by `step_timeout_s` |
+
+Every conversation ends in exactly one of `_finish`, `_drop` and `close`, which mark it as over. Its episode is closed
+then, or, where its environment is still at work, when that has ended (`_after_work`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
+import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +30,20 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.engines.request_ledger import RequestLedger
 from lit_async_rl.engines.wrapper import EngineWrapper
-from lit_async_rl.environments.base import Environment
+from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
-from lit_async_rl.errors import SetupError
+from lit_async_rl.errors import EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import FinishReason
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.log_limit import LimitedLog
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
+from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 
 WAKE_S = 0.01
+LOCK_S = 1.0  # longest wait of `close` for a thread that submits
+log = logging.getLogger(__name__)
 
 
 class EpisodeEngine(EngineWrapper):
@@ -48,11 +57,20 @@ class EpisodeEngine(EngineWrapper):
     Running episodes always continue under new weights, so later turns may be of newer versions than earlier ones; every
     token is tagged with its own, and the bound holds for all of them. Incompatible with `FixedLag`.
 
+    An episode whose environment fails is played again from its first turn, with a new episode; nothing of the failed
+    one is trained on.
+
     Args:
         engine: generates the turns.
         environment: responds to them.
         max_turns: maximum turns of the policy in one episode.
-        step_timeout_s: timeout of an environment's start or response.
+        step_timeout_s: timeout of an environment's start or response, and of the end of an episode.
+        tries: an episode whose environment fails (it raises or times out) that many times is given up with a warning,
+            and another prompt takes the place of its own; ten such prompts in a row, without an episode that ends in
+            between, end the run. None ends it at the first failure.
+        backoff_s: seconds before the second try; each further pause is twice as long.
+        step_cut_turns: the environment also rewards a turn that reached `max_tokens` (`Episode.step_cut`). False: such
+            an episode ends with the rewards of its earlier turns.
 
     Raises:
         ValueError: a setting is out of range, or the engine does not update weights in flight.
@@ -62,29 +80,56 @@ class EpisodeEngine(EngineWrapper):
     in_flight_weight_updates = True
 
     def __init__(
-        self, engine: RolloutEngine, environment: Environment, max_turns: int = 8, step_timeout_s: float = 60.0
+        self,
+        engine: RolloutEngine,
+        environment: Environment,
+        max_turns: int = 8,
+        step_timeout_s: float = 60.0,
+        tries: int | None = None,
+        backoff_s: float = 0.0,
+        step_cut_turns: bool = True,
     ) -> None:
         check_range("EpisodeEngine", ">= 1", max_turns=max_turns)
-        check_range("EpisodeEngine", "positive", step_timeout_s=step_timeout_s)
+        self.policy = TryPolicy(
+            owner="data.engine",
+            timeout_s=step_timeout_s,
+            tries=tries,
+            backoff_s=backoff_s,
+            timeout_name="step_timeout_s",
+            done="played",
+        )
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         super().__init__(engine)
         self.environment, self.max_turns, self.step_timeout_s = environment, max_turns, step_timeout_s
+        self.step_cut_turns = step_cut_turns
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._live: dict[int, list[Conversation]] = {}  # request -> conversations that have not ended
         self._talking: dict[int, dict[int, Conversation]] = {}  # inner request -> conversations whose turn it samples
         self._ledger: RequestLedger | None = None  # of turns; guarded by the lock
-        self._waiting: set[Conversation] = set()  # conversations whose environment works
+        self._waiting: dict[Conversation, float] = {}  # conversations whose environment works, and since when
         self._answering = Overlap("answer")
         self._finished: list[Completion] = []
+        self._given_up: list[int] = []  # requests
         self._error: BaseException | None = None
+        self._retries = Retries(self.policy)
+        self._warnings = LimitedLog(log)
         self._tasks = EnvironmentTasks(EnvironmentLoop())
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
         """The same environment, in its event loop, with another engine."""
-        other = EpisodeEngine(engine, self.environment, self.max_turns, self.step_timeout_s)
+        policy = self.policy
+        other = EpisodeEngine(
+            engine,
+            self.environment,
+            max_turns=self.max_turns,
+            step_timeout_s=policy.timeout_s,
+            tries=policy.tries,
+            backoff_s=policy.backoff_s,
+            step_cut_turns=self.step_cut_turns,
+        )
         other._codec = codec
         other._ledger = RequestLedger(engine, codec.vocab_size)
         other._tasks = EnvironmentTasks(self._tasks.shared)
@@ -145,22 +190,94 @@ class EpisodeEngine(EngineWrapper):
             for completion in self._asked.listed(turns, "poll"):
                 self._end_turn(completion)
 
+    def take_given_up(self) -> list[int]:
+        with self._lock:
+            given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def outside_work(self) -> Work | None:
+        began = list(self._waiting.values())  # without the lock, which a thread that hangs in the engine may hold
+        if not began:
+            return None
+        name = f"environment {type(self.environment).__name__}"
+        oldest_s = max(0.0, time.monotonic() - min(began))
+        return Work(name=name, num_calls=len(began), oldest_s=oldest_s, policy=self.policy)
+
     def abort(self, request_ids: Sequence[int]) -> None:
         """Aborts episodes; the pending response of an environment is cancelled, and any error of it ignored."""
         with self._lock:
-            gone = {talk for number in request_ids for talk in self._live.pop(number, [])}
-            self._tasks.cancel(gone & self._waiting)
-            self._waiting -= gone
-            inner = [number for number, talks in self._talking.items() if not gone.isdisjoint(talks.values())]
-            for number in inner:
-                del self._talking[number]
-            self._asked.abort(inner)
-            self._finished = [c for c in self._finished if c.request_id not in set(request_ids)]
+            inner = self._drop(request_ids)
         self.engine.abort(inner)
 
+    def _drop(self, request_ids: Iterable[int]) -> list[int]:
+        """Forgets requests and ends their episodes; returns the inner requests to abort."""
+        dropped = set(request_ids)
+        gone = {talk for number in dropped for talk in self._live.pop(number, [])}
+        self._tasks.cancel(gone & self._waiting.keys())
+        self._end(gone)
+        inner = [number for number, talks in self._talking.items() if not gone.isdisjoint(talks.values())]
+        for number in inner:
+            del self._talking[number]
+        self._asked.abort(inner)
+        self._finished = [c for c in self._finished if c.request_id not in dropped]
+        return inner
+
+    def _end(self, talks: Iterable[Conversation]) -> None:
+        """Marks conversations as over; closes their episodes, unless the environment works: then `_after_work` does."""
+        for talk in talks:
+            talk.is_over = True
+            if self._waiting.pop(talk, None) is None:
+                self._release(talk)
+
+    def _release(self, talk: Conversation) -> None:
+        """Has the episode of a conversation closed, if there is one."""
+        episode, talk.episode = talk.episode, None
+        if episode is None or episode is self.environment:  # one that is its own episode is closed at the end
+            return
+        if (close := getattr(episode, "close", None)) is not None:
+            self._tasks.finish(self._close(close))
+
+    async def _close(self, close: Callable[[], Any]) -> None:
+        """Calls `close` of an episode or environment, which may be a plain function; its errors end nothing."""
+        try:
+            ended = close()
+            if inspect.isawaitable(ended):
+                await asyncio.wait_for(ended, self.step_timeout_s)
+        except asyncio.TimeoutError:
+            self._warn_of_close(f"did not return within {self.policy.limit}")
+        except (Exception, asyncio.CancelledError) as error:
+            self._warn_of_close(f"raised {type(error).__name__}: {error}")
+
+    def _warn_of_close(self, what: str) -> None:
+        self._warnings.warning("environment %s: close %s", type(self.environment).__name__, what)
+
     def close(self) -> None:
-        super().close()
-        self._tasks.close()
+        self._end_talks()
+        self._tasks.begin_close()
+        try:
+            super().close()
+        finally:
+            self._end_talks()
+            self._tasks.close()
+
+    def _end_talks(self) -> None:
+        """Ends all conversations, unless another thread hangs in the inner engine; that is closed first then."""
+        if not self._lock.acquire(timeout=LOCK_S):
+            return
+        try:
+            talks = [talk for talks in self._live.values() for talk in talks]
+            self._live.clear()
+            self._talking.clear()
+            self._end(talks)
+        finally:
+            self._lock.release()
+
+    def end(self) -> None:
+        """Closes the environment, once after each time that it was used; its event loop is that of all episodes."""
+        super().end()
+        close: Any = getattr(self.environment, "close", None)
+        if close is not None and getattr(close, "__func__", None) is not Environment.close:
+            self._tasks.shared.end(lambda: self._close(close))
 
     def _end_turn(self, completion: Completion) -> None:
         """Files a finished turn; unless the episode is over, passes it to the environment."""
@@ -169,12 +286,13 @@ class EpisodeEngine(EngineWrapper):
             if talk is None:
                 return  # aborted
             talk.add_turn(completion)
-            if completion.finish_reason != "stop":
+            is_cut = completion.finish_reason != "stop"
+            if is_cut and not self.step_cut_turns:
                 self._finish(talk, completion.finish_reason)
                 return
-            self._waiting.add(talk)
+            self._waiting[talk] = time.monotonic()
             text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
-            self._tasks.begin(talk, self._answer(talk, text))
+            self._tasks.begin(talk, self._answer(talk, text, is_cut), after=lambda: self._after_work(talk))
 
     def _take_talk(self, turn: Completion) -> Conversation | None:
         talks = self._talking.get(turn.request_id)
@@ -185,35 +303,74 @@ class EpisodeEngine(EngineWrapper):
             del self._talking[turn.request_id]
         return talk
 
-    async def _answer(self, talk: Conversation, text: str) -> None:
+    def _after_work(self, talk: Conversation) -> None:
+        """Closes the episode of a conversation that was ended while its environment worked."""
+        with self._lock:
+            if talk.is_over:
+                self._release(talk)
+
+    async def _answer(self, talk: Conversation, text: str, is_cut: bool) -> None:
         """Continues an episode with the environment's response. `poll` raises any error, unless it was aborted."""
         try:
-            ids = await self._respond(talk, text)
+            try:
+                ids = await self._respond(talk, text, is_cut)
+            except EnvironmentFailure as failure:
+                await self._fail(talk, failure)
+                return
             with self._lock:
-                if talk in self._waiting:
-                    self._waiting.remove(talk)
-                    self._continue(talk, ids)
+                if self._waiting.pop(talk, None) is not None:
+                    self._continue(talk, ids, is_cut)
         except Exception as error:
             with self._lock:
+                self._waiting.pop(talk, None)
                 if talk in self._live.get(talk.request.id, ()):
                     self._error = self._error or error
 
-    async def _respond(self, talk: Conversation, text: str) -> tuple[int, ...] | None:
+    async def _fail(self, talk: Conversation, failure: EnvironmentFailure) -> None:
+        """Plays an episode again, or gives up its request.
+
+        Raises:
+            EnvironmentFailure: the run is to end.
+        """
+        inner: list[int] = []
+        with self._lock:
+            if talk not in self._waiting:  # nobody looks where the episode was aborted
+                return
+            talk.num_failed += 1
+            is_played_again = self._retries.may_try_again(talk.prompt, talk.num_failed, failure)
+            pause_s = self.policy.pause_s(talk.num_failed)
+            if is_played_again:
+                self._release(talk)
+                self._waiting[talk] = time.monotonic() + pause_s
+            else:
+                self._given_up.append(talk.request.id)
+                inner = self._drop([talk.request.id])
+        if not is_played_again:
+            self.engine.abort(inner)
+            return
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        with self._lock:
+            if self._waiting.pop(talk, None) is not None:
+                self._ask_for(talk, talk.begin_again(next(self._ids)))
+
+    async def _respond(self, talk: Conversation, text: str, is_cut: bool) -> tuple[int, ...] | None:
         """Tokens of the environment's response; None if it ends the episode. All errors are `EnvironmentFailure`."""
         try:
             with self._answering.one(turns=1):
-                return await asyncio.wait_for(self._ask(talk, text), self.step_timeout_s)
+                return await asyncio.wait_for(self._ask(talk, text, is_cut), self.step_timeout_s)
         except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
             limit = f"step_timeout_s={self.step_timeout_s:g}"
             raise talk.failure(self.environment, text, f"did not answer within {limit}") from None
         except asyncio.CancelledError:  # by itself; nobody looks where the episode was aborted
             raise talk.failure(self.environment, text, "was cancelled") from None
 
-    async def _ask(self, talk: Conversation, text: str) -> tuple[int, ...] | None:
+    async def _ask(self, talk: Conversation, text: str, is_cut: bool) -> tuple[int, ...] | None:
         try:
             if talk.episode is None:
                 talk.episode = await self.environment.start(talk.prompt)
-            observation = await talk.episode.step(text)
+            step_cut = getattr(talk.episode, "step_cut", talk.episode.step)
+            observation: Observation = await (step_cut if is_cut else talk.episode.step)(text)
             if not math.isfinite(observation.reward):
                 raise ValueError(f"a reward of {observation.reward}")
             talk.add_answer(observation)
@@ -221,20 +378,23 @@ class EpisodeEngine(EngineWrapper):
         except Exception as error:  # also its own TimeoutError, which is none of `step_timeout_s`
             raise talk.failure(self.environment, text, f"raised {type(error).__name__}: {error}") from error
 
-    def _continue(self, talk: Conversation, ids: tuple[int, ...] | None) -> None:
+    def _continue(self, talk: Conversation, ids: tuple[int, ...] | None, is_cut: bool) -> None:
         """Ends the episode, or submits the policy's next turn, which reads `ids`. Errors are the engine's."""
-        if ids is None:
-            self._finish(talk, "stop")
+        if ids is None or is_cut:
+            self._finish(talk, "length" if is_cut else "stop")
             return
         request = talk.request
         length = len(request.prompt_ids) + len(talk.token_ids) + len(ids) + request.sampling.max_tokens
         if len(talk.turns) == self.max_turns or length > self.max_model_len:
             self._finish(talk, "length")
             return
-        following = talk.next_request(next(self._ids), ids)
-        self._talking[following.id] = {0: talk}
-        self._asked.open([following])
-        self.engine.submit([following])
+        self._ask_for(talk, talk.next_request(next(self._ids), ids))
+
+    def _ask_for(self, talk: Conversation, turn: GenerationRequest) -> None:
+        """Submits the next turn of a conversation."""
+        self._talking[turn.id] = {0: talk}
+        self._asked.open([turn])
+        self.engine.submit([turn])
 
     @property
     def _tokenizer(self) -> TextCodec:
@@ -248,3 +408,5 @@ class EpisodeEngine(EngineWrapper):
         if not live:
             del self._live[talk.request.id]
         self._finished.append(talk.completion(reason))
+        self._retries.succeed()
+        self._end([talk])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
@@ -26,18 +26,32 @@ class GymnasiumEpisode(Episode):
 
     def __init__(self, env: Any, threads: Executor | None = None) -> None:
         self.env, self._threads = env, threads
+        self._is_called = threading.Lock()  # a thread whose call was cancelled works on
 
     async def step(self, completion: str) -> Observation:
-        loop = asyncio.get_running_loop()
-        text, reward, terminated, truncated, _ = await loop.run_in_executor(self._threads, self.env.step, completion)
+        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._step, completion)
+        text, reward, terminated, truncated, _ = answer
         return Observation(text=str(text), reward=float(reward), done=bool(terminated or truncated))
+
+    def _step(self, completion: str) -> Any:
+        with self._is_called:
+            return self.env.step(completion)
+
+    async def close(self) -> None:
+        """Closes the environment, if it can be; a step that still runs ends before."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._close)
+
+    def _close(self) -> None:
+        with self._is_called:
+            close_env(self.env)
 
 
 class GymnasiumEnvironment(Environment):
     """Gymnasium text environments created by a function, one per rollout.
 
     The prompt's text must be the environment's first observation, so that all rollouts of a group start alike, as with
-    `GymnasiumPrompts`. The environment is reset with the seed in the prompt's metadata.
+    `GymnasiumPrompts`. The environment is reset with the seed in the prompt's metadata, and closed at the end of its
+    episode.
 
     Args:
         make: `make(prompt)` returns an environment; given by its dotted path in a YAML.
@@ -49,14 +63,45 @@ class GymnasiumEnvironment(Environment):
 
     def __init__(self, make: Callable[[Prompt], Any], max_threads: int = 256) -> None:
         check_range("GymnasiumEnvironment", ">= 1", max_threads=max_threads)
-        self.make = make
-        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="gymnasium")
+        self.make, self.max_threads = make, max_threads
+        self._threads: ThreadPoolExecutor | None = None
 
     async def start(self, prompt: Prompt) -> GymnasiumEpisode:
-        loop = asyncio.get_running_loop()
-        env = await loop.run_in_executor(self._threads, self.make, prompt)
-        await loop.run_in_executor(self._threads, partial(env.reset, seed=prompt.metadata.get("seed")))
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.max_threads, thread_name_prefix="gymnasium")
+        making = self._threads.submit(self._make, prompt)
+        try:
+            env = await asyncio.wrap_future(making)
+        except asyncio.CancelledError:  # a thread that has begun works on, for an episode that is gone
+            making.add_done_callback(_close_late)
+            raise
         return GymnasiumEpisode(env, self._threads)
+
+    def _make(self, prompt: Prompt) -> Any:
+        env = self.make(prompt)
+        try:
+            env.reset(seed=prompt.metadata.get("seed"))
+        except BaseException:
+            close_env(env)
+            raise
+        return env
+
+    async def close(self) -> None:
+        """Ends the threads, when what they do has ended."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+            self._threads = None
+
+
+def _close_late(making: Future[Any]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        close_env(making.result())
+
+
+def close_env(env: Any) -> None:
+    """Closes a Gymnasium environment, if it has a `close`."""
+    if (close := getattr(env, "close", None)) is not None:
+        close()
 
 
 class GymnasiumPrompts(PromptSource):
@@ -82,5 +127,9 @@ class GymnasiumPrompts(PromptSource):
         if not 0 <= index < self.size:
             raise IndexError(index)
         seed = {"seed": self.first_seed + index}
-        text, _ = self.make(Prompt(text="", metadata=seed)).reset(**seed)
+        env = self.make(Prompt(text="", metadata=seed))
+        try:
+            text, _ = env.reset(**seed)
+        finally:
+            close_env(env)
         return Prompt(text=str(text), metadata=seed)

@@ -62,6 +62,7 @@ class MathVerify:
         if importlib.util.find_spec("math_verify") is None:
             raise ModuleNotFoundError('MathVerify needs: pip install "lit-async-rl[tasks]"')
         self._grade = IsolatedFunction("lit_async_rl.rewards.graders:math_grader", timeout_s)
+        self.call_timeout_s = timeout_s
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Reward of the completion.
@@ -88,7 +89,7 @@ class IsolatedReward:
 
     Args:
         reward: dotted path `package.module.function`, imported in the child process.
-        timeout_s: seconds per completion; should be less than `data.scoring.timeout_s`, also per completion.
+        timeout_s: seconds per completion; must be less than `data.scoring.timeout_s`, also per completion.
         max_memory_gb: memory (address space, on Linux) for calls beyond that of the imports; a call that exceeds it
             fails with MemoryError. None is no limit.
 
@@ -102,6 +103,7 @@ class IsolatedReward:
         self.reward = reward
         maker = f"{load_reward.__module__}:{load_reward.__name__}"
         self._call = IsolatedFunction(maker, timeout_s, reward, max_memory_gb=max_memory_gb)
+        self.call_timeout_s = timeout_s
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Value of the reward function.

@@ -7,7 +7,6 @@ process alive.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -19,13 +18,13 @@ from functools import partial
 
 from lit_async_rl.errors import RewardError, SetupError, StalledError
 from lit_async_rl.rewards.awaiting import Awaiter
-from lit_async_rl.rewards.retries import Retries
 from lit_async_rl.rewards.score import Reward, reward_identity, reward_name, score
 from lit_async_rl.rewards.score_spans import MAX_LANES, ScoreSpans
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.clocks import AwakeClock
 from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 
 CLOSE_S = 5.0
 POLL_S = 0.2
@@ -53,6 +52,7 @@ class Scorer:
         timeout_s: seconds per completion.
         max_tries: attempts after which a completion is given up, with a log line, see `Retries`. A call that times
             out is abandoned, and its worker replaced.
+        backoff_s: seconds before the second attempt, see `TryPolicy`.
 
     Attributes:
         clock: clock of the timeouts.
@@ -60,17 +60,24 @@ class Scorer:
     """
 
     def __init__(
-        self, reward: Reward | None, num_workers: int = 1, timeout_s: float = 60.0, max_tries: int | None = None
+        self,
+        reward: Reward | None,
+        num_workers: int = 1,
+        timeout_s: float = 60.0,
+        max_tries: int | None = None,
+        backoff_s: float = 0.0,
     ) -> None:
-        check_range("data.scoring", ">= 1", workers=num_workers, tries=max_tries)
-        check_range("data.scoring", "positive", timeout_s=timeout_s)
+        check_range("data.scoring", ">= 1", workers=num_workers)
+        self.policy = TryPolicy(owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s)
         self.reward, self.identity = reward, None if reward is None else reward_identity(reward)
         self.clock = AwakeClock()
-        self.timeout_s, self.num_workers = timeout_s, num_workers
+        self.timeout_s = timeout_s
+        self.num_workers = num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._running: dict[int, tuple[float, _Job]] = {}  # worker -> when it began, on what
         self._error: BaseException | None = None
-        self._retries = Retries(max_tries)
+        self._retries = Retries(self.policy)
+        self._pausing: list[tuple[float, _Job]] = []  # jobs to be tried again, from when on; see `check`
         self._awaiter = Awaiter(timeout_s)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
@@ -156,7 +163,10 @@ class Scorer:
         job.num_tries += 1
         if self._retries.may_try_again(job.prompt, job.num_tries, error):
             job.is_said_to_be_slow = False
-            self._jobs.put(job)
+            if pause_s := self.policy.pause_s(job.num_tries):
+                self._pausing.append((self.clock.now() + pause_s, job))
+            else:
+                self._jobs.put(job)
         else:
             job.give_up()
 
@@ -171,18 +181,22 @@ class Scorer:
         return min(1.0, self._cpu_s / self._busy_s) if self._busy_s else 0.0
 
     def check(self) -> None:
-        """Raises errors of the workers, and replaces workers that timed out.
+        """Raises errors of the workers, replaces those that timed out, and queues jobs whose pause is over.
 
         Raises:
             RewardError: a call timed out in its last attempt.
         """
         if self._error is not None:
             raise self._error
+        for entry in list(self._pausing):
+            if entry[0] <= self.clock.now():
+                self._pausing.remove(entry)
+                self._jobs.put(entry[1])
         for number, (began, job) in list(self._running.items()):
             seconds = self.clock.now() - began
             if seconds > self.timeout_s / 2 and not job.is_said_to_be_slow:
                 job.is_said_to_be_slow = True
-                took = f"{seconds:.1f} s of data.scoring.timeout_s={self.timeout_s:g}"
+                took = f"{seconds:.1f} s of {self.policy.limit}"
                 log.warning("reward %s is slow: %s, %r", self._name, took, job.prompt.text[:200])
             if seconds <= self.timeout_s or self._running.pop(number, None) is None:
                 continue
@@ -190,12 +204,21 @@ class Scorer:
             self._add_worker()
             self._fail(job, self._too_late(job))
 
+    def work(self) -> Work | None:
+        """The calls under way, and those that wait for another try; None if there are none."""
+        now = self.clock.now()
+        ages = [now - began for began, _ in list(self._running.values())]
+        ages += [0.0 for _ in list(self._pausing)]
+        if not ages:
+            return None
+        return Work(name=f"reward {self._name}", num_calls=len(ages), oldest_s=max(ages), policy=self.policy)
+
     @property
     def _name(self) -> str | None:
         return reward_name(self.reward) if self.reward is not None else None
 
     def _too_late(self, job: _Job) -> RewardError:
-        late = f"reward {self._name} did not return within data.scoring.timeout_s={self.timeout_s:g}"
+        late = f"reward {self._name} did not return within {self.policy.limit}"
         return RewardError(f"{late} on prompt {job.prompt.text[:200]!r}")
 
     def close(self) -> None:
@@ -235,8 +258,12 @@ def score_all(
     rewards: dict[int, float | None] = {}
     while len(rewards) < len(completions):
         scorer.check()
-        with contextlib.suppress(queue.Empty):
+        try:
             n, reward = found.get(timeout=POLL_S)
-            rewards[n] = reward
-            on_progress()
+        except queue.Empty:
+            if (work := scorer.work()) is not None and work.is_within_limits:
+                on_progress()  # other ranks wait for as long as it may take
+            continue
+        rewards[n] = reward
+        on_progress()
     return [rewards[n] for n in range(len(completions))]

@@ -25,6 +25,7 @@ class EngineListener(EngineInUse):
         changed: condition held while completions are passed on, notified after failures.
         on_completion: called in the thread for each completion, with `changed` held.
         on_turn: called in the thread at least every `POLL_S` unless the engine hangs.
+        on_given_up: called in the thread for each request that the engine gave up, with `changed` held.
         timeout_s: timeout of engine calls, see `EngineCalls`.
         vocab_size: of the policy.
 
@@ -40,10 +41,11 @@ class EngineListener(EngineInUse):
         on_turn: Callable[[], None],
         timeout_s: float = 600.0,
         vocab_size: int | None = None,
+        on_given_up: Callable[[int], None] = lambda request_id: None,
     ) -> None:
         super().__init__(engine, changed, timeout_s, vocab_size)
         self.error: BaseException | None = None
-        self._on_completion, self._on_turn = on_completion, on_turn
+        self._on_completion, self._on_turn, self._on_given_up = on_completion, on_turn, on_given_up
         self._stopped = threading.Event()
         self._thread = self._new_thread()
 
@@ -104,6 +106,11 @@ class EngineListener(EngineInUse):
                 for completion in self._poll(engine):
                     with self.changed:
                         self._receive(completion, engine)
+                for request_id in engine.take_given_up():
+                    with self.changed:
+                        if engine is self.engine:
+                            self.ledger.abort([request_id])
+                            self._on_given_up(request_id)
                 self._on_turn()
         except BaseException as error:
             with self.changed:
@@ -133,7 +140,9 @@ class EngineListener(EngineInUse):
                 spans.polled(engine, began, self.ledger.loaded)
             return completions
         except EnvironmentFailure:  # the user's, not the engine's
-            raise
+            if engine is self.engine and self.engine_error is None:
+                raise
+            return []  # of an engine that has failed before, and is being replaced
         except Exception as error:
             self.break_engine(error, engine)
             return []

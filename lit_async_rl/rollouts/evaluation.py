@@ -171,6 +171,20 @@ class EvaluationRun:
         self._score(item, completion)
         return True
 
+    def give_up(self, request_id: int) -> bool:
+        """Files that the engine gave a question up, which is then excluded; False if it belongs to training."""
+        if request_id < FIRST_ID:
+            return False
+        with self._changed:
+            if request_id not in self._in_engine:
+                return True
+            self._in_engine.remove(request_id)
+            item = self._open[request_id]
+            for _ in range(self.num_samples - item.num_sampled):
+                self._file_reward(item, None)
+        self.submit()
+        return True
+
     def _score(self, item: _Open, completion: Completion) -> None:
         if completion.reward is not None:
             self._file_reward(item, completion.reward)
@@ -238,7 +252,7 @@ class EvaluationRun:
             for name, value in values.items():
                 sums.setdefault(name, []).append(value)
                 sums.setdefault(f"{item.question.dataset}/{name}", []).append(value)
-        versions = [version for item in self._open.values() for version in item.versions]
+        versions = [version for item in self._open.values() for version in item.versions] or [self.version]
         return EvaluationResult(
             version=self.version,
             oldest_version=min(versions),

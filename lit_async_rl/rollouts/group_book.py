@@ -82,6 +82,10 @@ class GroupBook:
             group.generation_s = time.monotonic() - group.began
         return group, completion.sample_index
 
+    def group_of(self, request_id: int) -> OpenGroup | None:
+        """The unfinished group that a request belongs to; None if it is gone."""
+        return self.unfinished.get(self.requests.index_of(request_id))
+
     @property
     def lacking(self) -> list[OpenGroup]:
         """Groups with completions missing; all other unfinished ones are being scored."""

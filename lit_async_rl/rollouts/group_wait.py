@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lit_async_rl.errors import StalledError
+from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import POLL_S, EngineListener
 from lit_async_rl.rollouts.group_book import GroupBook
-from lit_async_rl.utils.clocks import AwakeClock
 from lit_async_rl.utils.patience import announced
+from lit_async_rl.utils.tries import Work
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +22,9 @@ class GroupWait:
     Args:
         listener: owns the engine and the condition notified on changes.
         book: open groups.
-        clock: of the timeout.
-        timeout_s: seconds without a new token or reward before `StalledError`.
+        scorer: of the completions; its clock is that of the timeout.
+        timeout_s: seconds without a new token or reward before `StalledError`. Rewards and environments that work have
+            limits of their own: nothing is stalled while they keep to them.
         num_scored: number of completions scored so far; a change of it is progress, as is a new token.
     """
 
@@ -30,11 +32,11 @@ class GroupWait:
         self,
         listener: EngineListener,
         book: GroupBook,
-        clock: AwakeClock,
+        scorer: Scorer,
         timeout_s: float,
         num_scored: Callable[[], int],
     ) -> None:
-        self._listener, self._book, self._clock = listener, book, clock
+        self._listener, self._book, self._scorer, self._clock = listener, book, scorer, scorer.clock
         self.timeout_s, self._num_scored = timeout_s, num_scored
         self._has_waited = False
 
@@ -70,7 +72,7 @@ class GroupWait:
             if progress != (progress := self._progress()):
                 last_change, is_said = now, False
             waited_s = now - last_change
-            if waited_s > self.timeout_s:
+            if waited_s > self.timeout_s and not any(work.is_within_limits for work in self._works()):
                 self._stall()
             if waited_s > self.timeout_s / 2 and not is_said:
                 log.warning("slow: %s", self._message(waited_s))
@@ -80,11 +82,23 @@ class GroupWait:
     def _progress(self) -> tuple[int, int]:
         return self._listener.num_tokens, self._num_scored()
 
+    def _works(self) -> list[Work]:
+        """Calls of rewards and environments that are under way."""
+        works = self._scorer.work(), self._listener.engine.outside_work()
+        return [work for work in works if work is not None]
+
     def _stall(self) -> NoReturn:
         """Attributes the stall to the engine if completions are missing."""
         advice = (
             "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
         )
+        if works := self._works():
+            advice = (
+                f"Look at {' and '.join(work.name for work in works)} first, whose limit has passed and which has not "
+                "returned: an `async` function must await and never block its event loop"
+            )
+        elif not self._book.lacking:
+            advice = "Look at data.reward and data.admission first: the engine has nothing to do"
         error = StalledError(f"{self._message(self.timeout_s)}. {advice}")
         if self._book.lacking:
             self._listener.break_engine(error, self._listener.engine)
@@ -92,9 +106,10 @@ class GroupWait:
 
     def _message(self, waited_s: float) -> str:
         book, lacking = self._book, len(self._book.lacking)
+        works = "".join(f"; {work}" for work in self._works())
         return (
             f"the trainer waited {waited_s:.1f} s of data.limits.rollout_timeout_s={self.timeout_s:g} for a group "
             f"and nothing happened: {lacking} groups being sampled, {len(book.unfinished) - lacking} being scored, "
             f"{len(book.finished)} finished but not allowed yet, {self._listener.num_tokens} tokens generated so "
-            f"far by {type(self._listener.engine).__name__}"
+            f"far by {type(self._listener.engine).__name__}{works}"
         )

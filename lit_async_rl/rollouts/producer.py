@@ -71,8 +71,10 @@ class Producer:
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_scored = self._num_lost = 0
         self.changed = threading.Condition(threading.RLock())
-        self.listener = EngineListener(engine, self.changed, self._collect, scorer.check, timeout_s, codec.vocab_size)
-        self.wait = GroupWait(self.listener, self.book, scorer.clock, timeout_s, lambda: self._num_scored)
+        self.listener = EngineListener(
+            engine, self.changed, self._collect, scorer.check, timeout_s, codec.vocab_size, self._lose_request
+        )
+        self.wait = GroupWait(self.listener, self.book, scorer, timeout_s, lambda: self._num_scored)
         self.timer = WaitTimer()
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
@@ -211,6 +213,13 @@ class Producer:
             is_wanted=partial(self.book.is_open, group),
             group=group.index,
         )
+
+    def _lose_request(self, request_id: int) -> None:
+        """Files that the engine gave a request up."""
+        if self.evaluation is not None and self.evaluation.give_up(request_id):
+            return
+        if (group := self.book.group_of(request_id)) is not None:
+            self._give_up(group)
 
     def _give_up(self, group: OpenGroup) -> None:
         """Drops a group that cannot be scored; another prompt takes its slot."""

@@ -49,6 +49,7 @@ class SampleRequests:
         """
         prefixes = {c.sample_index: c for c in partials if c.token_ids and c.finish_reason == "abort"}
         fresh = [n for n in lacking if n not in prefixes and not self.replicate_prompts]
+        is_fresh = set(fresh)  # a group may have a hundred thousand samples
         requests = []
         self._parts.pop(index, None)
         if fresh:
@@ -65,7 +66,7 @@ class SampleRequests:
                 )
             )
         for n in lacking:
-            if n in fresh:
+            if n in is_fresh:
                 continue
             part = _Part(index, n, prefixes.get(n))
             known = () if part.prefix is None else part.prefix.token_ids
@@ -84,6 +85,11 @@ class SampleRequests:
             )
             self._parts[request_id] = [part]
         return requests
+
+    def index_of(self, request_id: int) -> int:
+        """The group that a request is for."""
+        parts = self._parts.get(request_id)
+        return parts[0].index if parts else request_id
 
     def whole(self, completion: Completion) -> Completion:
         """A completion, finished or not, under its group's id and sample index, with its resumed tokens."""

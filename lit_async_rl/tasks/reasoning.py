@@ -82,6 +82,7 @@ class ReasoningGymReward:
             raise ModuleNotFoundError('ReasoningGymReward needs: pip install "lit-async-rl[tasks]"')
         self.answer_tag = answer_tag
         self._grade = IsolatedFunction("lit_async_rl.rewards.graders:reasoning_grader", timeout_s)
+        self.call_timeout_s = timeout_s
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Reward of the completion.

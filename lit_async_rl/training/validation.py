@@ -90,14 +90,16 @@ class Validator(torch.nn.Module):
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s
             with closing(engine):
                 found = run_requests(engine, requests, *limits, data.note_progress)
+        played = [(prompt, row) for prompt, row in zip(batch.prompts, found, strict=True) if row]  # others: given up
+        prompts, found = [prompt for prompt, _ in played], [row for _, row in played]
         stop = data.val_sampling.stop
         texts = [[data.codec.decode(c.token_ids, stop if c.turns is None else ()) for c in row] for row in found]
         rewards = [[completion.reward for completion in completions] for completions in found]
         if any(reward is None for row in rewards for reward in row):
-            asked = [(prompt, text) for prompt, row in zip(batch.prompts, texts, strict=True) for text in row]
+            asked = [(prompt, text) for prompt, row in zip(prompts, texts, strict=True) for text in row]
             scored = iter(data.held_out.score(asked, data.note_progress))
             rewards = [[next(scored) for _ in row] for row in texts]
-        for prompt, row, row_rewards in zip(batch.prompts, texts, rewards, strict=True):
+        for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
             self._file(prompt, row, row_rewards, data.validation.success_reward)
 
     def _file(
