@@ -108,6 +108,8 @@ class Evaluation(pl.Callback):
         data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
             raise ValueError("Evaluation needs an engine, and data.admission=FromTape has none")
+        setting = "data.validation.sampling" if self.sampling is None else "Evaluation.sampling"
+        data.engine.check_sampling(setting, self.sampling or data.val_sampling, self.num_samples)
         if (self.sampling or data.val_sampling).temperature == 0 and self.num_samples > 1:
             raise ValueError(
                 f"Evaluation.num_samples={self.num_samples} at temperature 0 would be copies of one completion"

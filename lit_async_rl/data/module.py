@@ -117,6 +117,7 @@ class RolloutDataModule(ModelName):
         self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
         compatibility.check_bound(self.admission, max_staleness)
         compatibility.check_engine(engine, reward, self.admission, sampling)
+        engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
         compatibility.check_limits(reward, scoring.timeout_s)
         compatibility.check_sleep(engine, max_staleness, self.intake)
         compatibility.check_intake(self.intake, self.admission, replay is not None)

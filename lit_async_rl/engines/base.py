@@ -96,6 +96,18 @@ class RolloutEngine(ABC):
         """Wraps another engine the way this one extends plain generation; used by validation."""
         return engine
 
+    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:  # noqa: B027
+        """Refuses parameters that the engine cannot sample with as they are; called before `setup`.
+
+        Args:
+            setting: path of the parameters in messages, such as `data.sampling`.
+            sampling: the parameters.
+            num_samples: samples of one request.
+
+        Raises:
+            ValueError: names the setting and its value.
+        """
+
     @abstractmethod
     def setup(self, model: str) -> None:
         """Loads the architecture of `model`, a Hugging Face name or folder. Called once, before any other method."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.utils.spans import Spans
 from lit_async_rl.utils.tries import Work
 
@@ -28,6 +28,9 @@ class EngineWrapper(RolloutEngine):
         self.takes_adapters, self.takes_changes = engine.takes_adapters, engine.takes_changes
         self.sleep_level, self.self_check = engine.sleep_level, engine.self_check
         self.has_model, self.uses_probe, self.dtype = engine.has_model, engine.uses_probe, engine.dtype
+
+    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
+        self.engine.check_sampling(setting, sampling, num_samples)
 
     def setup(self, model: str) -> None:
         self.engine.setup(model)

@@ -8,9 +8,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from lit_async_rl.engines.embedded.limits import check_request
 from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.requests import check_sampling
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
@@ -99,10 +100,12 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         """Queues requests.
 
         Raises:
-            ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
+            ValueError: prompt and completion would not fit into `max_model_len`, a token is not in the vocabulary, or
+                vLLM refuses a sampling parameter.
             EngineError: it broke, or was closed.
         """
         for request in requests:
+            check_sampling("data.sampling", request.sampling, request.num_samples)
             check_request(request, self.max_model_len, self._vocab_size)
             if (request.sampling.head or 0) > self._vocab_size:
                 raise ValueError(
@@ -111,6 +114,9 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
                 )
         self._check()
         self._launch(requests)
+
+    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
+        check_sampling(setting, sampling, num_samples)
 
     @abstractmethod
     def _launch(self, requests: Sequence[GenerationRequest]) -> None:

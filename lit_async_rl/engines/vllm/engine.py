@@ -218,6 +218,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     # -- producer's thread --------------------------------------------------------------------------------------------
 
     def _launch(self, requests: Sequence[GenerationRequest]) -> None:
+        self._runner.check(requests)
         self._gate.submit(requests)
         self._sleep.interrupt(self._vllm)
 

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.engines.vllm.request_book import RequestBook
 from lit_async_rl.engines.vllm.token_heads import head_of
 from lit_async_rl.errors import EngineError, InvariantError
 from lit_async_rl.models.stop_strings import StopStrings
 from lit_async_rl.sampler_head import SamplerHead, join_heads
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # of vLLM: it raises what is below, and refuses what is above
+MAX_SAMPLES = 16384  # of a request, unless VLLM_MAX_N_SEQUENCES says otherwise
+
+
+def check_sampling(setting: str, sampling: SamplingParams, num_samples: int) -> None:
+    """Refuses sampling parameters that vLLM refuses, or replaces by others.
+
+    Args:
+        setting: path of the parameters in messages, such as `data.sampling`.
+        sampling: the parameters.
+        num_samples: samples of one request.
+
+    Raises:
+        ValueError: names the setting and its value.
+    """
+    temperature = sampling.temperature
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"{setting}.temperature must be 0 or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}] with vLLM, got {temperature}"
+        )
+    most = int(os.environ.get("VLLM_MAX_N_SEQUENCES") or MAX_SAMPLES)
+    if temperature and num_samples > most:
+        raise ValueError(
+            f"vLLM takes at most {most} samples of a prompt in one request, got {num_samples}: lower data.group_size, "
+            "set data.intake.replicate_prompts, or set the environment variable VLLM_MAX_N_SEQUENCES"
+        )
 
 
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -168,11 +196,21 @@ class RequestRunner:
     def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int], model: str) -> None:
         self.process, self.book, self.eos_token_ids, self.model = process, book, tuple(eos_token_ids), model
         self._finder: StopStrings | None = None
+        self._checked: set[str] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, GenerationRequest] = {}
 
     def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
-        """Starts requests. Prompts share their KV cache only with those of the same `salt`."""
+        """Starts requests. Prompts share their KV cache only with those of the same `salt`. Errors go to the book."""
+        try:
+            self._launch(requests, salt)
+        except Exception as error:  # nobody waits for the loop's callbacks
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.book.fail(EngineError(self.process.death) if self.process.is_dead else error)
+
+    def _launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
         if self._finder is None and any(request.sampling.stop for request in requests):
             self._finder = StopStrings.of_model(self.model)
             # vLLM was started without a tokenizer: prompts and completions are token ids
@@ -180,6 +218,39 @@ class RequestRunner:
         for request in requests:
             self._requests[request.id] = request
             self._tasks[request.id] = asyncio.get_running_loop().create_task(self._generate(request, salt))
+
+    def _parameters(self, request: GenerationRequest) -> Any:
+        """The request's `vllm.SamplingParams`.
+
+        Raises:
+            ValueError: vLLM refuses one of them, or would use another value.
+        """
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        arguments = sampling_arguments(request, self.eos_token_ids)
+        params = vllm.SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        if request.sampling.temperature > 0:  # else it needs none of them
+            for name in ("temperature", "top_p", "top_k", "min_p"):
+                if (used := getattr(params, name)) != arguments[name]:
+                    raise ValueError(f"data.sampling.{name}={arguments[name]}: vLLM would use {used} instead")
+        return params
+
+    def check(self, requests: Sequence[GenerationRequest]) -> None:
+        """Refuses requests whose sampling parameters vLLM refuses; for the thread that submits.
+
+        Raises:
+            ValueError: names the parameters; vLLM's error is the cause.
+        """
+        for request in requests:
+            kind = repr((request.sampling, request.num_samples))  # a list of stop tokens has no hash
+            if kind in self._checked:
+                continue
+            try:
+                self._parameters(request)
+            except Exception as error:  # of vLLM: its own class is no ValueError
+                raise ValueError(f"vLLM refuses data.sampling of a request: {error}") from error
+            self._checked.add(kind)
 
     def cancel(self, request_ids: set[int]) -> None:
         """Cancels requests, which makes vLLM abort them."""
@@ -197,20 +268,26 @@ class RequestRunner:
         return found
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        arguments = sampling_arguments(request, self.eos_token_ids)
-        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=salt)
-        indices = range(request.num_samples)
-        buffers = [SampleBuffer(request, index, self._finder, self.eos_token_ids) for index in indices]
+        """Runs one request to its end; whatever it raises goes to the book, and so to the trainer."""
         try:
+            from vllm import TokensPrompt
+
+            params = self._parameters(request)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=salt)
+            indices = range(request.num_samples)
+            buffers = [SampleBuffer(request, index, self._finder, self.eos_token_ids) for index in indices]
+            num_finished = 0
             async for answer in self.process.llm.generate(prompt, params, str(request.id)):
                 for output in answer.outputs:
-                    self.book.add(request.id, len(output.token_ids), buffers[output.index].add(output))
+                    finished = buffers[output.index].add(output)
+                    num_finished += len(finished)
+                    self.book.add(request.id, len(output.token_ids), finished)
+            if num_finished < request.num_samples:
+                raise EngineError(
+                    f"vLLM ended request {request.id} after {num_finished} of {request.num_samples} samples"
+                )
             self.book.end([request.id])
         except Exception as error:
-            self.book.fail(EngineError(self.process.death) if self.process.is_dead else error)
+            self._fail(error)
         finally:
             del self._tasks[request.id], self._requests[request.id]
