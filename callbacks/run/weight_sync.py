@@ -121,7 +121,7 @@ class WeightSync(pl.Callback):
         self._known = {}
         self._publish(module, data)
         stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
-        data.shared_source.start(module.version, trainer.global_step, stream)
+        data.shared_source.start(module.version, trainer.global_step, stream, lambda: data.is_asked_to_stop)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(

@@ -87,8 +87,11 @@ class RolloutSource:
         else:
             self._holder.calls.load_weights(version, weights)
 
-    def start(self, version: int, step: int) -> None:
-        """Starts the background thread, from the restored state if there is one; the engine has its weights."""
+    def start(self, version: int, step: int, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Starts the background thread, from the restored state if there is one; the engine has its weights.
+
+        No more prompts are admitted when `should_stop()` becomes true.
+        """
         producer = self._producer = self._make_producer(step)
         if self._spans is not None:
             producer.observe(self._spans)
@@ -104,7 +107,7 @@ class RolloutSource:
                     self.replay.clear()
             if self._first_bound is not None:
                 self.admission.max_staleness = self._first_bound
-            producer.start(version)
+            producer.start(version, should_stop)
 
     def _check_prompts(self, producer: Producer) -> None:
         """Refuses unusable prompts, or excludes them from the stream."""

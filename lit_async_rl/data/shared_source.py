@@ -60,18 +60,25 @@ class SharedSource:
         """Loads new weights into the engine; the first call also sets it up. A collective."""
         self._give(weights, partial(self.source.publish, version))
 
-    def start(self, version: int, step: int, stream_weights: Callable[[], Weights]) -> None:
+    def start(
+        self,
+        version: int,
+        step: int,
+        stream_weights: Callable[[], Weights],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Starts the background thread; the engine already has the weights of `version`.
 
         Args:
             version: of the policy.
             step: number of the first optimizer step.
             stream_weights: iterates over the current weights, for an engine that is restarted; a collective.
+            should_stop: whether the run is asked to stop; no collective.
         """
         self._stream_weights = stream_weights
         self.ranks.take_over_sigterm()
         if self.ranks.leads:
-            self.source.start(version, step)
+            self.source.start(version, step, should_stop)
 
     def advance(self, version: int) -> None:
         """Ends a round of admission: the slots of the groups trained on are returned."""

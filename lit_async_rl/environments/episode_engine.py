@@ -117,6 +117,7 @@ class EpisodeEngine(EngineWrapper):
         self._retries = Retries(self.policy)
         self._warnings = LimitedLog(log)
         self._tasks = EnvironmentTasks(EnvironmentLoop())
+        self._is_successor = False  # of an engine that has said what it has to say
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> EpisodeEngine:
         """The same environment, in its event loop, with another engine."""
@@ -138,12 +139,18 @@ class EpisodeEngine(EngineWrapper):
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """See `RolloutEngine`; the environment is the same object and stays in its event loop."""
         other: Any = super().fresh(out_of_memory)
+        other._is_successor = True
         other._tasks = EnvironmentTasks(self._tasks.shared)
         return other
 
     def setup(self, model: str) -> None:
         self._codec = TextCodec(model)
         super().setup(model)
+        if self.step_cut_turns and not self._is_successor:  # another default than in earlier versions
+            log.warning(
+                "a turn that is cut at data.sampling.max_tokens is shown to the environment, which may reward it "
+                "(data.engine.step_cut_turns=false: its episode ends unseen, without a reward of that turn)"
+            )
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
     def observe(self, spans: Spans) -> bool:

@@ -31,6 +31,7 @@ from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.rollouts.wait_timer import WaitTimer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.patience import announced
 from lit_async_rl.utils.spans import Spans
 
 
@@ -79,13 +80,22 @@ class Producer:
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
-    def start(self, version: int) -> None:
-        """Starts sampling; the engine already has the weights of `version`."""
+    def start(self, version: int, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Starts sampling; the engine already has the weights of `version`.
+
+        Where there are very many prompts, their admission is announced, and ends when `should_stop()` becomes true.
+        """
         self.version = version
         self.listener.has_loaded(version)
         self.timer.start()
-        self._admit()
+        with announced(self._first_prompts):
+            self._admit(should_stop)
         self.listener.start()
+
+    def _first_prompts(self) -> str:
+        num_admitted = len(self.book.unfinished)
+        left = self.admission.num_admissible
+        return f"the first prompts: {num_admitted:,} of {num_admitted + left:,} are read and given to the engine"
 
     def advance(self, version: int) -> None:
         """Ends a round: the engine has the weights of `version`; the slots of the groups trained on are returned."""
@@ -168,11 +178,13 @@ class Producer:
 
     # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) ---------------------------------
 
-    def _admit(self) -> None:
-        """Submits as many prompts as there are free slots, in one call."""
+    def _admit(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Submits as many prompts as there are free slots, in one call; fewer if `should_stop()` becomes true."""
         with self.changed:
             requests = []
             for _ in range(self.admission.num_admissible):
+                if should_stop():
+                    break
                 position = self.again.popleft() if self.again else self.intake.next_position(self.stream)
                 index = self.admission.admit()
                 requests += self.book.open(index, position, self.stream.at(position), self.version)

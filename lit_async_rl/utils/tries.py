@@ -90,7 +90,8 @@ class Retries:
     def __init__(self, policy: TryPolicy) -> None:
         self.policy = policy
         self._left_out: list[Prompt] = []  # since the last success
-        self._log = LimitedLog(log)
+        self._tries_log = LimitedLog(log)
+        self._log = LimitedLog(log)  # of its own: what is left out is said however many tries fail
 
     def succeed(self) -> None:
         """A call has succeeded."""
@@ -108,7 +109,9 @@ class Retries:
         if num_failed < tries:
             pause_s = self.policy.pause_s(num_failed)
             when = f" in {pause_s:g} s" if pause_s else ""
-            self._log.warning("try %d of %s=%d failed, there is another%s: %s", num_failed, setting, tries, when, error)
+            self._tries_log.warning(
+                "try %d of %s=%d failed, there is another%s: %s", num_failed, setting, tries, when, error
+            )
             return True
         if not any(prompt is other for other in self._left_out):
             self._left_out.append(prompt)

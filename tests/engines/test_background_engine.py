@@ -1,13 +1,22 @@
 """What an update that fails means for an engine in other processes; with real ones: test_vllm_*.py."""
 
+import asyncio
+import dataclasses
+
 import pytest
 import torch
-from flow import MODEL
+from flow import MODEL, make_data
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
+from lit_async_rl.engines.vllm.process import VLLMProcess
+from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.requests import RequestRunner
+from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.tasks import Calculator
 
 
 class InstantEngine(BackgroundEngine[FileTransfer]):
@@ -125,3 +134,53 @@ def test_what_could_never_run_is_refused_and_the_rest_is_counted():
     engine.close()
     with pytest.raises(EngineError, match="the engine was closed"):
         engine.submit([])
+
+
+def test_what_a_request_raises_before_it_begins_reaches_the_trainer():
+    """Here vLLM is not installed, or not started: both are found when the request is made, in a task of the loop."""
+
+    async def run() -> None:
+        runner.launch([request()], "0")
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    book = RequestBook("vLLM")
+    runner = RequestRunner(VLLMProcess({}, 20.0), book, (), MODEL)
+    book.begin([0])
+    asyncio.run(run())
+    with pytest.raises(EngineError, match=r"^vLLM broke and was stopped: "):
+        book.take(20.0)
+    assert not runner._tasks
+    book = RequestBook("vLLM")
+    runner = RequestRunner(VLLMProcess({}, 20.0), book, (), "no/such-model")  # whose tokenizer is needed
+    stop = dataclasses.replace(request(), sampling=SamplingParams(max_tokens=4, stop=("end",)))
+    runner.launch([stop], "0")
+    with pytest.raises(EngineError, match=r"^vLLM broke and was stopped: .*no/such-model"):
+        book.take(20.0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": 3.0}, r"temperature must be 0 or in \[0\.01, 2\.0\] with vLLM, got 3\.0"),
+        ({"temperature": 0.001}, r"temperature must be 0 or in \[0\.01, 2\.0\] with vLLM, got 0\.001"),
+    ],
+)
+def test_sampling_that_vllm_refuses_or_changes_is_refused_at_the_start(sampling, message):
+    params = SamplingParams(max_tokens=4, **sampling)
+    with pytest.raises(ValueError, match=r"^data\.sampling\." + message):
+        make_data(engine=VLLMEngine(), sampling=params)
+    with pytest.raises(ValueError, match=r"^data\.sampling\." + message):
+        make_data(engine=EpisodeEngine(VLLMEngine(), Calculator()), reward=None, sampling=params)
+    with pytest.raises(ValueError, match=r"^data\.sampling\." + message):
+        engine_with().submit([dataclasses.replace(request(), sampling=params)])
+    make_data(sampling=params)  # the embedded engine takes any
+
+
+def test_more_samples_than_vllm_takes_in_a_request_are_refused_at_the_start(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"at most 16384 samples of a prompt in one request, got 20000: lower data\.gro"
+    ):
+        make_data(engine=VLLMEngine(), group_size=20000)
+    make_data(engine=VLLMEngine(), group_size=20000, replicate_prompts=True)
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "20000")
+    make_data(engine=VLLMEngine(), group_size=20000)

@@ -111,7 +111,7 @@ def test_an_aborted_episode_is_not_tried_again():
     assert len(asked) == 1
 
 
-def test_a_run_goes_on_when_an_environment_fails_now_and_then_and_leaves_out_what_always_fails(caplog):
+def test_a_run_goes_on_when_an_environment_fails_and_leaves_out_what_always_fails(caplog):
     """Each prompt fails once, and one for ever; the bound holds, and no group is trained twice."""
     seen: set[str] = set()
 
