@@ -27,7 +27,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What is kept of a request: never its prompt and samples, which are thousands of tokens long."""
+    """The rest of a request that has ended: never its prompt and samples, which are thousands of tokens long."""
 
     num_samples: int
     received: frozenset[int] | None  # None: all of them

@@ -1,6 +1,6 @@
-"""Limits and tries of calls that may fail: of rewards and environments, and of whatever else a run waits for.
+"""Limits and tries of calls that may fail, those of rewards and environments, or whatever else a run waits for.
 
-Whoever makes a call tries it again (`Scorer`, `EpisodeEngine`); whatever is called does not, so tries never multiply.
+The caller tries a call again (`Scorer`, `EpisodeEngine`), and what it calls does not, so tries never multiply.
 """
 
 from __future__ import annotations
