@@ -138,5 +138,5 @@ class VirtualProducer(Producer):
         self.listener: VirtualListener = VirtualListener(
             settings["engine"], self.changed, self._collect, self.scorer.check
         )
-        self.wait = VirtualWait(self.listener, self.book, self.scorer.clock, 1.0, lambda: self._num_scored)
+        self.wait = VirtualWait(self.listener, self.book, self.scorer, 1.0, lambda: self._num_scored)
         self.wait.background = background

@@ -73,6 +73,8 @@ class RolloutDataModule(ModelName):
         ValueError: a setting is out of range, or two settings contradict each other.
     """
 
+    _is_kept_open = False
+
     def __init__(
         self,
         model: str | None = None,
@@ -125,7 +127,6 @@ class RolloutDataModule(ModelName):
         compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self.stream = PromptStream(self.prompts, seed=self.intake.seed)
-        self._is_kept_open = False
         self.configured_bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
         self._make_source(engine)
         self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward))
