@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.errors import ProducerError
+from lit_async_rl.errors import EnvironmentFailure, ProducerError
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
@@ -143,3 +143,41 @@ def test_who_waits_hears_at_once_that_the_engine_broke():
         assert listener.changed.wait_for(lambda: listener.engine_error is not None, 20)
     assert time.monotonic() - began < 5
     assert listener.stop(5.0)
+
+
+def test_an_environment_that_is_cancelled_with_a_broken_engine_does_not_end_the_run():
+    """The engine breaks in the trainer's thread while this one polls; closing it cancels what its environment does."""
+    is_polled, is_closed = threading.Event(), threading.Event()
+
+    class Cancelled(SimulatedEngine):
+        def poll(self, timeout_s):
+            is_polled.set()
+            assert is_closed.wait(20)
+            raise EnvironmentFailure("environment Search on prompt '1+1=', turn '2' was cancelled")
+
+    old, found = Cancelled(Constant(0.0)), []
+    listener = make_listener(old, found)
+    listener.start()
+    assert is_polled.wait(20)
+    broken = listener._thread
+    listener.break_engine(KeyError("broken"), old)
+    is_closed.set()
+    new = SimulatedEngine(Constant(0.0))
+    listener.replace(new, [])
+    broken.join(20)
+    assert not broken.is_alive()
+    assert listener.error is None
+    assert listener.is_working
+    assert listener.stop(20.0)
+
+
+def test_an_environment_that_fails_under_a_working_engine_does():
+    class Failing(SimulatedEngine):
+        def poll(self, timeout_s):
+            raise EnvironmentFailure("environment Search on prompt '1+1=', turn '2' raised KeyError: 0")
+
+    listener = make_listener(Failing(Constant(0.0)))
+    listener.start()
+    until(lambda: listener.error is not None)
+    with pytest.raises(ProducerError, match="raised KeyError: 0"):
+        listener.check_thread()
