@@ -71,6 +71,7 @@ class Producer:
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_scored = self._num_lost = 0
+        self._is_stopping = False  # since the first admission, which is then left incomplete
         self.changed = threading.Condition(threading.RLock())
         self.listener = EngineListener(
             engine, self.changed, self._collect, scorer.check, timeout_s, codec.vocab_size, self._lose_request
@@ -179,11 +180,12 @@ class Producer:
     # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) ---------------------------------
 
     def _admit(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Submits as many prompts as there are free slots, in one call; fewer if `should_stop()` becomes true."""
+        """Submits as many prompts as there are free slots, in one call; none any more once `should_stop()` was true."""
         with self.changed:
             requests = []
-            for _ in range(self.admission.num_admissible):
+            for _ in range(0 if self._is_stopping else self.admission.num_admissible):
                 if should_stop():
+                    self._is_stopping = True
                     break
                 position = self.again.popleft() if self.again else self.intake.next_position(self.stream)
                 index = self.admission.admit()

@@ -61,6 +61,9 @@ def test_a_run_that_is_asked_to_stop_admits_no_more_prompts():
         producer.start(0, should_stop)
         assert len(producer.book.positions) == 7
         assert producer.take(should_stop) is None
+        with producer.changed:
+            producer.wait.until(lambda: None if len(producer.book.finished) < 7 else 0)
+        assert len(producer.book.positions) == 7  # nor do rewards admit any
     finally:
         producer.stop()
         engine.close()
