@@ -24,6 +24,7 @@ class OpenGroup:
         requests: their ids in the engine.
         completions: received so far, by sample; rewards are added to them.
         texts: of these completions.
+        rewarded: samples whose reward has been filed.
         generation_s: seconds from admission to the last token.
     """
 
@@ -36,6 +37,7 @@ class OpenGroup:
     requests: tuple[int, ...] = ()
     completions: dict[int, Completion] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
+    rewarded: set[int] = field(default_factory=set)
     generation_s: float = 0.0
 
 
@@ -105,7 +107,8 @@ class GroupBook:
         if not self.is_open(group):
             return False
         group.completions[sample] = dataclasses.replace(group.completions[sample], reward=reward)
-        if len(group.completions) < self.group_size or any(c.reward is None for c in group.completions.values()):
+        group.rewarded.add(sample)
+        if len(group.rewarded) < self.group_size:
             return False
         self._close(group)
         return True
