@@ -56,6 +56,9 @@ class Delayed(Environment):
     async def start(self, prompt: Prompt) -> DelayedEpisode:
         return DelayedEpisode(await self.environment.start(prompt), self.latency, self._rng)
 
+    async def close(self) -> None:
+        await self.environment.close()
+
 
 class DelayedEpisode(Episode):
     """Episode with random delays."""
@@ -68,3 +71,9 @@ class DelayedEpisode(Episode):
         if self._latency is not None and not observation.done:
             await asyncio.sleep(self._latency.draw(self._rng))
         return observation
+
+    async def step_cut(self, completion: str) -> Observation:
+        return await self._episode.step_cut(completion)
+
+    async def close(self) -> None:
+        await self._episode.close()

@@ -18,6 +18,7 @@ from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
 from lit_async_rl.errors import EnvironmentFailure
+from lit_async_rl.simulation.environment import Delayed
 from lit_async_rl.tasks import Addition
 from lit_async_rl.types import Prompt
 
@@ -296,3 +297,14 @@ def test_a_gymnasium_environment_whose_reset_fails_is_closed():
     with pytest.raises(OSError, match="no display"):
         GymnasiumPrompts(lambda prompt: Broken(notes))[0]
     assert notes == ["made", "closed"] * 2
+
+
+def test_an_environment_around_another_one_closes_it_too():
+    environment = Counting(done)
+    engine = around(Delayed(environment))
+    engine.submit([request(0, num_samples=2)])
+    assert len(poll_for(engine, 20.0, until=lambda found: len(found) == 2)) == 2
+    engine.close()
+    engine.end()
+    assert environment.closes == [1, 1]
+    assert environment.num_closed == 1

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.tasks import Addition, Calculator
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.tries import MAX_LEFT_OUT, TryPolicy
+from lit_async_rl.utils.tries import MAX_LEFT_OUT, TryPolicy, Work
 
 MODEL = asset("calculator_policy")
 DONE = Observation(reward=1.0, done=True)
@@ -296,43 +297,56 @@ def test_a_cut_turn_is_shown_to_the_environment():
     assert (found.finish_reason, found.reward) == ("length", 0.0)
 
 
-class SlowTool(Calculator):
-    """Its first episode takes longer than `rollout_timeout_s`."""
+@pytest.fixture
+def looks(monkeypatch) -> list[Work]:
+    """Work under way, whenever a wait asks whether it keeps to its limit; the trainer asks when its own is over."""
+    asked: list[Work] = []
+    is_within_limits = Work.is_within_limits.fget
 
-    def __init__(self, slow_s):
-        super().__init__()
-        self.slow_s = [slow_s]
+    def look(work: Work) -> bool:
+        asked.append(work)
+        return is_within_limits(work)
 
-    async def start(self, prompt):
-        if self.slow_s:
-            await asyncio.sleep(self.slow_s.pop())
-        return await super().start(prompt)
+    monkeypatch.setattr(Work, "is_within_limits", property(look))
+    return asked
 
 
-def test_an_environment_within_its_own_limit_does_not_end_the_run(caplog):
-    engine = EpisodeEngine(EmbeddedEngine(), SlowTool(3.0), step_timeout_s=60.0)
-    settings = dict(
-        model=MODEL, prompts=Addition(3, size=9), engine=engine, reward=None, val_prompts=Addition(3, size=2)
-    )
-    data = make_data(**settings, groups_per_step=1, max_staleness=0, rollout_timeout_s=1.0, **SHORT)
-    fit(make_module(model=MODEL), data, max_steps=1, num_sanity_val_steps=1, limit_val_batches=1)
-    engine.environment.slow_s.append(3.0)
-    fit(make_module(model=MODEL), data, max_steps=1, num_sanity_val_steps=0)
+def test_an_environment_within_its_own_limit_does_not_end_the_run(looks, caplog):
+    class Slow(Calculator):
+        async def start(self, prompt):
+            while not looks:
+                await asyncio.sleep(0.05)
+            return await super().start(prompt)
+
+    engine = EpisodeEngine(EmbeddedEngine(), Slow(), step_timeout_s=100.0)
+    settings = dict(model=MODEL, prompts=Addition(3, size=9), engine=engine, reward=None, groups_per_step=1, **SHORT)
+    fit(make_module(model=MODEL), make_data(**settings, max_staleness=0, rollout_timeout_s=5.0), max_steps=1)
     assert not said(caplog, "was restarted")
-    assert said(caplog, "of environment SlowTool under way, the oldest for")
+    assert said(caplog, "of environment Slow under way, the oldest for")
 
 
-def test_a_reward_within_its_own_limit_does_not_end_the_run():
-    release, slow = threading.Event(), [1]
+def test_an_environment_within_its_own_limit_does_not_end_a_validation(looks):
+    async def answer():
+        while len(looks) < 4:  # one of them each second
+            await asyncio.sleep(0.05)
+        return DONE
 
+    engine, signs = playing(answer, step_timeout_s=100.0), []
+    (found,) = run_requests(engine, [request(0)], timeout_s=2.0, on_progress=lambda: signs.append(1))
+    engine.close()
+    assert found[0].reward == 1.0
+    assert len(signs) >= 4  # other ranks are told that this one is alive
+
+
+def test_a_reward_within_its_own_limit_does_not_end_the_run(looks):
     def reward(prompt, completion):
-        if slow:
-            slow.pop()
-            release.wait(3.0)
+        while not looks:
+            time.sleep(0.05)
         return 1.0
 
-    data = make_data(reward=reward, groups_per_step=1, max_staleness=0, rollout_timeout_s=1.0, reward_timeout_s=60.0)
+    data = make_data(reward=reward, groups_per_step=1, max_staleness=0, rollout_timeout_s=5.0, reward_timeout_s=100.0)
     fit(make_module(), data, max_steps=1)
+    assert looks[0].name.startswith("reward test_tries.")
 
 
 def test_an_environment_that_blocks_its_loop_is_named_and_the_engine_is_not_blamed(monkeypatch):
@@ -348,7 +362,7 @@ def test_an_environment_that_blocks_its_loop_is_named_and_the_engine_is_not_blam
 
     engine = EpisodeEngine(EmbeddedEngine(), Blocking(), step_timeout_s=0.5)
     settings = dict(model=MODEL, prompts=Addition(3, size=9), engine=engine, reward=None, engine_restarts=0)
-    data = make_data(**settings, groups_per_step=1, max_staleness=0, rollout_timeout_s=1.0, **SHORT)
+    data = make_data(**settings, groups_per_step=1, max_staleness=0, rollout_timeout_s=5.0, **SHORT)
     try:
         message = (
             r"under way, the oldest for .* of data\.engine\.step_timeout_s=0\.5\. Look at environment Blocking first"

@@ -200,3 +200,21 @@ def test_a_long_queue_of_rollouts_does_not_keep_an_evaluation_waiting():
         seen += [c.request_id for c in engine.poll(10.0)]
     engine.close()
     assert len(seen) < 40, "of 200 samples that were there before"
+
+
+def test_a_question_that_the_engine_gives_up_counts_nowhere_and_the_next_one_is_asked():
+    engine = Noting()
+    run, _ = begin(engine, lambda prompt, text: 1.0, 4, num_samples=2, max_concurrent=2)
+    run.submit()
+    assert [request.id for request in engine.came] == [FIRST_ID]
+    run.collect(completion(0, reward=1.0))
+    assert run.give_up(FIRST_ID)
+    assert run.give_up(FIRST_ID)  # once is enough
+    assert not run.give_up(7)  # of training
+    assert [request.id for request in engine.came] == [FIRST_ID, FIRST_ID + 1]
+    for number in (1, 2, 3):
+        for sample in (0, 1):
+            run.collect(completion(number, sample, reward=0.5))
+    assert run.is_done
+    result = run.result(1.0, [1])
+    assert (result.num_unscored, result.metrics["reward"]) == (1, 0.5)
