@@ -101,7 +101,8 @@ def test_each_token_of_the_policy_has_its_probability_in_the_whole_conversation(
             told = codec.decode([i for i, own in zip(c.token_ids, c.loss_mask, strict=True) if not own])
             turns = told.count("<")
             assert told == "".join(f"<{n + 1}>" for n in range(turns))
-            assert c.reward == (1.5 if c.finish_reason == "stop" else 0.5 * turns)
+            assert len(c.turns) == (3 if c.finish_reason == "stop" else turns + 1)
+            assert c.reward == 0.5 * len(c.turns)  # a turn that was cut has its own
 
 
 def test_an_episode_ends_by_itself_or_by_its_bounds(lm):
