@@ -12,6 +12,7 @@ from failing_engines import Watch, said
 from flow import MODEL as SORT
 from flow import fit, make_data, make_module
 from instant_episodes import CODEC, Instant, Tool, playing, poll_for, request
+from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoModelForCausalLM
 
 from lit_async_rl.assets import asset
@@ -400,3 +401,29 @@ def test_failed_tries_of_a_reward_pause_ever_longer():
         EpisodeEngine(EmbeddedEngine(), Calculator(), tries=0)
     with pytest.raises(ValueError, match=r"data\.scoring\.backoff_s must be >= 0 and finite, got -1"):
         Scorer(reward, backoff_s=-1.0)
+
+
+def test_a_resumed_run_goes_on_with_episodes_that_fail(tmp_path):
+    """A checkpoint is saved while episodes wait for their next try: they begin again, and no group is trained twice."""
+    seen: set[str] = set()
+
+    class Shaky(Calculator):
+        async def start(self, prompt):
+            if prompt.text not in seen:
+                seen.add(prompt.text)
+                raise ConnectionError("no container is free")
+            return await super().start(prompt)
+
+    def run(max_steps, **settings):
+        engine = EpisodeEngine(EmbeddedEngine(), Shaky(), max_turns=3, tries=3, backoff_s=0.1)
+        prompts = Addition(3, size=100)
+        data = make_data(model=MODEL, prompts=prompts, engine=engine, reward=None, max_staleness=2, **SHORT)
+        saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        watch = Watch()
+        fit(make_module(model=MODEL), data, max_steps, [watch, saves], enable_checkpointing=True, **settings)
+        return watch.trained
+
+    before = run(2)
+    after = run(5, ckpt_path=str(tmp_path / "step=2.ckpt"))
+    assert len(before) == 8
+    assert len(set(before + after)) == len(before + after) == 20
