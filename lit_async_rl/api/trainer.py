@@ -68,7 +68,7 @@ class Trainer(pl.Trainer):
             raise ValueError(
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
             )
-        check_range("trainer", ">= -1", max_steps=settings.get("max_steps"))
+        check_range("trainer", "integer >= -1", max_steps=settings.get("max_steps"))
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])

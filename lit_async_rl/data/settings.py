@@ -35,7 +35,8 @@ class Scoring:
     tries: int | None = None
 
     def __post_init__(self) -> None:
-        check_range("data.scoring", "positive", workers=self.workers, timeout_s=self.timeout_s, tries=self.tries)
+        check_range("data.scoring", "integer positive", workers=self.workers, tries=self.tries)
+        check_range("data.scoring", "positive", timeout_s=self.timeout_s)
 
     def make_scorer(self, reward: Reward | None) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
@@ -64,7 +65,7 @@ class Validation:
     success_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        check_range("data.validation", "positive", num_samples=self.num_samples, batch_size=self.batch_size)
+        check_range("data.validation", "integer positive", num_samples=self.num_samples, batch_size=self.batch_size)
         object.__setattr__(self, "prompts", self.source)
 
     @property
@@ -97,4 +98,4 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_range("data.limits", "positive", **{name: vars(self)[name] for name in SECONDS})
-        check_range("data.limits", ">= 0", engine_restarts=self.engine_restarts)
+        check_range("data.limits", "integer >= 0", engine_restarts=self.engine_restarts)

@@ -64,7 +64,7 @@ class EpisodeEngine(EngineWrapper):
     def __init__(
         self, engine: RolloutEngine, environment: Environment, max_turns: int = 8, step_timeout_s: float = 60.0
     ) -> None:
-        check_range("EpisodeEngine", ">= 1", max_turns=max_turns)
+        check_range("EpisodeEngine", "integer >= 1", max_turns=max_turns)
         check_range("EpisodeEngine", "positive", step_timeout_s=step_timeout_s)
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")

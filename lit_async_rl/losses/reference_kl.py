@@ -2,8 +2,8 @@
 
 What is differentiated matters more than what is estimated: k1 and k3 are unbiased for the value of KL(pi || ref) on
 samples of pi, but as losses their gradients are those of 0 and of KL(ref || pi), because the expectation over pi is not
-differentiated (arXiv:2506.09477, arXiv:2510.01555, arXiv:2512.21852). The estimators here state both separately: `value`
-is what is reported, and the gradient is `coefficient` times grad log pi.
+differentiated (arXiv:2506.09477, arXiv:2510.01555, arXiv:2512.21852). The estimators here state value and gradient
+separately.
 """
 
 from __future__ import annotations

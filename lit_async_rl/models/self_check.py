@@ -1,9 +1,9 @@
 """Self-check of a model at set-up: log-probabilities as computed here against plain forward passes of transformers.
 
-Plain passes compute attention and experts eagerly, without a cache, mask or autocast: kernels that are faster may ignore
-settings of a configuration, and would do so on both sides of a comparison.
 A family whose head, cache or positions work otherwise than assumed would train on, or sample from, another
-distribution without any sign of it. A few short random sequences show that for less than the price of a training step.
+distribution without any sign of it. Plain passes compute attention and experts eagerly, without cache, mask and
+autocast: faster kernels may ignore settings of a configuration, and would do so on both sides. A few short random
+sequences show that for less than the price of a training step.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def full_logprobs(lm: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, float]]:
     """`full_logprobs` of each sequence, and what rounding explains; one forward pass, as each reads all weights.
 
-    Kernels are eager, and the precision that of the weights: autocast is off.
-    Shorter sequences go on with their first token instead of padding: in a causal model that changes nothing before.
-    Rounding explains two units in the last place of the largest logit, in nats. Training sharpens a model, and logits
-    grow: bfloat16 has steps of 0.125 between 16 and 32.
+    Kernels are eager, and the precision is that of the weights: autocast is off. Shorter sequences go on with their
+    first token instead of padding: in a causal model that changes nothing before. Rounding explains two units in the
+    last place of the largest logit, in nats. Training sharpens a model, and logits grow: bfloat16 has steps of 0.125
+    between 16 and 32.
     """
     longest = max(len(ids) for ids in sequences)
     rows = [[*ids, *[ids[0]] * (longest - len(ids))] for ids in sequences]

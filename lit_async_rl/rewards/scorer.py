@@ -62,7 +62,7 @@ class Scorer:
     def __init__(
         self, reward: Reward | None, num_workers: int = 1, timeout_s: float = 60.0, max_tries: int | None = None
     ) -> None:
-        check_range("data.scoring", ">= 1", workers=num_workers, tries=max_tries)
+        check_range("data.scoring", "integer >= 1", workers=num_workers, tries=max_tries)
         check_range("data.scoring", "positive", timeout_s=timeout_s)
         self.reward, self.identity = reward, None if reward is None else reward_identity(reward)
         self.clock = AwakeClock()

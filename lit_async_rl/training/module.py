@@ -172,9 +172,9 @@ class PolicyModule(WholeSteps):
     def on_train_start(self) -> None:
         if self.objective.kl_coefficient > 0 and self.objective.kl_estimator == "token" and self.trainer.is_global_zero:
             log.warning(
-                "model.kl_coefficient=%g: the gradient of the penalty is that of KL(policy || reference), with importance "
-                "weights for stale tokens. model.kl_estimator: k3 is the former penalty, whose gradient is that of "
-                "KL(reference || policy), without weights",
+                "model.kl_coefficient=%g: the gradient of the penalty is that of KL(policy || reference), with "
+                "importance weights for stale tokens. model.kl_estimator: k3 is the former penalty, whose gradient is "
+                "that of KL(reference || policy), without weights",
                 self.objective.kl_coefficient,
             )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:

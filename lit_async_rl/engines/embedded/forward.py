@@ -11,8 +11,8 @@ from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.llama import LlamaForward
 from lit_async_rl.engines.embedded.packed import PackedLinear
 from lit_async_rl.engines.embedded.row_caches import RowCaches, RowwiseForward, cache_argument
-from lit_async_rl.models.attention import ignored_setting
 from lit_async_rl.models.architecture import body, context_length, other_layers
+from lit_async_rl.models.attention import ignored_setting
 from lit_async_rl.models.policy import CausalPolicy
 
 
@@ -36,7 +36,7 @@ class CachedForward:
             )
         if setting := ignored_setting(lm):
             raise ValueError(
-                f"model type {lm.config.model_type!r}: attn_implementation={lm.config._attn_implementation!r} ignores its "
+                f"model type {lm.config.model_type!r}: attn_implementation={lm.config._attn_implementation!r} ignores "
                 f"{setting}, so that the embedded engine would sample from another distribution; use eager"
             )
         self._lm, self._cache, self._policy = lm, cache, CausalPolicy(lm)
