@@ -30,7 +30,15 @@ from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
-from lit_async_rl.training.optimizer import adopt_settings, gradients, make_adamw, make_optimizer, warn_of_lost_updates
+from lit_async_rl.training.optimizer import (
+    adopt_settings,
+    check_constants,
+    check_trained_dtypes,
+    gradients,
+    make_adamw,
+    make_optimizer,
+    warn_of_lost_updates,
+)
 from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
@@ -67,7 +75,7 @@ class PolicyModule(WholeSteps):
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
         sharding: how sharding strategies divide the policy, and when its weights are read.
-        dtype: of the weights.
+        dtype: of the weights; float16 is for weights that do not train, and needs `trainer.precision: 16-mixed`.
         attn_implementation: as in transformers; None is its default, or `eager` where that ignores a setting of the
             model's configuration (the soft cap of Gemma 2's attention).
         random_init: take only the architecture from `model`, with random weights.
@@ -140,6 +148,7 @@ class PolicyModule(WholeSteps):
         if stage == "fit":
             check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
             check_norms(self.objective.baseline, str(self.trainer.precision))
+            check_trained_dtypes(self.policy.parameters(), self.trainer)
         if stage == "fit" or self.trainer.max_steps > 0:
             self.configure_optimizers()
 
@@ -179,6 +188,8 @@ class PolicyModule(WholeSteps):
             )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:
             adopt_settings(self.trainer.optimizers[0], self.scheduler)
+        for optimizer in self.trainer.optimizers:
+            check_constants(optimizer)
         warn_of_lost_updates(self.policy.parameters(), float(self.trainer.optimizers[0].defaults.get("lr", 0.0)))
 
     # -- training -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from lit_async_rl.models.policy import CausalPolicy, TokenStats
 from lit_async_rl.training.compatibility import check_compatibility
 from lit_async_rl.training.support import on_support
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_token_shape
 
 Reference = Callable[..., TokenStats]  # called as `CausalPolicy` is; what it says is constant
 
@@ -105,7 +106,10 @@ class Objective:
         batch: RolloutBatch,
     ) -> Float[Tensor, "B T"]:
         if not self.loss.needs_reference:
-            return self.proximal(logprobs, batch.behavior_logprobs, staleness)
+            proximal = self.proximal(logprobs, batch.behavior_logprobs, staleness)
+            owner = f"model.proximal={type(self.proximal).__name__}"
+            check_token_shape(owner, "its log-probabilities", proximal, tuple(logprobs.shape))
+            return proximal
         if reference is None:
             raise SetupError("the loss needs a reference policy, and there is none")
         return reference

@@ -61,6 +61,27 @@ def check_objects(owner: str, **settings: object) -> None:
             raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
 
 
+def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:
+    """Refuses what a custom part returns in another shape than that of the tokens: it would be broadcast, in silence.
+
+    Args:
+        owner: the setting that chose the part, with its class, such as `model.loss=MyLoss`.
+        name: of the value.
+        values: what the part returned.
+        shape: of the tokens, (B, T).
+
+    Raises:
+        ValueError: names part, value and both shapes.
+    """
+    found = getattr(values, "shape", None)
+    if found is None or tuple(found) != shape:
+        got = repr(values)[:80] if found is None else f"shape {tuple(found)}"
+        raise ValueError(
+            f"{owner}: {name} must be a tensor with one value for each token, of shape {shape}, got {got}. Averaging "
+            "is a separate choice, data.aggregation"
+        )
+
+
 def check_dtype(setting: str, name: str) -> None:
     """Refuses what is not the name of a floating-point dtype of torch.
 

@@ -238,7 +238,7 @@ class Losses(pl.Callback):
             self.sum, self.kl, self.num_tokens = 0.0, 0.0, 0
 
 
-@pytest.mark.parametrize("stream_groups", [0, 2])
+@pytest.mark.parametrize("stream_groups", [False, True])
 def test_loss_and_kl_to_the_reference_are_logged(stream_groups, caplog):
     losses = Losses()
     data = make_data(max_staleness=1, stream_groups=stream_groups, micro_batches_per_step=2)
