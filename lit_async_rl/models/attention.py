@@ -2,7 +2,7 @@
 
 The kernels of transformers take the same arguments and ignore those they cannot compute, in silence. Of the families
 of transformers 5.19, with every setting of attention and experts exaggerated in turn, `sdpa` differs from `eager` in
-`attn_logit_softcapping` only (Gemma 2, VaultGemma, T5Gemma); families whose attention has sinks do not offer it.
+`attn_logit_softcapping` only (Gemma 2, VaultGemma); families whose attention has sinks do not offer it.
 """
 
 from __future__ import annotations
