@@ -32,6 +32,8 @@ METRICS: dict[str, list[Metric]] = {
         rollout/length_mean | tokens | mean length of the completions
         rollout/no_signal_share | share | completions all of whose advantages are 0
         policy/entropy | nats | mean entropy of the policy over the trained tokens
+        policy/loss | loss | of the step, with penalties; only its gradient means something
+        policy/reference_kl | nats | KL(policy, reference) per token, where there is a reference
         sample/dropped_share | share | groups scored since the last step that filters dropped
     """),
     "StalenessMonitor": _metrics("""

@@ -6,6 +6,7 @@ counts; values elsewhere are ignored, NaN included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -106,9 +107,10 @@ def kl_k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def kl_k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Estimate r - 1 - log r: unbiased for KL(mu || pi) under samples of mu, never negative. Schulman 2020.
 
-    r is limited to e^20, log r is not, so that the gradient of the last term survives any distance.
+    Beyond log r = 20 the ratio r continues as its tangent, so that values are finite and gradients keep their sign.
     """
-    return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+    excess = (log_ratio - MAX_LOG_RATIO).clamp(min=0.0)
+    return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) + math.exp(MAX_LOG_RATIO) * excess - log_ratio
 
 
 def chi2(log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:

@@ -54,7 +54,7 @@ class BottleneckVerdict(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        check_range("BottleneckVerdict", ">= 1", every_n_steps=every_n_steps)
+        check_range("BottleneckVerdict", "integer >= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.verdict: Verdict | None = None
         self.collapse: str | None = None

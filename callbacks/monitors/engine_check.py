@@ -72,7 +72,7 @@ class EngineCheck(pl.Callback):
         bound: float | None = None,
         on_error: Literal["warn", "stop"] = "warn",
     ) -> None:
-        check_range("EngineCheck", ">= 1", every_n_updates=every_n_updates, num_rollouts=num_rollouts)
+        check_range("EngineCheck", "integer >= 1", every_n_updates=every_n_updates, num_rollouts=num_rollouts)
         check_range("EngineCheck", "positive", bound=bound)
         self.every_n_updates, self.num_rollouts = every_n_updates, num_rollouts
         self.bound, self.on_error = bound, on_error

@@ -36,7 +36,7 @@ class GradientMonitor(pl.Callback):
     """
 
     def __init__(self, cosine: bool = True, max_copied: int = 4_000_000) -> None:
-        check_range("GradientMonitor", ">= 0", max_copied=max_copied)
+        check_range("GradientMonitor", "integer >= 0", max_copied=max_copied)
         self.cosine, self.max_copied = cosine, max_copied
         self._begin()
 

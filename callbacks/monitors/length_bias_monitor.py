@@ -40,7 +40,7 @@ class LengthBiasMonitor(StepMonitor):
 
     def __init__(self, window: int = 20, ratio: float = 1.25, min_groups: int = 32) -> None:
         super().__init__()
-        check_range("LengthBiasMonitor", ">= 1", window=window, min_groups=min_groups)
+        check_range("LengthBiasMonitor", "integer >= 1", window=window, min_groups=min_groups)
         check_range("LengthBiasMonitor", "> 1", ratio=ratio)
         self.window, self.ratio, self.min_groups = window, ratio, min_groups
         self._totals: deque[Mapping[str, FateTotals]] = deque(maxlen=window + 1)

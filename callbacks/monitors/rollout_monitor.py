@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from torchmetrics import MeanMetric
+import torch
+from torchmetrics import MeanMetric, SumMetric
 
 from lit_async_rl.callbacks.monitors.step_monitor import StepMonitor
 from lit_async_rl.callbacks.parts import rollout_data
+from lit_async_rl.importance import kl_k3, safe_exp
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -23,6 +25,10 @@ class RolloutMonitor(StepMonitor):
     * `reward/mean_sampled`: mean over all groups that were scored since the step before, ahead of any filter.
     * `sample/dropped_share`: share of those groups that filters dropped.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
+    * `policy/loss`: of the step, with all penalties, as the optimizer minimises it; its value says little, because the
+      surrogates of policy gradients are right in their gradients only.
+    * `policy/reference_kl`: KL(policy || reference) per token, estimated without bias from stale tokens, too: the mean
+      of pi / mu (ref / pi - 1 - log(ref / pi)).
     * `rollout/no_signal_share`: share of rollouts whose advantage is 0: they cost time and teach nothing.
     """
 
@@ -32,8 +38,10 @@ class RolloutMonitor(StepMonitor):
         super().__init__()
         self.reward, self.reward_square = MeanMetric(), MeanMetric()
         self.length, self.no_signal, self.entropy = MeanMetric(), MeanMetric(), MeanMetric()
+        self.loss, self.reference_kl = SumMetric(), MeanMetric()
         self._before = ProducerStats.zero()
         self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
+        self._gradient_scale = 1.0
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
         real = batch.group_index >= 0
@@ -43,10 +51,17 @@ class RolloutMonitor(StepMonitor):
         self.length.update(batch.loss_mask[real].sum(-1).float().cpu())
         self.no_signal.update((batch.advantages[real] == 0).all(-1).float().cpu())
         self.entropy.update(signals["entropy"][batch.loss_mask].cpu())
+        self.loss.update(signals["loss"].cpu().nan_to_num(nan=torch.inf))  # the metric would leave NaN out
+        self._gradient_scale = batch.gradient_scale  # of the whole step in its last micro-batch
+        if (reference_log_ratio := signals.get("ref_log_ratio")) is not None:
+            kl = safe_exp(signals["log_ratio"]) * kl_k3(-reference_log_ratio)
+            self.reference_kl.update(kl[batch.loss_mask].cpu())
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         mean, square, length, no_signal, entropy = (metric.compute() for metric in self._metrics)
-        for metric in self._metrics:
+        loss = self.loss.compute() * self._gradient_scale
+        reference_kl = self.reference_kl.compute() if self.reference_kl.update_called else None
+        for metric in (*self._metrics, self.loss, self.reference_kl):
             metric.reset()
         if length.isnan():  # no rollout in the whole step
             return {}
@@ -56,7 +71,11 @@ class RolloutMonitor(StepMonitor):
             "rollout/length_mean": length,
             "rollout/no_signal_share": no_signal,
         }
-        return values | ({"policy/entropy": entropy} if length > 0 else {})
+        if length > 0:
+            values |= {"policy/entropy": entropy, "policy/loss": loss}
+        if reference_kl is not None and not reference_kl.isnan():
+            values["policy/reference_kl"] = reference_kl
+        return values
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Steps are counted from here, and groups from the start of the engine."""

@@ -77,7 +77,7 @@ class Evaluation(pl.Callback):
         end_wait_s: float = 60.0,
     ) -> None:
         counts = dict(every_n_steps=every_n_steps, num_samples=num_samples, max_concurrent=max_concurrent)
-        check_range("Evaluation", ">= 1", **counts)
+        check_range("Evaluation", "integer >= 1", **counts)
         check_range("Evaluation", ">= 0", max_block_s=max_block_s, end_wait_s=end_wait_s)
         check_range("Evaluation", "positive", timeout_s=timeout_s)
         if not datasets or not all(len(source) for source in datasets.values()):

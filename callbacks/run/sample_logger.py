@@ -49,8 +49,10 @@ class SampleLogger(pl.Callback):
         max_tokens: int = 1024,
         max_mb: float = 64.0,
     ) -> None:
-        check_range("SampleLogger", ">= 1", every_n_steps=every_n_steps, num_groups=num_groups, max_tokens=max_tokens)
-        check_range("SampleLogger", ">= 0", num_held_out=num_held_out)
+        check_range(
+            "SampleLogger", "integer >= 1", every_n_steps=every_n_steps, num_groups=num_groups, max_tokens=max_tokens
+        )
+        check_range("SampleLogger", "integer >= 0", num_held_out=num_held_out)
         check_range("SampleLogger", "positive", max_mb=max_mb)
         self.every_n_steps, self.num_groups, self.num_held_out = every_n_steps, num_groups, num_held_out
         self.max_tokens, self.max_mb = max_tokens, max_mb

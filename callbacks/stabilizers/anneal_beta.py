@@ -31,7 +31,8 @@ class AnnealBeta(pl.Callback):
 
     def __init__(self, final: float, steps: int) -> None:
         super().__init__()
-        check_range("AnnealBeta", "positive", final=final, steps=steps)
+        check_range("AnnealBeta", "integer positive", steps=steps)
+        check_range("AnnealBeta", "positive", final=final)
         self.final, self.steps = final, steps
         self._first: tuple[PolicyModule, float] | None = None  # module and its initial beta
 

@@ -66,7 +66,7 @@ class CollapseAlarm(SignalCallback):
         extract: Extract | None = None,
     ) -> None:
         super().__init__(optimizer, extract)
-        check_range("CollapseAlarm", ">= 0", cooldown_steps=cooldown_steps)
+        check_range("CollapseAlarm", "integer >= 0", cooldown_steps=cooldown_steps)
         self.watch = CollapseWatch(
             min_ess_ratio=min_ess_ratio,
             max_kl=max_kl,

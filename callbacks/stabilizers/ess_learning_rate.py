@@ -58,7 +58,8 @@ class ESSLearningRate(SignalCallback):
         extract: Extract | None = None,
     ) -> None:
         super().__init__(optimizer, extract)
-        check_range("ESSLearningRate", ">= 0", power=power, measure_steps=measure_steps)
+        check_range("ESSLearningRate", "integer >= 0", measure_steps=measure_steps)
+        check_range("ESSLearningRate", ">= 0", power=power)
         check_range("ESSLearningRate", "in (0, 1]", base_ess_ratio=base_ess_ratio)
         check_range("ESSLearningRate", "in [0, 1]", floor=floor)
         self.power, self.base_ess_ratio, self.measure_steps, self.floor = power, base_ess_ratio, measure_steps, floor

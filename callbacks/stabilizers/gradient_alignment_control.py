@@ -94,7 +94,7 @@ class GradientAlignmentControl(pl.Callback):
         calibrate_quantile: float = 0.9,
         optimizer: int | str | None = None,
     ) -> None:
-        check_range("GradientAlignmentControl", ">= 0", calibrate_steps=calibrate_steps)
+        check_range("GradientAlignmentControl", "integer >= 0", calibrate_steps=calibrate_steps)
         check_range("GradientAlignmentControl", "in [0, 1]", calibrate_quantile=calibrate_quantile)
         self.rule = AlignmentRule(
             low=low,

@@ -29,7 +29,7 @@ class ReferenceReset(pl.Callback):
 
     def __init__(self, every_n_steps: int) -> None:
         super().__init__()
-        check_range("ReferenceReset", ">= 1", every_n_steps=every_n_steps)
+        check_range("ReferenceReset", "integer >= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._last = 0
 

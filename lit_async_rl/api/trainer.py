@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_async_rl.api.defaults import build, default_callbacks, defaults_file, in_order
 from lit_async_rl.api.loggers import add_csv_log
@@ -43,7 +44,8 @@ class Trainer(pl.Trainer):
         **settings: of `lightning.pytorch.Trainer`.
 
     Raises:
-        ValueError: Lightning refuses a setting, or there is no default of that name.
+        ValueError: Lightning refuses a setting, there is no default of that name, or two callbacks with state cannot
+            be told apart.
         TypeError: the Trainer has no such setting.
     """
 
@@ -68,8 +70,12 @@ class Trainer(pl.Trainer):
             raise ValueError(
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
             )
-        check_range("trainer", ">= -1", max_steps=settings.get("max_steps"))
+        check_range("trainer", "integer >= -1", max_steps=settings.get("max_steps"))
         own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
+        if repeated := repeated_callback(own):
+            raise ValueError(
+                f"trainer.callbacks has {repeated} twice, and checkpoints have one place for its state: leave one out"
+            )
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])
         try:
@@ -82,6 +88,17 @@ class Trainer(pl.Trainer):
             self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log:
             add_csv_log(self)
+
+
+def repeated_callback(callbacks: Iterable[Callback]) -> str:
+    """Class name of a callback with state whose `state_key` another has, too; empty if there is none."""
+    seen = set[str]()
+    for callback in callbacks:
+        if is_overridden("state_dict", callback):
+            if callback.state_key in seen:
+                return type(callback).__name__
+            seen.add(callback.state_key)
+    return ""
 
 
 def _check_nodes(trainer: pl.Trainer) -> None:

@@ -141,7 +141,7 @@ class OptimalBaseline:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_range("model.baseline", ">= 1", last_blocks=self.last_blocks)
+        check_range("model.baseline", "integer >= 1", last_blocks=self.last_blocks)
         check_range("model.baseline", ">= 0", eps=self.eps)
         if self.last_blocks is not None and self.norms is not Norms.GHOST:
             raise ValueError(f"model.baseline.last_blocks={self.last_blocks} needs model.baseline.norms=GHOST")

@@ -21,8 +21,8 @@ from omegaconf.errors import InterpolationResolutionError
 
 import lit_async_rl
 from lit_async_rl.api.defaults import defaults_file, full_path
-from lit_async_rl.api.trainer import Trainer
-from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values
+from lit_async_rl.api.trainer import Trainer, repeated_callback
+from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values, places_of_callback
 from lit_async_rl.cli.config_words import files_first
 from lit_async_rl.cli.error_report import Parser
 from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
@@ -94,7 +94,19 @@ class AsyncRLCLI(LightningCLI):
         torch.set_num_threads(self.config["num_threads"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """A Trainer with the default callbacks as configured, whose loggers write into one folder."""
+        """A Trainer with the default callbacks as configured, whose loggers write into one folder.
+
+        Raises:
+            ValueError: a callback with state is there twice; names the files that add it.
+        """
+        given = sys.argv[1:] if self._args is None else self._args
+        callbacks = self.config_init["trainer"]["callbacks"] or []
+        if repeated := repeated_callback(callbacks if isinstance(callbacks, list) else [callbacks]):
+            places = places_of_callback(repeated, given)
+            raise ValueError(
+                f"trainer.callbacks has {repeated} twice ({places}), and checkpoints have one place for its state: "
+                "leave one out"
+            )
         defaults = vars(self.config_init["defaults"])
         self.trainer_class = partial(Trainer, defaults=defaults, adds_csv_log=False)  # type: ignore[assignment]
         trainer = super().instantiate_trainer(**kwargs)
@@ -103,6 +115,5 @@ class AsyncRLCLI(LightningCLI):
         limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s)
         if self._extra:  # of a command that does not train
             trainer.loggers = []
-        given = sys.argv[1:] if self._args is None else self._args
         gather_loggers(trainer, given, self.config["seed_everything"], self.config["ckpt_path"])
         return trainer

@@ -72,6 +72,31 @@ def _warn_of_overlays_that_come_first(files: Sequence[Path]) -> None:
                 log.warning("%s sets %s again, behind %s: the last file wins, overlays come last", later, some, file)
 
 
+def places_of_callback(name: str, args: Sequence[str]) -> str:
+    """Configuration files, and options of the command line, that add a callback to `trainer.callbacks`.
+
+    Args:
+        name: of its class.
+        args: of the command line.
+    """
+    is_named = re.compile(rf"(^|\W){re.escape(name)}($|\W)").search
+    places = []
+    for file in config_files(args):
+        trainer = (yaml.safe_load(file.read_bytes()) or {}).get("trainer") or {}
+        for key in ("callbacks", "callbacks+"):
+            places += [f"by {key} in {file}"] * sum(map(bool, map(is_named, _class_names(trainer.get(key)))))
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        if option.startswith("--trainer.callbacks") and is_named(option if "=" in option else value):
+            places.append(f"by {option.partition('=')[0]}")
+    return " and ".join(places)
+
+
+def _class_names(callbacks: Any) -> list[str]:
+    """Class paths of callbacks as a file has them: one or a list, each a name or a mapping."""
+    entries = callbacks if isinstance(callbacks, list) else [callbacks]
+    return [str(entry.get("class_path", "")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
+
+
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Full names and values of the settings of a file; a class with its arguments is one value."""
     for name, value in tree.items():

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_async_rl.importance import geometric_log_ratio, masked, sequence_log_ratio
+from lit_async_rl.utils.checks import check_token_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,15 @@ class Correction(ABC):
         """Weight of each token; `log_ratio` is log pi_prox - log mu.
 
         A completion with a non-finite log-ratio is rejected as a whole: its other ratios cannot be trusted.
+
+        Raises:
+            ValueError: weights or rejections have another shape than `loss_mask`.
         """
         log_ratio = log_ratio.detach()
         usable = loss_mask & (log_ratio.isfinite() | ~loss_mask).all(-1, keepdim=True)
         output = self.weigh(masked(log_ratio, usable), usable)
+        for name, values in vars(output).items():
+            check_token_shape(f"model.correction={type(self).__name__}", name, values, tuple(loss_mask.shape))
         rejected = loss_mask & (output.rejected | ~usable)
         return CorrectionOutput(weights=masked(output.weights, loss_mask & ~rejected), rejected=rejected)
 

@@ -58,7 +58,13 @@ def collate_step(
     """
     groups = aggregation.select(sorted(groups, key=lambda group: group.index))
     advantages = advantage.per_token(groups)
-    weights = iter(aggregation.of_step(groups))
+    of_rollouts = aggregation.of_step(groups)
+    if len(of_rollouts) != (number := sum(len(group.rollouts) for group in groups)):
+        raise ValueError(
+            f"data.aggregation={type(aggregation).__name__} must return one token weight for each of the step's "
+            f"{number} rollouts, got {len(of_rollouts)}"
+        )
+    weights = iter(of_rollouts)
     units = [
         [
             _Row(group.prompt_ids, rollout, row, next(weights), group.index, group.max_staleness)

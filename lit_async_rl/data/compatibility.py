@@ -204,7 +204,7 @@ def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
     Raises:
         ValueError: the bound is negative, or smaller than the async ratio.
     """
-    check_range("data", ">= 0", max_staleness=max_staleness)
+    check_range("data", "integer >= 0", max_staleness=max_staleness)
     ratio = admission.async_ratio if isinstance(admission, Bounded) else None
     if ratio is not None and ratio > max_staleness:
         raise ValueError(f"data.admission.async_ratio must be <= data.max_staleness={max_staleness}, got {ratio}")
@@ -219,4 +219,4 @@ def check_bound_change(admission: AdmissionPolicy, max_staleness: int) -> None:
     if admission.in_order:
         kind = type(admission).__name__
         raise ValueError(f"data.admission={kind} has no bound to change: its lag is data.max_staleness")
-    check_range("data", ">= 0", max_staleness=max_staleness)
+    check_range("data", "integer >= 0", max_staleness=max_staleness)

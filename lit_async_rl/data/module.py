@@ -110,9 +110,9 @@ class RolloutDataModule(ModelName):
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
         self.reward, self.groups_per_step, self.group_size = reward, groups_per_step, group_size
         self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
-        check_range("data", "positive", groups_per_step=groups_per_step, group_size=group_size)
-        check_range("data", "positive", micro_batches_per_step=micro_batches_per_step)
-        check_range("data", "positive", weight_sync_steps=weight_sync_steps)
+        check_range("data", "integer positive", groups_per_step=groups_per_step, group_size=group_size)
+        check_range("data", "integer positive", micro_batches_per_step=micro_batches_per_step)
+        check_range("data", "integer positive", weight_sync_steps=weight_sync_steps)
         self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
         self.sampling, self.scoring, self.limits, self.replay = sampling, scoring, limits, replay
         self.validation, self.keep_groups_whole = validation, False

@@ -38,7 +38,7 @@ class Scoring:
     backoff_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_range("data.scoring", "positive", workers=self.workers)
+        check_range("data.scoring", "integer positive", workers=self.workers)
         TryPolicy(owner="data.scoring", timeout_s=self.timeout_s, tries=self.tries, backoff_s=self.backoff_s)
 
     def make_scorer(self, reward: Reward | None) -> Scorer:
@@ -68,7 +68,7 @@ class Validation:
     success_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        check_range("data.validation", "positive", num_samples=self.num_samples, batch_size=self.batch_size)
+        check_range("data.validation", "integer positive", num_samples=self.num_samples, batch_size=self.batch_size)
         object.__setattr__(self, "prompts", self.source)
 
     @property
@@ -101,4 +101,4 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_range("data.limits", "positive", **{name: vars(self)[name] for name in SECONDS})
-        check_range("data.limits", ">= 0", engine_restarts=self.engine_restarts)
+        check_range("data.limits", "integer >= 0", engine_restarts=self.engine_restarts)

@@ -47,13 +47,14 @@ class SamplingParams:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"sampling.stop must be a list of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
-        check_range("sampling", ">= 0", temperature=self.temperature, top_k=self.top_k)
+        check_range("sampling", "integer >= 0", top_k=self.top_k)
+        check_range("sampling", ">= 0", temperature=self.temperature)
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
-        check_range("sampling", ">= 1", max_tokens=self.max_tokens)
+        check_range("sampling", "integer >= 1", max_tokens=self.max_tokens)
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
-        check_range("sampling", ">= 0", head=self.head)
+        check_range("sampling", "integer >= 0", head=self.head)
 
     @property
     def distribution(self) -> dict[str, float]:

@@ -89,7 +89,7 @@ class EpisodeEngine(EngineWrapper):
         backoff_s: float = 0.0,
         step_cut_turns: bool = True,
     ) -> None:
-        check_range("EpisodeEngine", ">= 1", max_turns=max_turns)
+        check_range("EpisodeEngine", "integer >= 1", max_turns=max_turns)
         self.policy = TryPolicy(
             owner="data.engine",
             timeout_s=step_timeout_s,

@@ -62,7 +62,7 @@ class GymnasiumEnvironment(Environment):
     """
 
     def __init__(self, make: Callable[[Prompt], Any], max_threads: int = 256) -> None:
-        check_range("GymnasiumEnvironment", ">= 1", max_threads=max_threads)
+        check_range("GymnasiumEnvironment", "integer >= 1", max_threads=max_threads)
         self.make, self.max_threads = make, max_threads
         self._threads: ThreadPoolExecutor | None = None
 
@@ -117,7 +117,8 @@ class GymnasiumPrompts(PromptSource):
     """
 
     def __init__(self, make: Callable[[Prompt], Any], size: int = 1000, first_seed: int = 0) -> None:
-        check_range("GymnasiumPrompts", ">= 1", size=size)
+        check_range("GymnasiumPrompts", "integer >= 1", size=size)
+        check_range("GymnasiumPrompts", "integer", first_seed=first_seed)
         self.make, self.size, self.first_seed = make, size, first_seed
 
     def __len__(self) -> int:

@@ -120,7 +120,7 @@ class FixedLength(Aggregation):
     max_tokens: int
 
     def __post_init__(self) -> None:
-        check_range("FixedLength", ">= 1", max_tokens=self.max_tokens)
+        check_range("FixedLength", "integer >= 1", max_tokens=self.max_tokens)
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
         """Equal weights, which depend on the number of rollouts only."""
@@ -153,7 +153,7 @@ class TokenBudget(Aggregation):
     fill: bool = False
 
     def __post_init__(self) -> None:
-        check_range("TokenBudget", ">= 1", num_tokens=self.num_tokens)
+        check_range("TokenBudget", "integer >= 1", num_tokens=self.num_tokens)
 
     def select(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
         """Masks the tokens beyond the budget."""

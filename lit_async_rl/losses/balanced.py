@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,10 @@ from lit_async_rl.utils.checks import check_range
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
-    """start, start + step, ... up to stop; 1e-9 of a step is rounding, not one step too many."""
-    return [start + n * step for n in range(int((stop - start) / step + 1e-9) + 1)]
+    """start, start + step, ... and stop, which the last step reaches even if it is a shorter one."""
+    below = [start + n * step for n in range(1, math.ceil((stop - start) / step))]
+    inner = [value for value in below if value < stop - 1e-9 * step]  # 1e-9 of a step is rounding, not a step
+    return [start, *inner, stop] if stop > start else [start]
 
 
 def _check_grids(loss: BAPO | BAPOReleased) -> None:

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.importance import MAX_LOG_RATIO, geometric_log_ratio, masked, sequence_log_ratio
+from lit_async_rl.utils.checks import check_token_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,15 @@ class PolicyLoss(ABC):
     needs_head: ClassVar[int | None] = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss of each token; loss and gradient are exactly 0 where `loss_mask` is False, NaN inputs included."""
+        """Loss of each token; loss and gradient are exactly 0 where `loss_mask` is False, NaN inputs included.
+
+        Raises:
+            ValueError: the loss has another shape; a mean, say, would be broadcast, and count once for each token.
+        """
         clean = inputs.cleaned()
         output = self.token_loss(clean)
+        for name, values in vars(output).items():
+            check_token_shape(f"model.loss={type(self).__name__}", name, values, tuple(clean.loss_mask.shape))
         return LossOutput(
             per_token=masked(output.per_token, clean.loss_mask),
             clipped=torch.where(clean.loss_mask, output.clipped, inputs.loss_mask),

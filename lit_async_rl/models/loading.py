@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
 from lit_async_rl.models.pretrained import load_pretrained
 from lit_async_rl.utils.checks import check_dtype
@@ -36,13 +37,15 @@ def load_policy(
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
         dtype: name of a torch dtype.
-        attn_implementation: attention implementation of transformers; None is its default.
+        attn_implementation: attention implementation of transformers; None is its default, or eager attention where
+            the default ignores a setting of the configuration (Gemma 2's soft cap), see `choose_attention`.
         random_init: initialise randomly, with the architecture of `model`.
         device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
-        ValueError: `dtype` is no torch dtype, the model is no causal LM, or it has weights that are not finite.
+        ValueError: `dtype` is no torch dtype, the model is no causal LM, `attn_implementation` ignores a setting of the
+            configuration, or the model has weights that are not finite.
     """
     check_dtype("model.dtype", dtype)
     torch_dtype = getattr(torch, dtype)
@@ -64,6 +67,7 @@ def load_policy(
         with announced(f"model {model!r} to be read, or downloaded"):
             lm = load_pretrained(AutoModelForCausalLM, model, **kwargs)
         check_finite(lm.named_parameters(), f"model.model={model!r}")
+    choose_attention(lm, attn_implementation)
     _remove_dropout(lm)
     module: nn.Module = lm.eval()  # the annotations of `PreTrainedModel.to` are lost in a decorator
     if device != "meta":

@@ -35,7 +35,7 @@ class LoRA:
     modules_to_save: list[str] | None = None
 
     def __post_init__(self) -> None:
-        check_range("model.lora", "positive", rank=self.rank, alpha=self.alpha)
+        check_range("model.lora", "integer positive", rank=self.rank, alpha=self.alpha)
 
 
 def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:

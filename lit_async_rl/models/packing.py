@@ -54,7 +54,7 @@ class SharedPromptPacking:
     row_tokens: int = 0
 
     def __post_init__(self) -> None:
-        check_range("model.packing", ">= 0", row_tokens=self.row_tokens)
+        check_range("model.packing", "integer >= 0", row_tokens=self.row_tokens)
 
     def features(
         self,

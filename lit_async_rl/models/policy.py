@@ -51,7 +51,7 @@ class CausalPolicy(nn.Module):
 
     def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: SharedPromptPacking | None = None) -> None:
         super().__init__()
-        check_range("model", ">= 1", logprob_chunk_tokens=chunk_tokens)
+        check_range("model", "integer >= 1", logprob_chunk_tokens=chunk_tokens)
         self.lm = lm
         self.chunk_tokens = chunk_tokens
         self.packing = packing

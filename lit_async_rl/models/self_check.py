@@ -1,7 +1,9 @@
 """Self-check of a model at set-up: log-probabilities as computed here against plain forward passes of transformers.
 
 A family whose head, cache or positions work otherwise than assumed would train on, or sample from, another
-distribution without any sign of it. A few short random sequences show that for less than the price of a training step.
+distribution without any sign of it. Plain passes compute attention and experts eagerly, without cache, mask and
+autocast: faster kernels may ignore settings of a configuration, and would do so on both sides. A few short random
+sequences show that for less than the price of a training step.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_async_rl.errors import UnsupportedModelError
+from lit_async_rl.models.attention import eager_kernels
 from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.policy import CausalPolicy
 
@@ -56,20 +59,24 @@ def full_logprobs(lm: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, float]]:
     """`full_logprobs` of each sequence, and what rounding explains; one forward pass, as each reads all weights.
 
-    Shorter sequences go on with their first token instead of padding: in a causal model that changes nothing before.
-    Rounding explains two units in the last place of the largest logit, in nats. Training sharpens a model, and logits
-    grow: bfloat16 has steps of 0.125 between 16 and 32.
+    Kernels are eager, and the precision is that of the weights: autocast is off. Shorter sequences go on with their
+    first token instead of padding: in a causal model that changes nothing before. Rounding explains two units in the
+    last place of the largest logit, in nats. Training sharpens a model, and logits grow: bfloat16 has steps of 0.125
+    between 16 and 32.
     """
     longest = max(len(ids) for ids in sequences)
     rows = [[*ids, *[ids[0]] * (longest - len(ids))] for ids in sequences]
     tokens = torch.tensor(rows, device=lm.device)
     found = []
-    logits = lm(input_ids=tokens, use_cache=False).logits
+    kind = lm.device.type
+    precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    with eager_kernels(lm), torch.autocast(kind, enabled=False):
+        logits = lm(input_ids=tokens, use_cache=False).logits
     for ids, row, own in zip(sequences, tokens, logits, strict=True):
         own, targets = own[: len(ids) - 1], row[1 : len(ids), None]
         largest = torch.cat([own.amax(-1), own.gather(-1, targets)[:, 0]]).abs().max()
         logprobs = own.float().log_softmax(-1).gather(-1, targets)[:, 0]
-        found.append((logprobs, 2 * torch.finfo(own.dtype).eps * float(largest)))
+        found.append((logprobs, 2 * torch.finfo(precision or own.dtype).eps * float(largest)))
     return found
 
 

@@ -68,7 +68,7 @@ class RecordPrompts(PromptSource):
         as_chat: bool = False,
     ) -> None:
         check_template(template)
-        check_range(type(self).__name__, ">= 1", max_prompt_tokens=max_prompt_tokens)
+        check_range(type(self).__name__, "integer >= 1", max_prompt_tokens=max_prompt_tokens)
         if on_bad_prompt not in ("error", "skip"):
             raise ValueError(f"{type(self).__name__}.on_bad_prompt must be error or skip, got {on_bad_prompt!r}")
         self.prompt_field, self.answer_field, self.template, self.origin = prompt_field, answer_field, template, origin

@@ -88,8 +88,9 @@ class ReplayBuffer:
     ) -> None:
         check_range("data.replay", "in (0, 1]", fresh_fraction=fresh_fraction)
         limits = dict(capacity=capacity, max_per_prompt=max_per_prompt, min_prompts=min_prompts)
-        check_range("data.replay", ">= 1", **limits)
-        check_range("data.replay", ">= 0", max_staleness=max_staleness)
+        check_range("data.replay", "integer >= 1", **limits)
+        check_range("data.replay", "integer", seed=seed)
+        check_range("data.replay", "integer >= 0", max_staleness=max_staleness)
         self.fresh_fraction, self.capacity, self.max_per_prompt = fresh_fraction, capacity, max_per_prompt
         self.max_staleness, self.min_prompts = max_staleness, min_prompts
         self.weighting = weighting or UniformReplay()

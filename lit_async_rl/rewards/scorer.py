@@ -67,7 +67,7 @@ class Scorer:
         max_tries: int | None = None,
         backoff_s: float = 0.0,
     ) -> None:
-        check_range("data.scoring", ">= 1", workers=num_workers)
+        check_range("data.scoring", "integer >= 1", workers=num_workers)
         self.policy = TryPolicy(owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s)
         self.reward, self.identity = reward, None if reward is None else reward_identity(reward)
         self.clock = AwakeClock()

@@ -55,7 +55,7 @@ class DynamicSampling(GroupFilter):
 
     def __init__(self, tolerance: float = 0.0, max_in_a_row: int = 1000) -> None:
         check_range("DynamicSampling", ">= 0", tolerance=tolerance)
-        check_range("DynamicSampling", ">= 1", max_in_a_row=max_in_a_row)
+        check_range("DynamicSampling", "integer >= 1", max_in_a_row=max_in_a_row)
         self.tolerance, self.max_in_a_row = tolerance, max_in_a_row
         self._in_a_row = 0
         self._has_warned = False
@@ -89,7 +89,8 @@ class OverlongPenalty(GroupFilter):
     """
 
     def __init__(self, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> None:
-        check_range("OverlongPenalty", f"in [1, {max_tokens}]", buffer_tokens=buffer_tokens)
+        check_range("OverlongPenalty", "integer", max_tokens=max_tokens)
+        check_range("OverlongPenalty", f"integer in [1, {max_tokens}]", buffer_tokens=buffer_tokens)
         check_range("OverlongPenalty", ">= 0", factor=factor)
         self.max_tokens, self.buffer_tokens, self.factor = max_tokens, buffer_tokens, factor
 

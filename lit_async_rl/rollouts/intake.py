@@ -11,6 +11,7 @@ from lit_async_rl.prompts.curriculum import Curriculum, PassRates
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.filters import GroupFilter
 from lit_async_rl.types import RolloutGroup
+from lit_async_rl.utils.checks import check_range
 
 TRAINED, EXPIRED = "trained", "expired"
 UNBEGUN = "unbegun"  # too old before it had a token
@@ -66,6 +67,7 @@ class Intake:
         stream_groups: bool = False,
         replicate_prompts: bool = False,
     ) -> None:
+        check_range("data.intake", "integer", seed=seed)
         self.filters, self.curriculum, self.seed = tuple(filters or ()), curriculum, seed
         self.stream_groups, self.replicate_prompts = stream_groups, replicate_prompts
         self.success_reward = success_reward

@@ -68,8 +68,8 @@ class Admission:
         async_ratio: float | None = None,
         redundant_groups: int = 0,
     ) -> None:
-        check_range("Admission", ">= 0", max_staleness=max_staleness, redundant_groups=redundant_groups)
-        check_range("Admission", ">= 1", groups_per_round=groups_per_round)
+        check_range("Admission", "integer >= 0", max_staleness=max_staleness, redundant_groups=redundant_groups)
+        check_range("Admission", "integer >= 1", groups_per_round=groups_per_round)
         check_range("Admission", f"in [0, {max_staleness}]", async_ratio=async_ratio)
         if async_ratio is not None and in_order:
             raise ValueError(

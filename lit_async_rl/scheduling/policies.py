@@ -57,8 +57,8 @@ class Bounded(AdmissionPolicy):
     redundant_groups: int = 0
 
     def __post_init__(self) -> None:
-        settings = dict(async_ratio=self.async_ratio, redundant_groups=self.redundant_groups)
-        check_range("data.admission", ">= 0", **settings)
+        check_range("data.admission", ">= 0", async_ratio=self.async_ratio)
+        check_range("data.admission", "integer >= 0", redundant_groups=self.redundant_groups)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         limits = self.async_ratio, self.redundant_groups
@@ -114,7 +114,7 @@ class Retry(Drop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("data.admission", ">= 1", max_tries=self.max_tries)
+        check_range("data.admission", "integer >= 1", max_tries=self.max_tries)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return ExpiringAdmission(groups_per_round, max_staleness, self.ahead, self.max_tries)
@@ -140,7 +140,7 @@ class Ring(AdmissionPolicy):
     capacity: int
 
     def __post_init__(self) -> None:
-        check_range("data.admission", ">= 1", num_sampling=self.num_sampling, capacity=self.capacity)
+        check_range("data.admission", "integer >= 1", num_sampling=self.num_sampling, capacity=self.capacity)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return RingAdmission(groups_per_round, max_staleness, self.num_sampling, self.capacity)

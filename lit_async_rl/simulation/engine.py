@@ -65,7 +65,8 @@ class SimulatedEngine(RolloutEngine):
         finish_reason: FinishReason = "length",
         seed: int = 0,
     ) -> None:
-        check_range("data.engine", ">= 1", num_slots=num_slots)
+        check_range("data.engine", "integer >= 1", num_slots=num_slots)
+        check_range("data.engine", "integer", seed=seed)
         self.latency, self.num_slots, self.environment = latency, num_slots, environment
         self.in_flight_weight_updates = in_flight_weight_updates
         self.load_s, self.tokens_per_s = load_s, tokens_per_s

@@ -8,6 +8,7 @@ import random
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.simulation.latency import Latency
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 
 
 class Sleeping(Environment):
@@ -20,6 +21,8 @@ class Sleeping(Environment):
     """
 
     def __init__(self, latency: Latency, num_turns: int = 2, seed: int = 0) -> None:
+        check_range("Sleeping", "integer >= 1", num_turns=num_turns)
+        check_range("Sleeping", "integer", seed=seed)
         self.latency, self.num_turns = latency, num_turns
         self._rng = random.Random(seed)
 

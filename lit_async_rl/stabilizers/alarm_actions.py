@@ -61,8 +61,8 @@ class LowerStaleness(AlarmAction):
     """
 
     def __init__(self, by: int = 1, minimum: int = 0) -> None:
-        check_range("LowerStaleness", ">= 1", by=by)
-        check_range("LowerStaleness", ">= 0", minimum=minimum)
+        check_range("LowerStaleness", "integer >= 1", by=by)
+        check_range("LowerStaleness", "integer >= 0", minimum=minimum)
         self.by, self.minimum = by, minimum
         self._bound: int | None = None
 

@@ -199,7 +199,7 @@ class AlignmentRule:
         owner = "GradientAlignmentControl"
         check_range(owner, "in [0, 1]", low=self.low)
         check_range(owner, f"in [{self.low}, 1]", high=self.high)
-        check_range(owner, ">= 0", max_consecutive_skips=self.max_consecutive_skips)
+        check_range(owner, "integer >= 0", max_consecutive_skips=self.max_consecutive_skips)
         check_range(owner, "in (0, 1]", min_remainder=self.min_remainder)
 
     def decide(self, cosine: float, num_skipped: int) -> tuple[Regime, float]:

@@ -53,7 +53,7 @@ class CollapseWatch:
         patience: int,
         window: int,
     ) -> None:
-        check_range("CollapseAlarm", ">= 1", patience=patience, window=window)
+        check_range("CollapseAlarm", "integer >= 1", patience=patience, window=window)
         self.min_ess_ratio, self.max_kl, self.max_grad_norm_factor = min_ess_ratio, max_kl, max_grad_norm_factor
         self.max_cosine, self.min_entropy, self.max_reward_drop = max_cosine, min_entropy, max_reward_drop
         self.patience, self.window = patience, window

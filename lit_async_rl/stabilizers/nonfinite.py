@@ -27,7 +27,7 @@ class DroppedUpdates:
     """
 
     def __init__(self, owner: str, max_in_a_row: int | None) -> None:
-        check_range(owner, ">= 0", max_in_a_row=max_in_a_row)
+        check_range(owner, "integer >= 0", max_in_a_row=max_in_a_row)
         self.owner, self.max_in_a_row = owner, max_in_a_row
         self.total = 0
         self._in_a_row: dict[int, int] = {}

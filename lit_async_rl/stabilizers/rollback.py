@@ -35,7 +35,7 @@ class _Limited(AlarmAction):
     nothing_to_restore = "No healthy state was saved yet"
 
     def __init__(self, max_rollbacks: int) -> None:
-        check_range(type(self).__name__, ">= 1", max_rollbacks=max_rollbacks)
+        check_range(type(self).__name__, "integer >= 1", max_rollbacks=max_rollbacks)
         self.max_rollbacks = max_rollbacks
         self.num_rollbacks = 0
 
@@ -83,7 +83,7 @@ class RollBack(_Limited):
 
     def __init__(self, every_n_steps: int = 50, max_rollbacks: int = 3) -> None:
         super().__init__(max_rollbacks)
-        check_range("RollBack", ">= 1", every_n_steps=every_n_steps)
+        check_range("RollBack", "integer >= 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._step: int | None = None
         self._weights: dict[str, Tensor] = {}

@@ -28,7 +28,8 @@ class Addition(SplitPrompts):
 
     def __init__(self, num_digits: int = 2, size: int = 4096, split: Split = "train", seed: int = 0) -> None:
         super().__init__(size, split)
-        check_range("Addition", ">= 1", num_digits=num_digits)
+        check_range("Addition", "integer >= 1", num_digits=num_digits)
+        check_range("Addition", "integer", seed=seed)
         self.num_digits, self.seed = num_digits, seed
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
@@ -73,8 +74,8 @@ class MentalArithmetic(PromptSource):
         held_out: float = HELD_OUT,
         smallest_factor: int = 2,
     ) -> None:
-        check_range("MentalArithmetic", ">= 1", largest=largest, smallest_factor=smallest_factor)
-        check_range("MentalArithmetic", f">= {smallest_factor}", largest_factor=largest_factor)
+        check_range("MentalArithmetic", "integer >= 1", largest=largest, smallest_factor=smallest_factor)
+        check_range("MentalArithmetic", f"integer >= {smallest_factor}", largest_factor=largest_factor)
         check_range("MentalArithmetic", "in (0, 1)", held_out=held_out)
         if unknown := set(kinds) - set(_KINDS):
             raise ValueError(f"MentalArithmetic.kinds={list(kinds)}: {sorted(unknown)} are none of {list(_KINDS)}")

@@ -31,7 +31,7 @@ class Calculator(Environment):
 
     def __init__(self, latency_s: float = 0.0, max_calls: int = 2) -> None:
         check_range("Calculator", ">= 0", latency_s=latency_s)
-        check_range("Calculator", ">= 1", max_calls=max_calls)
+        check_range("Calculator", "integer >= 1", max_calls=max_calls)
         self.latency_s, self.max_calls = latency_s, max_calls
 
     async def start(self, prompt: Prompt) -> CalculatorEpisode:

@@ -11,6 +11,7 @@ from typing import Any
 from lit_async_rl.prompts.sources import check_template
 from lit_async_rl.tasks.splits import MAX_DRAWS, Split, SplitPrompts
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.isolation import IsolatedFunction
 
 
@@ -43,6 +44,7 @@ class ReasoningGym(SplitPrompts):
         config: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(size, split)
+        check_range("ReasoningGym", "integer", seed=seed)
         check_template(template)
         try:
             import reasoning_gym

@@ -36,8 +36,9 @@ class SortDigits(SplitPrompts):
         tail: float | None = None,
     ) -> None:
         super().__init__(size, split)
-        check_range("SortDigits", ">= 2", num_digits=num_digits)
-        check_range("SortDigits", f"in [2, {num_digits}]", min_digits=min_digits)
+        check_range("SortDigits", "integer >= 2", num_digits=num_digits)
+        check_range("SortDigits", "integer", seed=seed)
+        check_range("SortDigits", f"integer in [2, {num_digits}]", min_digits=min_digits)
         check_range("SortDigits", "positive", tail=tail)
         self.num_digits, self.seed, self.tail = num_digits, seed, tail
         self.min_digits = num_digits if min_digits is None else min_digits

@@ -34,7 +34,7 @@ class SplitPrompts(PromptSource):
     """
 
     def __init__(self, size: int, split: Split) -> None:
-        check_range(type(self).__name__, ">= 1", size=size)
+        check_range(type(self).__name__, "integer >= 1", size=size)
         self.size, self.split = size, split
 
     @abstractmethod

@@ -6,6 +6,7 @@ precision, schedulers and all sharding strategies work as in any Lightning proje
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.logprob_error import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
+from lit_async_rl.losses.reference_kl import KLEstimator, check_estimator
 from lit_async_rl.models.lora import LoRA, without_adapters
 from lit_async_rl.models.meta_loading import is_on_meta
 from lit_async_rl.models.packing import SharedPromptPacking
@@ -28,7 +30,15 @@ from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.objective import Objective, Reference
-from lit_async_rl.training.optimizer import adopt_settings, gradients, make_adamw, make_optimizer, warn_of_lost_updates
+from lit_async_rl.training.optimizer import (
+    adopt_settings,
+    check_constants,
+    check_trained_dtypes,
+    gradients,
+    make_adamw,
+    make_optimizer,
+    warn_of_lost_updates,
+)
 from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
@@ -37,6 +47,8 @@ from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_objects, check_range
+
+log = logging.getLogger(__name__)
 
 
 class PolicyModule(WholeSteps):
@@ -55,18 +67,21 @@ class PolicyModule(WholeSteps):
         optimizer: another optimizer than AdamW.
         scheduler: `ConstantRate` (None), `Linear`, `Cosine`, `StableDecay` or `OneCycle`, whose height and length are
             those of `learning_rate` and `trainer.max_steps`, or any of torch's, by optimizer step.
-        kl_coefficient: weight of KL(policy || reference), the k3 estimate; 0 needs no reference. The reference
-            is a frozen copy of the weights, or the policy without its adapters where nothing else trains.
-        entropy_coefficient: weight of the entropy bonus.
+        kl_coefficient: weight of the penalty KL(policy || reference); 0 needs no reference. The reference is a frozen
+            copy of the weights, or the policy without its adapters where nothing else trains.
+        kl_estimator: `token`, `sequence` or `k3`, see `lit_async_rl.losses.reference_kl.reference_kl`.
+        entropy_coefficient: weight of the entropy bonus; a negative one is a penalty on entropy.
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
         sharding: how sharding strategies divide the policy, and when its weights are read.
-        dtype: of the weights.
-        attn_implementation: as in transformers; None is its default.
+        dtype: of the weights; float16 is for weights that do not train, and needs `trainer.precision: 16-mixed`.
+        attn_implementation: as in transformers; None is its default, or `eager` where that ignores a setting of the
+            model's configuration (the soft cap of Gemma 2's attention).
         random_init: take only the architecture from `model`, with random weights.
         packing: compute what the completions of one prompt share only once, `SharedPromptPacking()`.
-        self_check: refuse an unsharded model of which a few tokens differ from plain forward passes, before training.
+        self_check: refuse an unsharded model of which a few tokens differ from plain (eager) forward passes, before
+            training.
 
     Attributes:
         objective: loss, proximal policy, correction, baseline and penalties.
@@ -88,6 +103,7 @@ class PolicyModule(WholeSteps):
         optimizer: OptimizerCallable | None = None,
         scheduler: RateSchedule | LRSchedulerCallable | None = None,
         kl_coefficient: float = 0.0,
+        kl_estimator: KLEstimator = "token",
         entropy_coefficient: float = 0.0,
         logprob_chunk_tokens: int = 4096,
         lora: LoRA | None = None,
@@ -103,9 +119,11 @@ class PolicyModule(WholeSteps):
         check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
         check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
-        check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
+        check_range("model", ">= 0 and finite", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
+        check_range("model", "finite", entropy_coefficient=entropy_coefficient)
+        check_estimator(kl_estimator)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
-        self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
+        self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient, kl_estimator)
         check_baseline(self.objective.loss, baseline)
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, tuple(betas)
@@ -122,8 +140,7 @@ class PolicyModule(WholeSteps):
     @property
     def wants_whole_groups(self) -> bool:
         """Whether all completions of a prompt must be in one micro-batch."""
-        objective = self.objective
-        return objective.loss.needs_whole_groups or objective.baseline is not None or self.policy.packing is not None
+        return self.objective.needs_whole_groups or self.policy.packing is not None
 
     def setup(self, stage: str) -> None:
         """Refuses rates and lengths that contradict each other, kernels that cannot train and norms that vanish."""
@@ -131,6 +148,7 @@ class PolicyModule(WholeSteps):
         if stage == "fit":
             check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
             check_norms(self.objective.baseline, str(self.trainer.precision))
+            check_trained_dtypes(self.policy.parameters(), self.trainer)
         if stage == "fit" or self.trainer.max_steps > 0:
             self.configure_optimizers()
 
@@ -161,8 +179,17 @@ class PolicyModule(WholeSteps):
                 check_policy(self.policy, default_bound(compute_dtype(self.policy.causal_lm)))
 
     def on_train_start(self) -> None:
+        if self.objective.kl_coefficient > 0 and self.objective.kl_estimator == "token" and self.trainer.is_global_zero:
+            log.warning(
+                "model.kl_coefficient=%g: the gradient of the penalty is that of KL(policy || reference), with "
+                "importance weights for stale tokens. model.kl_estimator: k3 is the former penalty, whose gradient is "
+                "that of KL(reference || policy), without weights",
+                self.objective.kl_coefficient,
+            )
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:
             adopt_settings(self.trainer.optimizers[0], self.scheduler)
+        for optimizer in self.trainer.optimizers:
+            check_constants(optimizer)
         warn_of_lost_updates(self.policy.parameters(), float(self.trainer.optimizers[0].defaults.get("lr", 0.0)))
 
     # -- training -----------------------------------------------------------------------------------------------------

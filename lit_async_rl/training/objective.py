@@ -16,12 +16,13 @@ from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
 from lit_async_rl.corrections.proximal import Proximal
 from lit_async_rl.errors import SetupError
-from lit_async_rl.importance import kl_k3
 from lit_async_rl.losses import LossInputs, PolicyLoss
+from lit_async_rl.losses.reference_kl import KLEstimator, reference_kl
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
 from lit_async_rl.training.compatibility import check_compatibility
 from lit_async_rl.training.support import on_support
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_token_shape
 
 Reference = Callable[..., TokenStats]  # called as `CausalPolicy` is; what it says is constant
 
@@ -40,6 +41,7 @@ class Objective:
     baseline: OptimalBaseline | None
     kl_coefficient: float
     entropy_coefficient: float
+    kl_estimator: KLEstimator = "token"
 
     def __post_init__(self) -> None:
         check_compatibility(self.loss, self.proximal, self.correction)
@@ -48,6 +50,12 @@ class Objective:
     def needs_reference(self) -> bool:
         """Whether the log-probabilities of a frozen policy are part of it."""
         return self.kl_coefficient > 0 or self.loss.needs_reference
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether all completions of a prompt must be in one micro-batch."""
+        compares = self.kl_coefficient > 0 and self.kl_estimator == "sequence"
+        return compares or self.baseline is not None or self.loss.needs_whole_groups
 
     def __call__(
         self, policy: CausalPolicy, reference: Reference | None, batch: RolloutBatch, version: int
@@ -58,7 +66,7 @@ class Objective:
             with torch.no_grad():
                 reference_logprobs = _token_stats(reference, batch).logprobs
         with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
-            stats = _token_stats(policy, batch, self.entropy_coefficient > 0, batch.experts)
+            stats = _token_stats(policy, batch, self.entropy_coefficient != 0, batch.experts)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
         proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch)
@@ -86,7 +94,9 @@ class Objective:
         }
         if reference_logprobs is not None:
             signals["ref_log_ratio"] = detached - reference_logprobs
-        return loss + self._penalty(stats, reference_logprobs, batch), signals
+        loss = loss + self._penalty(stats, reference_logprobs, batch)
+        signals["loss"] = loss.detach()
+        return loss, signals
 
     def _proximal_logprobs(
         self,
@@ -96,7 +106,10 @@ class Objective:
         batch: RolloutBatch,
     ) -> Float[Tensor, "B T"]:
         if not self.loss.needs_reference:
-            return self.proximal(logprobs, batch.behavior_logprobs, staleness)
+            proximal = self.proximal(logprobs, batch.behavior_logprobs, staleness)
+            owner = f"model.proximal={type(self.proximal).__name__}"
+            check_token_shape(owner, "its log-probabilities", proximal, tuple(logprobs.shape))
+            return proximal
         if reference is None:
             raise SetupError("the loss needs a reference policy, and there is none")
         return reference
@@ -107,8 +120,16 @@ class Objective:
         """KL to the reference less the entropy bonus."""
         penalty = stats.logprobs.new_zeros(())
         if reference is not None and self.kl_coefficient > 0:
-            penalty = self.kl_coefficient * (batch.token_weights * kl_k3(reference - stats.logprobs)).sum()
-        if self.entropy_coefficient > 0:
+            kl = reference_kl(
+                self.kl_estimator,
+                logprobs=stats.logprobs,
+                reference_logprobs=reference,
+                behavior_logprobs=batch.behavior_logprobs,
+                loss_mask=batch.loss_mask,
+                group_index=batch.group_index,
+            )
+            penalty = self.kl_coefficient * (batch.token_weights * kl).sum()
+        if self.entropy_coefficient != 0:
             penalty = penalty - self.entropy_coefficient * (batch.token_weights * stats.entropy).sum()
         return penalty
 

@@ -1,9 +1,9 @@
-"""The default optimizer, and what rounding leaves of its updates."""
+"""The default optimizer, and what rounding leaves of its constants and updates."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
 SAMPLE = 4096  # weights of each tensor that are looked at
 WITH_MOMENTS = ("amsgrad", "centered")  # settings of torch's optimizers
+FACTORS = ("betas", "beta", "momentum", "alpha")  # settings that moments are multiplied by in every step
 LOST = 0.5  # share of weights that do not change, from which on there is a warning
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,70 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
                     "the moments that it needs: leave it out"
                 )
         optimizer.param_groups[0].update({k: v for k, v in optimizer.defaults.items() if k not in kept})
+
+
+def check_trained_dtypes(parameters: Iterable[nn.Parameter], trainer: AnyTrainer) -> None:
+    """Refuses weights in float16 that train, and frozen ones without a loss scaler.
+
+    AdamW's eps of 1e-8 is 0 in float16, so that weights whose gradient vanishes move without bound, and gradients below
+    6e-8 vanish, unless `precision: 16-mixed` scales the loss. DeepSpeed keeps weights in float32 by itself.
+
+    Raises:
+        ValueError: names the setting, and what to use instead.
+    """
+    has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if type(trainer.strategy).__name__.startswith("DeepSpeed"):
+        return
+    for parameter in parameters:
+        if parameter.dtype == torch.float16 and (parameter.requires_grad or not has_scaler):
+            raise ValueError(
+                "model.dtype must be float32 or bfloat16 to train, got float16, in which the eps of optimizers and "
+                "small gradients are 0. For products in float16 use model.dtype: float32 with trainer.precision: "
+                "16-mixed, which scales the loss on a GPU"
+            )
+
+
+def check_constants(optimizer: Optimizer) -> None:
+    """Compares the constants of an optimizer with the dtype of its weights, in which torch keeps its moments.
+
+    Warns, in one line each, of factors of moments that round to 1, so that moments never decay (0.999 in bfloat16), and
+    of a decoupled weight decay that rounds away (1 - rate * decay is 1).
+
+    Raises:
+        ValueError: an eps that is not 0 rounds to 0, so that weights without gradient would be divided by 0.
+    """
+    said: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
+            name = str(dtype).removeprefix("torch.")
+            for setting, value in _numbers(group, lambda key: key.startswith("eps")):
+                if value and not torch.tensor(value, dtype=dtype):
+                    raise ValueError(
+                        f"model.optimizer: {setting} must be representable in {name}, got {value:g}, which is 0"
+                    )
+            for setting, value in _numbers(group, FACTORS.__contains__):
+                if 0 < value < 1 and torch.tensor(value, dtype=dtype) == 1:
+                    said[
+                        f"model.optimizer: {setting}={value:g} rounds to 1 in {name}, so that what it multiplies never "
+                        f"decays. Use model.dtype: float32 with trainer.precision: bf16-mixed, or a smaller {setting}"
+                    ] = None
+            decay = float(optimizer.defaults.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
+            if group.get("decoupled_weight_decay") and decay and torch.tensor(1 - decay, dtype=dtype) == 1:
+                said[
+                    f"model.weight_decay={group['weight_decay']:g} has no effect: times the learning rate it is "
+                    f"{decay:.2g}, and 1 less that is 1 in {name}. Leave it out, or raise one of the two"
+                ] = None
+    for line in said:
+        log.warning(line)
+
+
+def _numbers(group: Mapping[str, Any], is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, float]]:
+    """Settings of a group of parameters, by name; those of a tuple by name and place."""
+    for key, value in group.items():
+        if is_wanted(key):
+            for place, one in enumerate(value if isinstance(value, tuple | list) else [value]):
+                if isinstance(one, int | float) and not isinstance(one, bool):
+                    yield (f"{key}[{place}]" if isinstance(value, tuple | list) else key), float(one)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.blocking import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.models.attention import decoding_attention
 from lit_async_rl.models.loading import evaluation_mode, load_policy
 from lit_async_rl.models.received import apply_weights, receive_weights
 from lit_async_rl.models.weights import is_sharded
@@ -130,22 +131,12 @@ class Validator(torch.nn.Module):
 
 @contextmanager
 def decodable(lm: PreTrainedModel) -> Iterator[None]:
-    """Context in which a model with a kernel for training (`flex_attention`) uses one that decodes, too.
-
-    Raises:
-        ValueError: it has no other.
-    """
+    """Context in which a model with a kernel for training (`flex_attention`) uses one that decodes, too."""
     chosen = lm.config._attn_implementation
     if chosen in ("sdpa", "eager"):
         yield
         return
-    try:
-        lm.set_attn_implementation("sdpa")
-    except (ValueError, ImportError) as error:
-        raise ValueError(
-            f"model.attn_implementation={chosen!r} with data.validation.prompts: validation decodes with sdpa, which "
-            f"{type(lm).__name__} does not have. Leave one of the two out"
-        ) from error
+    lm.set_attn_implementation(decoding_attention(lm))
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from numbers import Integral
 
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
 _INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")
@@ -22,17 +23,22 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         owner: path in the YAML or name of the class that has the settings, such as `data` or `AdaptiveStaleness`; empty
             for a setting of the top level.
         rule: `positive`, `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`, `in (0, 1]`), or
-            several joined by ` and ` (`>= 0 and finite`).
+            several joined by ` and ` (`>= 0 and finite`). `integer` alone, or before one of these (`integer >= 0`),
+            refuses floats.
         settings: values by name.
 
     Raises:
         ValueError: a value is outside of the range; the message names setting, rule and value.
     """
+    is_integer = rule.startswith("integer")
+    rule = rule.removeprefix("integer").strip()
     for name, value in settings.items():
         setting = f"{owner}.{name}" if owner else name
         if isinstance(value, str | type):
-            raise ValueError(f"{setting} must be a number, {rule}, got {value!r}")
-        if value is not None and not all(_holds(part, value) for part in rule.split(" and ")):
+            raise ValueError(f"{setting} must be a number, {rule or 'an integer'}, got {value!r}")
+        if is_integer and value is not None and not isinstance(value, Integral):
+            raise ValueError(f"{setting} must be an integer, got {value}")
+        if value is not None and rule and not all(_holds(part, value) for part in rule.split(" and ")):
             raise ValueError(f"{setting} must be {rule}, got {value}")
 
 
@@ -53,6 +59,27 @@ def check_objects(owner: str, **settings: object) -> None:
             raise ValueError(f"{owner}.{name} must be an object, got the class: write {value.__name__}(...)")
         if isinstance(value, str | bytes | Mapping | list | tuple | int | float):
             raise ValueError(f"{owner}.{name} must be an object, got {str(value)[:100]!r}")
+
+
+def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:
+    """Refuses what a custom part returns in another shape than that of the tokens: it would be broadcast, in silence.
+
+    Args:
+        owner: the setting that chose the part, with its class, such as `model.loss=MyLoss`.
+        name: of the value.
+        values: what the part returned.
+        shape: of the tokens, (B, T).
+
+    Raises:
+        ValueError: names part, value and both shapes.
+    """
+    found = getattr(values, "shape", None)
+    if found is None or tuple(found) != shape:
+        got = repr(values)[:80] if found is None else f"shape {tuple(found)}"
+        raise ValueError(
+            f"{owner}: {name} must be a tensor with one value for each token, of shape {shape}, got {got}. Averaging "
+            "is a separate choice, data.aggregation"
+        )
 
 
 def check_dtype(setting: str, name: str) -> None:

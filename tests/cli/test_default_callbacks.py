@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import lit_async_rl as rl
 from lit_async_rl.api.defaults import FILE, defaults_file
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.cli.commands import main
@@ -94,3 +95,36 @@ def test_gradients_are_read_before_they_are_clipped():
     alarm += ["--config", "configs/stabilizers/collapse_alarm.yaml"]
     order = [name for name in kinds(*fsdp, *alarm) if "Grad" in name or name == "CollapseAlarm"]
     assert order == ["GradientAlignmentControl", "CollapseAlarm", "GradientMonitor", "GradientClipping"]
+
+
+VCPO, ESS = "configs/stabilizers/vcpo.yaml", "configs/stabilizers/ess_learning_rate.yaml"
+
+
+@pytest.mark.parametrize(
+    ("flags", "places"),
+    [
+        (["--config", VCPO, "--config", ESS], f"by callbacks+ in {VCPO} and by callbacks+ in {ESS}"),
+        (
+            ["--config", ESS, "--trainer.callbacks+=ESSLearningRate"],
+            f"by callbacks+ in {ESS} and by --trainer.callbacks+",
+        ),
+        (
+            ["--trainer.callbacks+=ESSLearningRate", "--trainer.callbacks+", "lit_async_rl.ESSLearningRate"],
+            "by --trainer.callbacks+ and by --trainer.callbacks+",
+        ),
+    ],
+)
+def test_two_overlays_that_add_one_callback_are_refused_by_their_names(flags, places):
+    with pytest.raises(ValueError, match=r"trainer\.callbacks has ESSLearningRate twice \(by ") as error:
+        kinds(*flags)
+    assert f"({places})" in str(error.value)
+
+
+def test_python_refuses_a_callback_with_state_that_is_there_twice():
+    def make(*norms):
+        clipping = [rl.GradientClipping(norm, optimizer=number) for number, norm in enumerate(norms)]
+        return rl.Trainer(max_steps=1, accelerator="cpu", logger=False, callbacks=clipping)
+
+    assert len([c for c in make(1.0, 2.0).callbacks if isinstance(c, rl.GradientClipping)]) == 2  # of two optimizers
+    with pytest.raises(ValueError, match=r"trainer\.callbacks has SkipNonFinite twice"):
+        rl.Trainer(accelerator="cpu", logger=False, callbacks=[rl.SkipNonFinite(), rl.SkipNonFinite()])

@@ -72,11 +72,11 @@ def bapo_bounds(batch: Batch, loss: Any) -> tuple[float, float]:
         everything = abs(sum(mu * term for _, mu, term in _terms(batch, low, high)))
         return positive / everything if everything > 0 else math.inf
 
-    while share() < loss.target_share and low + loss.low_step <= loss.low_stop + 1e-9:
-        if high + loss.high_step <= loss.high_stop + 1e-9:
-            high += loss.high_step
+    while share() < loss.target_share and low < loss.low_stop - 1e-9:
+        if high < loss.high_stop - 1e-9:
+            high = min(high + loss.high_step, loss.high_stop)
         else:
-            low += loss.low_step
+            low = min(low + loss.low_step, loss.low_stop)
     return low, high
 
 
@@ -98,10 +98,10 @@ def bapo_released_bounds(batch: Batch, loss: Any) -> tuple[float, float]:
                 negative += max(ratio, low) * advantage
         return positive >= loss.target_ratio * abs(negative)
 
-    while not enough() and low + loss.low_step <= loss.low_stop + 1e-9:
-        low += loss.low_step
-    while not enough() and high + loss.high_step <= loss.high_stop + 1e-9:
-        high += loss.high_step
+    while not enough() and low < loss.low_stop - 1e-9:
+        low = min(low + loss.low_step, loss.low_stop)
+    while not enough() and high < loss.high_stop - 1e-9:
+        high = min(high + loss.high_step, loss.high_stop)
     return low, high
 
 

@@ -25,6 +25,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from lit_async_rl.models.attention import choose_attention
+
 EOS = 1
 
 
@@ -33,6 +35,7 @@ def _build(config: PreTrainedConfig, seed: int, noise: float = 0.2) -> PreTraine
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        choose_attention(lm, None)  # as `load_policy` does
         with torch.no_grad():
             for parameter in lm.parameters():
                 parameter.add_(torch.randn_like(parameter) * (noise if parameter.dim() > 1 else 0.1))

@@ -106,10 +106,11 @@ def test_kl_and_chi2_estimates_approach_the_exact_values() -> None:
     assert ess_ratio(log_ratio).item() == pytest.approx(1 / (1 + exact_chi2), rel=0.03)
 
 
-def test_gradient_of_k3_is_one_minus_the_ratio_and_survives_any_distance() -> None:
-    log_ratio = torch.tensor([0.5, -0.5, -1000.0, 1000.0], requires_grad=True)
+def test_gradient_of_k3_is_the_ratio_less_one_and_keeps_its_sign_at_any_distance() -> None:
+    log_ratio = torch.tensor([0.5, -0.5, -1000.0, 19.0, 21.0, 1000.0], requires_grad=True)
     kl_k3(log_ratio).sum().backward()
-    expected = torch.tensor([math.exp(0.5) - 1, math.exp(-0.5) - 1, -1.0, -1.0])
+    beyond = math.exp(20.0) - 1
+    expected = torch.tensor([math.exp(0.5) - 1, math.exp(-0.5) - 1, -1.0, math.exp(19.0) - 1, beyond, beyond])
     torch.testing.assert_close(log_ratio.grad, expected)
 
 

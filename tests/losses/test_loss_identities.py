@@ -163,16 +163,36 @@ def test_water_level_caps_the_mean_at_the_budget(values: list[float], budget: fl
 def test_bapo_bounds_are_those_of_the_loop_that_computes_every_sum_anew(seed: int, target: float) -> None:
     inputs = make_inputs(seed, spread=1.0)
     inputs = replace(inputs, behavior_logprobs=3 * inputs.behavior_logprobs)  # so that mu matters
-    paper, released = BAPO(target_share=target), BAPOReleased(target_ratio=target)
+    coarse = dict(low_start=0.5, low_stop=0.9, low_step=0.3, high_start=1.1, high_stop=1.6, high_step=0.4)
+    for paper, released in (
+        (BAPO(target_share=target), BAPOReleased(target_ratio=target)),
+        (BAPO(target_share=target, **coarse), BAPOReleased(target_ratio=target, **coarse)),
+    ):
+        _assert_same_bounds(inputs, paper, released)
+
+
+def _assert_same_bounds(inputs: LossInputs, paper: BAPO, released: BAPOReleased) -> None:
     assert paper.bounds(inputs.cleaned()) == pytest.approx(slow.bapo_bounds(as_batch(inputs), paper))
     assert released.bounds(inputs.cleaned()) == pytest.approx(slow.bapo_released_bounds(as_batch(inputs), released))
 
 
-@pytest.mark.parametrize(("loss", "bounds"), [(BAPO(), (0.9, 3.0)), (BAPOReleased(), (0.95, 2.0))])
+UNEVEN = dict(low_start=0.6, low_stop=0.95, low_step=0.1, high_start=1.2, high_stop=2.05, high_step=0.3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "bounds"),
+    [
+        (BAPO(), (0.9, 3.0)),
+        (BAPOReleased(), (0.95, 2.0)),
+        (BAPO(**UNEVEN), (0.95, 2.05)),  # steps that do not divide the range
+        (BAPOReleased(**UNEVEN), (0.95, 2.05)),
+        (BAPOReleased(low_stop=0.8, high_stop=1.2), (0.8, 1.2)),
+    ],
+)
 def test_bapo_opens_fully_for_bad_completions_alone_and_stays_for_good_ones(loss: Any, bounds: tuple) -> None:
     inputs = make_inputs(8).cleaned()
     bad, good = (replace(inputs, advantages=sign * inputs.advantages.abs()) for sign in (-1, 1))
-    assert loss.bounds(bad) == pytest.approx(bounds)
+    assert loss.bounds(bad) == bounds
     assert loss.bounds(good) == (loss.low_start, loss.high_start)
 
 

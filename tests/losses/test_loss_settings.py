@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from jsonargparse import ArgumentParser
 from loss_helpers import known, make_inputs
 
 import lit_async_rl.losses as losses_package
+from lit_async_rl.corrections import Correction
 from lit_async_rl.losses import (
     ASPO,
     BAPO,
@@ -103,3 +105,49 @@ def test_what_a_tape_has_not_recorded_is_refused_and_not_taken_for_nothing() -> 
     without = {name: known(getattr(inputs, name))[..., :0] for name in ("head_logprobs", "head_behavior_logprobs")}
     with pytest.raises(ValueError, match=r"ScoreCentering needs .* data\.sampling\.head"):
         ScoreCentering()(replace(inputs, **without))
+
+
+class Whole(PolicyLoss):
+    """A custom loss that averages by itself."""
+
+    def token_loss(self, inputs):
+        return SimpleNamespace(per_token=-(inputs.advantages * inputs.logprobs).mean(), clipped=~inputs.loss_mask)
+
+
+class Rows(Whole):
+    """One loss for each completion."""
+
+    def token_loss(self, inputs):
+        loss = -(inputs.advantages * inputs.logprobs).mean(-1, keepdim=True)
+        return SimpleNamespace(per_token=loss, clipped=~inputs.loss_mask)
+
+
+class OneMask(Whole):
+    """No mask of the tokens whose gradient was cut."""
+
+    def token_loss(self, inputs):
+        return SimpleNamespace(per_token=-inputs.advantages * inputs.logprobs, clipped=False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (Whole(), r"model\.loss=Whole: per_token must be a tensor with one value for each token, .* got shape \(\)"),
+        (Rows(), r"model\.loss=Rows: per_token must be .* of shape \(4, 7\), got shape \(4, 1\)"),
+        (OneMask(), r"model\.loss=OneMask: clipped must be .* got False"),
+    ],
+)
+def test_a_custom_loss_of_another_shape_is_refused(loss: PolicyLoss, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        loss(make_inputs(0, shape=(4, 7)))
+
+
+class OneWeight(Correction):
+    def weigh(self, log_ratio, loss_mask):
+        return SimpleNamespace(weights=log_ratio.exp().mean(), rejected=~loss_mask)
+
+
+def test_a_custom_correction_of_another_shape_is_refused() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"model\.correction=OneWeight: weights must be .*\(2, 3\), got shape \(\)"):
+        OneWeight()(torch.zeros(2, 3), mask)

@@ -38,9 +38,9 @@ def test_reference_kl_starts_at_zero_holds_the_policy_back_and_is_not_checkpoint
     assert not torch.equal(start, parameters(resumed))
 
 
-def test_an_entropy_bonus_raises_entropy():
+def test_an_entropy_bonus_raises_entropy_and_a_negative_one_lowers_it():
     entropies = {}
-    for coefficient in (0.0, 1.0):
+    for coefficient in (-1.0, 0.0, 1.0):
 
         class Entropy(pl.Callback):
             def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, key=coefficient):
@@ -50,6 +50,7 @@ def test_an_entropy_bonus_raises_entropy():
             make_module(entropy_coefficient=coefficient, learning_rate=3e-4), make_data(max_staleness=0), 8, [Entropy()]
         )
     assert entropies[1.0] > entropies[0.0] + 0.05
+    assert entropies[-1.0] < entropies[0.0] - 0.05
 
 
 def test_gradient_checkpointing_changes_no_result():
@@ -66,6 +67,9 @@ def test_gradient_checkpointing_changes_no_result():
         ("learning_rate", -1.0),
         ("weight_decay", -0.1),
         ("kl_coefficient", -1.0),
+        ("kl_coefficient", float("inf")),
+        ("entropy_coefficient", float("nan")),
+        ("weight_decay", float("inf")),
         ("dtype", "float33"),
     ],
 )

@@ -35,6 +35,7 @@ from lit_async_rl.engines.embedded.work_record import WorkRecord
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.end_tokens import eos_token_ids
 from lit_async_rl.models.loading import build_policy, evaluation_mode
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.locks import FairLock
 from lit_async_rl.utils.spans import Spans
 
@@ -82,6 +83,7 @@ class EmbeddedEngine(RolloutEngine):
         own_process: bool = False,
     ) -> None:
         check_settings(num_slots, num_threads, max_model_len, update_timeout_s, device, dtype)
+        check_range("data.engine", "integer", seed=seed)
         self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
         self.device, self.dtype, self.num_threads = device, dtype, num_threads
         self.update_timeout_s, self._max_model_len, self.self_check = update_timeout_s, max_model_len, self_check

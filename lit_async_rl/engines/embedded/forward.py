@@ -12,6 +12,7 @@ from lit_async_rl.engines.embedded.llama import LlamaForward
 from lit_async_rl.engines.embedded.packed import PackedLinear
 from lit_async_rl.engines.embedded.row_caches import RowCaches, RowwiseForward, cache_argument
 from lit_async_rl.models.architecture import body, context_length, other_layers
+from lit_async_rl.models.attention import ignored_setting
 from lit_async_rl.models.policy import CausalPolicy
 
 
@@ -24,7 +25,7 @@ class CachedForward:
         owns_weights: whether the model's parameters may be moved in memory, as no other object holds them.
 
     Raises:
-        ValueError: the attention implementation takes no mask.
+        ValueError: the attention implementation takes no mask, or ignores a setting of the configuration.
     """
 
     def __init__(self, lm: PreTrainedModel, cache: SlotCache, owns_weights: bool) -> None:
@@ -32,6 +33,11 @@ class CachedForward:
             raise ValueError(
                 f"model.attn_implementation={lm.config._attn_implementation!r}: the embedded engine, which validation "
                 "uses, too, needs sdpa or eager, whose masks it can give"
+            )
+        if setting := ignored_setting(lm):
+            raise ValueError(
+                f"model type {lm.config.model_type!r}: attn_implementation={lm.config._attn_implementation!r} ignores "
+                f"{setting}, so that the embedded engine would sample from another distribution; use eager"
             )
         self._lm, self._cache, self._policy = lm, cache, CausalPolicy(lm)
         self._llama = LlamaForward(lm, owns_weights) if LlamaForward.supports(lm) else None

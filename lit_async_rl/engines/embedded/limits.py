@@ -39,8 +39,8 @@ def check_settings(
     Raises:
         ValueError: names the setting and its value.
     """
-    check_range("data.engine", ">= 1", num_slots=num_slots, num_threads=num_threads)
-    check_range("data.engine", ">= 2", max_model_len=max_model_len)
+    check_range("data.engine", "integer >= 1", num_slots=num_slots, num_threads=num_threads)
+    check_range("data.engine", "integer >= 2", max_model_len=max_model_len)
     check_range("data.engine", "positive", update_timeout_s=update_timeout_s)
     check_device("data.engine.device", device)
     check_dtype("data.engine.dtype", dtype)

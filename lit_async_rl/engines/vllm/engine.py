@@ -111,17 +111,22 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
     ) -> None:
         check_range(
             "data.engine",
-            "positive",
+            "integer positive",
             replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_gb=kv_cache_memory_gb,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_threads=num_threads,
+        )
+        check_range(
+            "data.engine",
+            "positive",
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_gb=kv_cache_memory_gb,
             startup_timeout_s=startup_timeout_s,
             update_timeout_s=update_timeout_s,
         )
+        check_range("data.engine", "integer", seed=seed)
         self.replicas, self.sleep_level = replicas, check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.dtype = dtype or "auto"  # known in `setup`

@@ -152,6 +152,7 @@ class NcclTransfer(_VLLMBackend):
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
         super().__init__(chunk_gb, dtype)
+        check_range("data.engine.transfer", "integer in [0, 65535]", port=port)
         self.host, self.port = host, port
         self._group: Any = None
 

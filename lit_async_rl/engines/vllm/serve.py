@@ -105,7 +105,7 @@ def check_address(host: str, port: int, has_key: bool) -> None:
             f"--host {host} can be reached by others, who could read and change everything: set VLLM_API_KEY, here and "
             "for the trainer"
         )
-    check_range("", "in [1, 65535]", port=port)
+    check_range("", "integer in [1, 65535]", port=port)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:

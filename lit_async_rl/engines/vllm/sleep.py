@@ -76,7 +76,7 @@ def check_sleep_level(level: int, transfer: WeightTransfer | None) -> int:
     Raises:
         ValueError: it is not 0, 1 or 2; or weights that were dropped would be updated by what has changed in them.
     """
-    check_range("data.engine", "in [0, 2]", sleep_level=level)
+    check_range("data.engine", "integer in [0, 2]", sleep_level=level)
     if level == 2 and isinstance(transfer, FileTransfer) and transfer.delta:
         raise ValueError(
             "data.engine.sleep_level=2 drops the weights that updates with data.engine.transfer.delta=true build on: "

@@ -1,0 +1,68 @@
+"""Every public setting that is an integer, given as a float in Python: prints what each says, as JSON.
+
+Run in a process of its own: the tests' type checks would refuse the float before the code under test sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import typing
+from typing import Any
+
+import lit_async_rl as rl
+from lit_async_rl.assets import asset
+from lit_async_rl.simulation.latency import Constant
+
+MODEL = asset("sort_policy")
+PROMPTS = rl.SortDigits(4, size=8)
+NEEDED: dict[str, dict[str, Any]] = {  # arguments that a class cannot be made without
+    "AnnealBeta": dict(final=0.1, steps=3),
+    "EpisodeEngine": dict(engine=rl.EmbeddedEngine(), environment=rl.Calculator()),
+    "Evaluation": dict(datasets={"held_out": PROMPTS}),
+    "GymnasiumEnvironment": dict(make=lambda prompt: None),
+    "GymnasiumPrompts": dict(make=lambda prompt: None),
+    "InMemoryPrompts": dict(records=[{"prompt": "a"}]),
+    "OverlongPenalty": dict(max_tokens=8, buffer_tokens=4),
+    "PolicyModule": dict(model=MODEL),
+    "ReasoningGym": dict(task="chain_sum"),
+    "Ring": dict(num_sampling=2, capacity=4),
+    "RolloutDataModule": dict(prompts=PROMPTS, reward=rl.exact_match, model=MODEL),
+    "SimulatedEngine": dict(latency=Constant(0.001)),
+    "Sleeping": dict(latency=Constant(0.001)),
+    "VLLMServerEngine": dict(servers=["http://127.0.0.1:1"]),
+    "fit": dict(model=MODEL, prompts=PROMPTS, reward=rl.exact_match),
+}
+VALUES = {"Completion", "GenerationRequest", "PromptBatch", "Rollout", "RolloutBatch", "RolloutGroup", "Turn"}
+FILES = {"HuggingFacePrompts", "JsonlPrompts", "ParquetPrompts", "RecordPrompts"}  # `InMemoryPrompts` stands for them
+LIGHTNING = {"CSVLog", "FSDPStrategy", "LinkedCheckpoint", "ModelParallelStrategy"}  # arguments of its own classes
+
+
+def integers() -> list[tuple[str, str]]:
+    """Public class or function, and its parameter."""
+    found = []
+    for name in rl.__all__:
+        kind = getattr(rl, name)
+        is_error = inspect.isclass(kind) and issubclass(kind, Exception)
+        if name in VALUES | FILES | LIGHTNING or is_error or not callable(kind):
+            continue
+        hints = typing.get_type_hints(kind.__init__ if inspect.isclass(kind) else kind)
+        for setting in inspect.signature(kind).parameters:
+            if hints.get(setting) in (int, int | None):
+                found.append((name, setting))
+    return found
+
+
+def answer(name: str, setting: str, value: float) -> str:
+    """Type and message of what the class raises with this value; empty if it takes it."""
+    try:
+        getattr(rl, name)(**(NEEDED.get(name, {}) | {setting: value}))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    value = float(sys.argv[1])
+    json.dump({f"{name}.{setting}": answer(name, setting, value) for name, setting in integers()}, sys.stdout)
