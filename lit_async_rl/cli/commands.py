@@ -27,6 +27,7 @@ from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import check_is_one_file
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import check_writable
+from lit_async_rl.utils.saving import check_last_is_saved
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -40,8 +41,9 @@ def main(args: Sequence[str] | None = None) -> None:
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path)
         api.print_summary(trainer)
         api.upload_report(trainer)
-        if stopped_at is not None and trainer.is_global_zero:
+        if stopped_at and trainer.is_global_zero:
             print(f"resume with: {resume_command(stopped_at, args)}")
+        check_last_is_saved(trainer)
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:
