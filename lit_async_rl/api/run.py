@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_async_rl.api.interrupts import CtrlC
 from lit_async_rl.api.loggers import add_csv_log
 from lit_async_rl.api.recipe import with_recipe
+from lit_async_rl.api.run_config import SaveSettings, comparable
 from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.distributed.rendezvous import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, describe
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.report.html import write_report
@@ -87,10 +90,13 @@ def fit(
     parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
     if ckpt_path is not None:
         check_checkpoint(ckpt_path)
+    sections = _sections(model, prompts, reward, max_steps, parts)
     trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **parts[2])
+    trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
     add_csv_log(trainer, ckpt_path)
     data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
+    limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
     with CtrlC():
         with run_folders(trainer, ckpt_path):
             stopped_at = run(trainer, module, data, ckpt_path)
@@ -100,6 +106,26 @@ def fit(
             print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
         check_last_is_saved(trainer)
     return trainer
+
+
+def _sections(
+    model: str | PolicyModule,
+    prompts: Records,
+    reward: Reward | None,
+    max_steps: int,
+    parts: Sequence[Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """The arguments of `fit` in the sections of the command line."""
+    of_the_module = model.given if isinstance(model, PolicyModule) else {"model": model, **parts[0]}
+    of_the_trainer = {"max_steps": max_steps, **parts[2]}
+    if isinstance(callbacks := of_the_trainer.get("callbacks"), pl.Callback):
+        of_the_trainer["callbacks"] = [callbacks]
+    return {
+        "model": dict(of_the_module),
+        "data": {"prompts": prompts, "reward": reward, **parts[1]},
+        "defaults": dict(of_the_trainer.pop("defaults", None) or {}),
+        "trainer": of_the_trainer,
+    }
 
 
 def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:

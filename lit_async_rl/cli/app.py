@@ -21,6 +21,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 import lit_async_rl
 from lit_async_rl.api.defaults import defaults_file, full_path
+from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.trainer import Trainer
 from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values
 from lit_async_rl.cli.config_words import files_first
@@ -100,7 +101,8 @@ class AsyncRLCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         if isinstance(trainer.strategy, ModelParallelStrategy):
             trainer.strategy.check_sizes()
-        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s)
+        given = {name: self.config[name].as_dict() for name in ("model", "data")}
+        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(given))
         if self._extra:  # of a command that does not train
             trainer.loggers = []
         given = sys.argv[1:] if self._args is None else self._args

@@ -72,6 +72,7 @@ class PolicyModule(WholeSteps):
         objective: loss, proximal policy, correction, baseline and penalties.
         version: number of weight publications so far; checkpointed.
         validator: holds the samples of the last validation.
+        given: the arguments above, as they were given; what a run writes down of itself.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.stabilizers.signals`.
     """
 
@@ -99,7 +100,9 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
         self_check: bool = True,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.given = given
         check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
         check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
