@@ -79,7 +79,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if not is_disk_full(error):
                 raise
             self.unwritten = written
-            log.warning("checkpoint %s was not written: the disk is full. Older ones stay; training goes on", target)
+            log.warning("checkpoint %s was not written: the disk is full. Older ones stay", target)
             return
         self.unwritten = None
         self.newest = written

@@ -27,12 +27,14 @@ from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
+from lit_async_rl.training.end_check import check_end
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import adopt_settings, gradients, make_adamw, make_optimizer, warn_of_lost_updates
 from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
 from lit_async_rl.training.schedules import ConstantRate, RateSchedule
+from lit_async_rl.training.trackers import log_validation
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
@@ -166,6 +168,7 @@ class PolicyModule(WholeSteps):
     def on_train_start(self) -> None:
         if type(self).configure_optimizers is PolicyModule.configure_optimizers:
             adopt_settings(self.trainer.optimizers[0], self.scheduler)
+        check_end(self.trainer, self.policy, self.model)
         warn_of_lost_updates(self.policy.parameters(), float(self.trainer.optimizers[0].defaults.get("lr", 0.0)))
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -228,7 +231,10 @@ class PolicyModule(WholeSteps):
         self.validator.step(self, batch)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.validator.compute(), prog_bar=True)
+        metrics = self.validator.compute()
+        self.log_dict(metrics, prog_bar=True, logger=False)
+        if not self.trainer.sanity_checking:
+            log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
         self.validator.end()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -14,7 +14,10 @@ from typing import Any
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+
+from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
 class TrackioLogger(Logger):
@@ -103,6 +106,28 @@ class TrackioLogger(Logger):
             with contextlib.redirect_stdout(sys.stderr):
                 self._run.finish()
             self._run = None
+
+
+def step_in_trackers(trainer: AnyTrainer) -> int:
+    """The step at which Lightning logs the metrics of the optimizer step that is running; counts from 0."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def log_validation(trainer: AnyTrainer, metrics: Mapping[str, float]) -> None:
+    """Logs a validation at the number of optimizer steps before it.
+
+    Lightning logs one within training a step earlier, and those before and after training there.
+
+    Args:
+        trainer: that validates.
+        metrics: by name.
+    """
+    step = step_in_trackers(trainer)
+    if trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.epoch_loop._should_accumulate():
+        step += 1  # Lightning counts the step after its validation
+    for logger in trainer.loggers:
+        logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=step)
+        logger.save()
 
 
 def log_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
