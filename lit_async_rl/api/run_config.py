@@ -84,7 +84,7 @@ def as_config(settings: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any]
 
 
 def _held(value: Any, name: str, named: dict[str, str]) -> Any:
-    """What YAML can hold of a value; the rest is added to `named`, and left out.
+    """The part of a value that YAML can hold; the rest is added to `named`, and left out.
 
     Raises:
         _NotPlainError: nothing of it can be held.
@@ -148,7 +148,7 @@ def describe_object(value: Any) -> str:
 
 
 def _of_the_process() -> dict[str, Any]:
-    """What the command line sets for the whole process; a run in Python has it as it is."""
+    """Settings of the whole process, which the command line makes, and a run in Python finds."""
     seed = os.environ.get("PL_GLOBAL_SEED", "")  # of Lightning's `seed_everything`
     return {"seed_everything": int(seed) if seed.isdigit() else False, "num_threads": torch.get_num_threads()}
 
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dotted_path(value: Callable[..., Any]) -> str:
-    """Where a function or class can be imported from; by other programs, too, so not from the script that was run."""
+    """Path by which any program can import a function or class, so none of the script that was run."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
     if module in (None, "__main__", "builtins"):
@@ -222,8 +222,10 @@ def _class_path(value: Any) -> dict[str, Any]:
     kind = _public_class(value)
     if hasattr(value, "_made_with"):  # engines remember their arguments, of which some choose a class
         args, kwargs = value._made_with
-        given: Mapping[str, Any] = inspect.signature(kind.__init__).bind(value, *args, **kwargs).arguments
-        return _with_class(kind, {name: _plain(item) for name, item in given.items() if item is not value})
+        bound = inspect.signature(kind.__init__).bind(value, *args, **kwargs)
+        bound.apply_defaults()
+        given = list(bound.arguments.items())[1:]
+        return _with_class(kind, {name: _plain(item) for name, item in given})
     if kind.__init__ is object.__init__:
         return _with_class(kind, {})
     arguments = {}

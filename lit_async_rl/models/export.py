@@ -34,7 +34,7 @@ def export_model(
 
 
 def export_problems(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What would make `export_model` fail: found by writing all but the weights to a scratch folder."""
+    """Problems that `export_model` would have: found by writing all but the weights to a scratch folder."""
     problems = []
     with tempfile.TemporaryDirectory() as folder:
         for name, part in (("configuration", lm.config), ("tokenizer", tokenizer)):

@@ -27,7 +27,7 @@ def check_last_is_saved(trainer: AnyTrainer) -> None:
     lost = checkpoint_io.unwritten
     error = LastCheckpointError(
         f"the last checkpoint, {lost.path} after step {lost.step}, was not written: the disk is full. "
-        f"{what_is_saved(trainer)}. Free some space, and go on from an older checkpoint"
+        f"{what_is_saved(trainer)}"
     )
     error.trainer = trainer
     raise error
@@ -39,4 +39,4 @@ def what_is_saved(trainer: AnyTrainer) -> str:
     newest, step = checkpoint_io.newest, checkpoint_io.unwritten.step
     if newest is None:
         return f"This run has no checkpoint: its steps up to {step} are lost"
-    return f"The newest is {newest.path} of step {newest.step}: {step - newest.step} steps are lost"
+    return f"{step - newest.step} steps are lost; the newest is of step {newest.step}: {newest.path}"
