@@ -67,7 +67,9 @@ class SaveOnSigterm(Checkpoint):
         is_main = threading.current_thread() is threading.main_thread()
         if trainer.state.fn == TrainerFn.VALIDATING and is_main:
             signal.signal(signal.SIGTERM, _end_validation)  # Lightning restores the previous handler
-            if trainer.received_sigterm and trainer.world_size == 1:  # while other callbacks began, the engine with them
+            if (
+                trainer.received_sigterm and trainer.world_size == 1
+            ):  # while other callbacks began, the engine with them
                 _end_validation()
 
     def on_train_batch_end(

@@ -134,7 +134,8 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
     A last checkpoint that a full disk did not take is an error of `check_last_is_saved`, for after the summary.
 
     Returns:
-        The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None otherwise.
+        The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
+        of them did.
     """
     validates = data.validation.source is not None
     if validates:
@@ -169,9 +170,7 @@ def upload_report(trainer: pl.Trainer) -> None:
         log.warning("no report of the run: %s", describe(error))
 
 
-def _validate(
-    trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None
-) -> None:
+def _validate(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> None:
     try:
         trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
     except SIGTERMException:  # while the validation was set up; it is a `SystemExit` with status 0

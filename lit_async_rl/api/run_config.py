@@ -7,10 +7,8 @@ import enum
 import inspect
 import os
 import pkgutil
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -219,7 +217,7 @@ def _dotted_path(value: Callable[..., Any]) -> str:
 
 def _class_path(value: Any) -> dict[str, Any]:
     """An object of this package, by its class and arguments."""
-    kind = _public_class(value)
+    kind: Any = _public_class(value)
     if hasattr(value, "_made_with"):  # engines remember their arguments, of which some choose a class
         args, kwargs = value._made_with
         bound = inspect.signature(kind.__init__).bind(value, *args, **kwargs)

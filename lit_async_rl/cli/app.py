@@ -101,8 +101,8 @@ class AsyncRLCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         if isinstance(trainer.strategy, ModelParallelStrategy):
             trainer.strategy.check_sizes()
-        given = {name: self.config[name].as_dict() for name in ("model", "data")}
-        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(given))
+        shared = {name: self.config[name].as_dict() for name in ("model", "data")}
+        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(shared))
         if self._extra:  # of a command that does not train
             trainer.loggers = []
         given = sys.argv[1:] if self._args is None else self._args

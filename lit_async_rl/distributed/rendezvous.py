@@ -102,9 +102,8 @@ def _meet(limit_s: float, settings: Mapping[str, str]) -> None:
         RankError: a rank does not come.
         ValueError: a rank has other settings.
     """
-    store: Any = dist.PrefixStore(
-        f"lit_async_rl/meeting/{next(_meetings)}", dist.distributed_c10d._get_default_store().clone()
-    )
+    default: Any = dist.distributed_c10d._get_default_store()
+    store: Any = dist.PrefixStore(f"lit_async_rl/meeting/{next(_meetings)}", default.clone())
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     store.set(str(rank), json.dumps(settings))
     ends_at = time.monotonic() + limit_s

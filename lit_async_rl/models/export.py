@@ -51,17 +51,21 @@ def export_problems(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 @contextmanager
 def _savable(lm: PreTrainedModel, folder: Path) -> Iterator[None]:
     """Context in which transformers saves a model whatever its `generation_config`, which is written on exit."""
-    given = getattr(lm, "generation_config", None)
-    try:
-        if given is not None:
-            given.validate(strict=True)
-    except ValueError:
-        lm.generation_config = GenerationConfig()
+    given: GenerationConfig | None = lm.generation_config
+    if given is None or _is_valid(given):
+        yield
+        return
+    lm.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        is_replaced = given is not None and lm.generation_config is not given
-        if is_replaced:
-            lm.generation_config = given
-    if is_replaced and given is not None:
-        given.to_json_file(folder / GENERATION_CONFIG_NAME)
+        lm.generation_config = given
+    given.to_json_file(folder / GENERATION_CONFIG_NAME)
+
+
+def _is_valid(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True

@@ -23,7 +23,7 @@ class Curves:
     """Incremental reader of `metrics.csv`.
 
     Steps count from 1 for values of a step, as in `samples.jsonl`; Lightning writes them from 0. Validations are at the
-    number of steps before them. One within training that was logged by Lightning alone is at the row of the step before.
+    number of steps before them; those within training that Lightning itself logged are one too early in the table.
     """
 
     def __init__(self, folder: Path) -> None:

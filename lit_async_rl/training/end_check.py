@@ -55,7 +55,9 @@ def _check_space(callback: ModelCheckpoint, trainer: AnyTrainer, size: int) -> N
 def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
     """Bytes of a checkpoint, about: weights (with adapters, these alone), and the moments of Adam and its kin."""
     parameters = [p for p in policy.parameters() if p.requires_grad or not policy.has_adapters]
-    moments = {id(p): 2 for o in optimizers if "betas" in o.defaults for group in o.param_groups for p in group["params"]}
+    moments = {
+        id(p): 2 for o in optimizers if "betas" in o.defaults for group in o.param_groups for p in group["params"]
+    }
     return sum(p.numel() * p.element_size() * (1 + moments.get(id(p), 0) * p.requires_grad) for p in parameters)
 
 

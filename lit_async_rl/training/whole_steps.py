@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.step_lr import overflows
-from lit_async_rl.training.optimizer import gradients
 from lit_async_rl.training.checkpoint_notices import tell_loggers_after_saving
+from lit_async_rl.training.optimizer import gradients
 from lit_async_rl.training.step_guard import StepGuard, count_whole_steps
 from lit_async_rl.training.step_saves import SavesBetweenUpdates
 from lit_async_rl.types import RolloutBatch

@@ -88,7 +88,9 @@ def test_objects_of_python_are_named_in_the_file_and_in_trackers(tmp_path):
     comments = [line for line in text.splitlines() if line.startswith("#   ")]
     assert "#   data.prompts: list of 30 items" in comments
     assert any(line.startswith("#   data.reward: function ") and f"{__file__}, line " in line for line in comments)
-    assert any(line.startswith("#   trainer.callbacks[0]: lightning.pytorch.callbacks.early_stopping.E") for line in comments)
+    assert any(
+        line.startswith("#   trainer.callbacks[0]: lightning.pytorch.callbacks.early_stopping.E") for line in comments
+    )
     written = yaml.safe_load(text)
     assert "reward" not in written["data"]
     assert written["model"]["learning_rate"] == 2e-4
@@ -147,7 +149,9 @@ def test_a_function_of_the_script_is_named_not_written(monkeypatch):
     assert named["data.reward"].startswith("function judge of __main__ (")
 
 
-@pytest.mark.parametrize("change", [{"max_staleness": 2}, {"sampling": rl.SamplingParams(top_p=0.5)}, {"loss": rl.GSPO()}])
+@pytest.mark.parametrize(
+    "change", [{"max_staleness": 2}, {"sampling": rl.SamplingParams(top_p=0.5)}, {"loss": rl.GSPO()}]
+)
 def test_what_ranks_must_agree_on_is_numbers_and_classes(change):
     base = {"model": "/here/model", "sampling": rl.SamplingParams(), "loss": rl.PPOClip(), "max_staleness": 1}
     assert comparable(base) == comparable({**base, "model": "/there/model", "prompts": [1, 2]})

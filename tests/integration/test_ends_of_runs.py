@@ -234,7 +234,9 @@ def test_a_tokenizer_or_configuration_that_cannot_be_saved_is_named_at_the_start
     data.codec.tokenizer.init_kwargs["mine"] = object()  # JSON does not hold it
     fit(module, data, 1)
     (line,) = [text for text in caplog.messages if "could not be exported" in text]
-    assert re.search(r"model\.model='\S+sort_policy' could not be exported after training: its tokenizer cannot be", line)
+    assert re.search(
+        r"model\.model='\S+sort_policy' could not be exported after training: its tokenizer cannot be", line
+    )
 
 
 def test_evaluating_on_nothing_is_refused():
