@@ -103,8 +103,8 @@ def _check_ranks(trainer: pl.Trainer) -> None:
         local = os.environ.get("LOCAL_WORLD_SIZE", started)
         raise ValueError(
             f"torchrun has started {started} processes, and trainer.devices={trainer.num_devices} with "
-            f"trainer.num_nodes={trainer.num_nodes} is one: each would train alone. Set trainer.devices={local} (and trainer.num_nodes); "
-            "for runs that have nothing to do with each other, start each with python"
+            f"trainer.num_nodes={trainer.num_nodes} is one: each would train alone. Set trainer.devices={local} (and "
+            "trainer.num_nodes); runs that have nothing to do with each other are started with python"
         )
 
 
