@@ -7,6 +7,7 @@ import enum
 import inspect
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any
@@ -24,6 +25,11 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 NAME = "config.yaml"
 OURS = "lit_async_rl."
 PLAIN = (bool, int, float, str)
+OF_ONE_RANK = (
+    *("logger", "callbacks", "defaults", "plugins", "profiler", "enable_progress_bar", "enable_model_summary"),
+    *("engine", "prompts", "reward", "limits"),
+)
+SECRET = re.compile(r"(?i)(api_?key|token|secret|password)$")
 HEADER = """\
 The settings of a run that began with lit_async_rl.fit, in the sections of the command line: what YAML can hold is
 repeated by `lit-async-rl train --config THIS_FILE`."""
@@ -111,10 +117,12 @@ def _parts(parts: list[tuple[str, Any]], prefix: str, named: dict[str, str]) -> 
 def comparable(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Numbers, and the classes of objects, by their full names: what must be the same on all ranks of a run.
 
-    Texts may differ between machines (folders), and so may what only one rank uses (lists, records).
+    Texts may differ between machines (folders), and so may what only the first rank needs (`OF_ONE_RANK`, lists).
     """
     found: dict[str, str] = {}
     for name, value in settings.items():
+        if name in OF_ONE_RANK:
+            continue
         full = f"{prefix}{name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -247,5 +255,7 @@ def _public_class(value: Any) -> type:
 
 
 def _with_class(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if any(SECRET.search(name) and isinstance(value, str) for name, value in arguments.items()):
+        raise _NotPlainError  # trackers may be public
     path = _dotted_path(kind)
     return {"class_path": path, "init_args": dict(arguments)} if arguments else {"class_path": path}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import pkgutil
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonargparse
 import pytest
@@ -136,6 +138,14 @@ def test_arguments_that_were_given_are_written():
         value = as_config({"x": {"y": one}})[0]["x"]["y"]
         assert vars(made_again(value)).get("seed") == vars(one).get("seed")
         assert as_config({"x": {"y": made_again(value)}}) == as_config({"x": {"y": one}})
+
+
+def test_a_secret_is_not_written():
+    engine = partial(SimpleNamespace, url="here", api_key="sk-123")
+    held, named = as_config({"data": {"engine": engine}})
+    assert held == {}
+    assert named == {"data.engine": "partial of class SimpleNamespace of types"}
+    assert as_config({"data": {"engine": partial(SimpleNamespace, url="here")}})[1] == {}
 
 
 def test_a_function_of_the_script_is_named_not_written(monkeypatch):

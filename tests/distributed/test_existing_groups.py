@@ -41,6 +41,14 @@ def test_one_that_cannot_be_used_is_refused_on_both_ranks(kind, tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+def test_a_last_checkpoint_that_is_lost_leaves_no_rank_waiting(tmp_path):
+    status, said = run("full disk", tmp_path)
+    assert status == [1, 0], said
+    assert "LastCheckpointError: " in said[0]
+    assert "held-out accuracy before, after" in said[0]
+    assert "trained 2 steps" in said[1]
+
+
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     ranks = start(SCRIPT, ["none comes", str(tmp_path), "3"], 2)
     try:

@@ -4,6 +4,7 @@ python distributed_meeting.py KIND FOLDER LIMIT_S
 """
 
 import os
+import resource
 import sys
 import time
 
@@ -31,6 +32,11 @@ if __name__ == "__main__":
         time.sleep(600)  # ended by the test
     if kind == "disagree":
         train(folder, limit_s, max_steps=2 + RANK, learning_rate=[1e-4, 2e-4][RANK])
+    elif kind == "full disk":
+        if RANK == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        held_out = rl.Validation(prompts=rl.SortDigits(4, size=4, split="held_out"))
+        train(folder, limit_s, validation=held_out)
     elif kind == "one device":
         train(folder, limit_s, devices=1)
     else:
