@@ -232,8 +232,9 @@ class PolicyModule(WholeSteps):
 
     def on_validation_epoch_end(self) -> None:
         metrics = self.validator.compute()
-        self.log_dict(metrics, prog_bar=True, logger=False)
-        if not self.trainer.sanity_checking:
+        is_within_fit = self.trainer.state.fn == "fit"
+        self.log_dict(metrics, prog_bar=True, logger=not is_within_fit)  # what loggers get is what `validate` returns
+        if is_within_fit and not self.trainer.sanity_checking:
             log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
         self.validator.end()
 

@@ -14,7 +14,6 @@ from typing import Any
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.utils.lightning_types import AnyTrainer
@@ -114,17 +113,16 @@ def step_in_trackers(trainer: AnyTrainer) -> int:
 
 
 def log_validation(trainer: AnyTrainer, metrics: Mapping[str, float]) -> None:
-    """Logs a validation at the number of optimizer steps before it.
+    """Logs a validation within training at the number of optimizer steps before it.
 
-    Lightning logs one within training a step earlier, and those before and after training there.
+    Lightning logs it a step earlier, unlike those before and after training.
 
     Args:
         trainer: that validates.
         metrics: by name.
     """
-    step = step_in_trackers(trainer)
-    if trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.epoch_loop._should_accumulate():
-        step += 1  # Lightning counts the step after its validation
+    is_behind_step = not trainer.fit_loop.epoch_loop._should_accumulate()
+    step = step_in_trackers(trainer) + is_behind_step  # Lightning counts the step after its validation
     for logger in trainer.loggers:
         logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=step)
         logger.save()
