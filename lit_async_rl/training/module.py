@@ -233,7 +233,8 @@ class PolicyModule(WholeSteps):
     def on_validation_epoch_end(self) -> None:
         metrics = self.validator.compute()
         is_within_fit = self.trainer.state.fn == "fit"
-        self.log_dict(metrics, prog_bar=True, logger=not is_within_fit)  # what loggers get is what `validate` returns
+        # `Trainer.validate` returns what loggers get; True would warn where there are none
+        self.log_dict(metrics, prog_bar=True, logger=False if is_within_fit else None)
         if is_within_fit and not self.trainer.sanity_checking:
             log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
         self.validator.end()
