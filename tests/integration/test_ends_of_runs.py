@@ -101,25 +101,30 @@ def test_a_search_for_a_rate_without_the_callbacks_of_the_run_is_refused():
         fit(make_module(), make_data(), 2, [LearningRateFinder()])
 
 
+def limit_files(most):
+    """As `full_disk`, until the next call: a context that is left open would be closed at any time, in another test."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 class FullDisk(pl.Callback):
     """From the beginning of one step to that of another there is no room for a checkpoint."""
 
     def __init__(self, first, last=None):
-        self.first, self.last, self.disk = first, last, full_disk(50_000)
+        self.first, self.last = first, last
 
     def on_train_batch_start(self, trainer, *_):
         trainer.strategy.checkpoint_io.wait()
         if trainer.global_step + 1 == self.first:
-            self.disk.__enter__()
+            limit_files(50_000)
         if trainer.global_step + 1 == self.last:
-            self.disk.__exit__(None, None, None)
+            limit_files(resource.RLIM_INFINITY)
 
 
 @pytest.fixture
 def _disk_is_free_again():
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    limit_files(before)
 
 
 def fit_with_checkpoints(folder, *callbacks, steps=5, **more):
@@ -147,7 +152,7 @@ def test_a_last_checkpoint_that_is_lost_is_an_error_that_says_what_is_there(tmp_
     assert "checkpoint NOT SAVED, the disk is full. 3 steps are lost; the newest is of step 2: " in said
     assert "held-out accuracy before, after" in said, "the run ended as others do"
     assert last_step(tmp_path) == 2
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    limit_files(resource.RLIM_INFINITY)
     raised.value.trainer.save_checkpoint(tmp_path / "elsewhere.ckpt")
     raised.value.trainer.strategy.checkpoint_io.wait()
     assert torch.load(tmp_path / "elsewhere.ckpt", weights_only=True)["global_step"] == 5, "nothing is lost"

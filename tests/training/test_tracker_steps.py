@@ -18,8 +18,7 @@ from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.csv_logger import CSVLog
 
 
-@pytest.mark.parametrize("log_every_n_steps", [1, 3, 50])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("log_every_n_steps", "micro_batches"), [(1, 2), (3, 1), (50, 2)])
 def test_what_belongs_to_a_step_is_at_the_same_step(log_every_n_steps, micro_batches, tmp_path):
     held_out = SortDigits(8, size=4, split="held_out")
     data = make_data(val_prompts=held_out, micro_batches_per_step=micro_batches, groups_per_step=2)
