@@ -89,6 +89,7 @@ from .environments.gymnasium import GymnasiumPrompts as GymnasiumPrompts
 from .errors import EngineDown as EngineDown
 from .errors import EngineError as EngineError
 from .errors import EnvironmentFailure as EnvironmentFailure
+from .errors import LastCheckpointError as LastCheckpointError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import ProducerError as ProducerError
 from .errors import RankError as RankError

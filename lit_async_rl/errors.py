@@ -33,6 +33,17 @@ class NonFiniteError(RuntimeError):
     """Too many consecutive updates were dropped because their gradient had NaN or infinity."""
 
 
+class LastCheckpointError(OSError):
+    """The last checkpoint of a run was not written, because the disk is full; the message says which steps are lost.
+
+    Attributes:
+        trainer: of the run that ended, whose `save_checkpoint` can still save it to another place; None outside of
+            Python runs.
+    """
+
+    trainer: object = None
+
+
 class EngineDown(RuntimeError):
     """Internal: the engine hangs or failed and is to be restarted with weights from all ranks."""
 

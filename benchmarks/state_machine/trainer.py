@@ -63,6 +63,8 @@ class VirtualTrainer:
         self.accumulate_grad_batches, self.callbacks = self.settings.micro_batches, []
         self.sync, self.state = VirtualSync(), SimpleNamespace(fn="fit")
         self.progress = _BatchProgress()
+        self.loggers: list[Any] = []
+        self.strategy = SimpleNamespace(checkpoint_io=None)  # files are in memory
         self.parameter = SimpleNamespace(grad=None)
         self.optimizers = [VirtualOptimizer(self.parameter)]
         self.datamodule.trainer = self  # type: ignore[assignment]

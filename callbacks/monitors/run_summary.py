@@ -18,6 +18,7 @@ from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.saving import what_is_saved
 
 
 class RunSummary(pl.Callback):
@@ -98,9 +99,8 @@ class RunSummary(pl.Callback):
                 table.add_row("bottleneck", f"{judge.verdict.side}: {judge.verdict.share_won:.0%} of the time to gain")
         if self._folder is not None:
             table.add_row("metrics and samples", str(self._folder))
-        saved = trainer.checkpoint_callback
-        if isinstance(saved, ModelCheckpoint) and (path := saved.last_model_path or saved.best_model_path):
-            table.add_row("checkpoint", path)
+        if text := _checkpoint(trainer):
+            table.add_row("checkpoint", text)
         return table
 
     def print(self, trainer: AnyTrainer) -> None:
@@ -108,3 +108,15 @@ class RunSummary(pl.Callback):
         table = self.table(trainer)  # a collective: monitors add up over ranks
         if trainer.is_global_zero:
             Console(width=100).print(table)
+
+
+def _checkpoint(trainer: AnyTrainer) -> str:
+    """The checkpoint of the run's end; its step where that is another one, and what a full disk did not take."""
+    if getattr(trainer.strategy.checkpoint_io, "disk_is_full", False):
+        return f"NOT SAVED, the disk is full. {what_is_saved(trainer)}"
+    saved = trainer.checkpoint_callback
+    path = (saved.last_model_path or saved.best_model_path) if isinstance(saved, ModelCheckpoint) else ""
+    newest = getattr(trainer.strategy.checkpoint_io, "newest", None)
+    if path and newest is not None and newest.step != trainer.global_step:
+        return f"{path} of step {newest.step}"
+    return path

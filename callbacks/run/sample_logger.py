@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_async_rl.callbacks.parts import rollout_data, run_folder
 from lit_async_rl.callbacks.run.sample_rows import TrainedTokens, sample_row, thin
-from lit_async_rl.training.trackers import log_table
+from lit_async_rl.training.trackers import log_table, step_in_trackers
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.folder_lock import FolderLock
@@ -144,8 +144,10 @@ class SampleLogger(pl.Callback):
             thin(path, int(self.max_mb * 2**20))
 
     def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[Any]]) -> None:
+        """To trackers, at the step of the metrics of the same rollouts: it counts from 0 there, and from 1 in files."""
+        step = step_in_trackers(trainer)
         for logger in trainer.loggers:
-            log_table(logger, "samples", COLUMNS, rows, trainer.global_step)
+            log_table(logger, "samples", COLUMNS, [[step, *row[1:]] for row in rows], step)
 
 
 def _range(versions: Sequence[int]) -> tuple[int | None, int | None]:

@@ -50,6 +50,7 @@ class GradientClipping(pl.Callback):
         check_range("GradientClipping", "positive", max_norm=max_norm)
         self.max_norm = max_norm
         self.optimizer = optimizer
+        self.max_in_a_row = max_in_a_row
         self.dropped = DroppedUpdates("GradientClipping", max_in_a_row)
         self._spaces = GradSpaces()
 

@@ -37,6 +37,7 @@ class SkipNonFinite(pl.Callback):
     """
 
     def __init__(self, max_in_a_row: int | None = 10) -> None:
+        self.max_in_a_row = max_in_a_row
         self.dropped = DroppedUpdates("SkipNonFinite", max_in_a_row)
         self._spaces = GradSpaces()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,17 +15,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_async_rl.api.interrupts import CtrlC
 from lit_async_rl.api.loggers import add_csv_log
 from lit_async_rl.api.recipe import with_recipe
+from lit_async_rl.api.run_config import SaveSettings, comparable
 from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.distributed.rendezvous import limit_rendezvous
+from lit_async_rl.errors import LastCheckpointError, describe
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.score import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
+from lit_async_rl.utils.saving import check_last_is_saved
 from lit_async_rl.utils.suggestions import meant
 
 log = logging.getLogger(__name__)
@@ -44,7 +51,8 @@ def fit(
 ) -> Trainer:
     """Trains a language model and prints a summary.
 
-    Ctrl-C and SIGTERM save `last.ckpt` and say how to resume; no other process can use the run's folder meanwhile.
+    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume; no other process can use the run's folder
+    meanwhile.
 
     Example: `fit("Qwen/Qwen2.5-0.5B-Instruct", prompts, reward, max_steps=200, learning_rate=1e-6, max_staleness=2)`.
 
@@ -65,6 +73,7 @@ def fit(
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
+        LastCheckpointError: a full disk did not take the last checkpoint; its `trainer` is what would be returned.
         OSError: another process uses the run's folder.
         TypeError: none of the three has such an argument.
         ValueError: a setting is out of range, or settings contradict each other.
@@ -81,33 +90,60 @@ def fit(
     parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
     if ckpt_path is not None:
         check_checkpoint(ckpt_path)
+    sections = _sections(model, prompts, reward, max_steps, parts)
     trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **parts[2])
+    trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
     add_csv_log(trainer, ckpt_path)
     data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
+    limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
     with CtrlC():
         with run_folders(trainer, ckpt_path):
             stopped_at = run(trainer, module, data, ckpt_path)
         print_summary(trainer)
         upload_report(trainer)
-        if stopped_at is not None and trainer.is_global_zero:
+        if stopped_at and trainer.is_global_zero:
             print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
+        check_last_is_saved(trainer)
     return trainer
+
+
+def _sections(
+    model: str | PolicyModule,
+    prompts: Records,
+    reward: Reward | None,
+    max_steps: int,
+    parts: Sequence[Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """The arguments of `fit` in the sections of the command line."""
+    of_the_module = model.given if isinstance(model, PolicyModule) else {"model": model, **parts[0]}
+    of_the_trainer = {"max_steps": max_steps, **parts[2]}
+    if isinstance(callbacks := of_the_trainer.get("callbacks"), pl.Callback):
+        of_the_trainer["callbacks"] = [callbacks]
+    return {
+        "model": dict(of_the_module),
+        "data": {"prompts": prompts, "reward": reward, **parts[1]},
+        "defaults": dict(of_the_trainer.pop("defaults", None) or {}),
+        "trainer": of_the_trainer,
+    }
 
 
 def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:
     """Measures held-out accuracy (where there are held-out prompts), trains, and measures again.
 
+    A last checkpoint that a full disk did not take is an error of `check_last_is_saved`, for after the summary.
+
     Returns:
-        The checkpoint that `SaveOnSigterm` saved if SIGTERM or Ctrl-C ended training; None otherwise.
+        The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
+        of them did.
     """
     validates = data.validation.source is not None
     with data.kept_open():
         if validates:
-            trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
+            _validate(trainer, module, data, ckpt_path)
         stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path)
         if validates and stopped_at is None:
-            trainer.validate(module, data, verbose=False)
+            _validate(trainer, module, data)
     return stopped_at
 
 
@@ -121,7 +157,7 @@ def print_summary(trainer: pl.Trainer) -> None:
 def upload_report(trainer: pl.Trainer) -> None:
     """Writes the run's report and adds it to the trackers that keep files; nothing without such a tracker.
 
-    A report that cannot be written is a warning: the run itself has ended well.
+    A report that cannot be written, or a tracker that does not take it, is a warning: the run itself has ended well.
     """
     folder = run_folder(trainer)  # a collective
     loggers = [logger for logger in trainer.loggers if keeps_files(logger)]
@@ -131,8 +167,16 @@ def upload_report(trainer: pl.Trainer) -> None:
         path = write_report(folder, out=folder / "report.html")
         for logger in loggers:
             log_file(logger, path, "report")
-    except (OSError, ValueError) as error:
-        log.warning("no report of the run: %s", error)
+    except Exception as error:
+        log.warning("no report of the run: %s", describe(error))
+
+
+def _validate(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> None:
+    try:
+        trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
+    except SIGTERMException:  # while the validation was set up; it is a `SystemExit` with status 0
+        number = signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM
+        raise SystemExit(128 + number) from None
 
 
 def _fit_until_stopped(
@@ -141,7 +185,11 @@ def _fit_until_stopped(
     savers = [c for c in trainer.callbacks if isinstance(c, SaveOnSigterm)]  # type: ignore[attr-defined]
     try:
         trainer.fit(module, data, ckpt_path=ckpt_path)
+    except LastCheckpointError:
+        log.debug("said after the summary")
     except SIGTERMException:
         if not any(saver.path for saver in savers):
             raise
-    return next((saver.path for saver in savers if saver.path), None)
+    stopped_at = next((saver.path for saver in savers if saver.path), None)
+    is_there = stopped_at is None or "://" in stopped_at or Path(stopped_at).exists()
+    return stopped_at if is_there else ""

@@ -43,7 +43,8 @@ def run_folders(trainer: Trainer, resumed_from: str | None = None) -> Iterator[N
     Raises:
         OSError: a folder cannot be written to, or is in use; names the setting and the folder.
     """
-    folders = _folders(trainer)
+    log_dir = run_folder(trainer)  # a collective where the ranks are connected already: all of them come here
+    folders = _folders(trainer, log_dir)
     if not trainer.is_global_zero:
         yield
         return
@@ -51,7 +52,7 @@ def run_folders(trainer: Trainer, resumed_from: str | None = None) -> Iterator[N
         for what, folder in folders:
             check_writable(folder, what)
         with locked(folders, beside=[CHECKPOINTS]):
-            if (log_dir := run_folder(trainer)) is not None:
+            if log_dir is not None:
                 _prepare_tables(log_dir, resumed_from)
                 _remember_wandb_run(trainer, log_dir, resumed_from)
             yield
@@ -156,8 +157,8 @@ def set_aside(path: Path) -> bool:
     return True
 
 
-def _folders(trainer: Trainer) -> list[tuple[str, Path]]:
-    folders: list[tuple[str, str | Path | None]] = [("trainer.logger's folder", run_folder(trainer))]  # a collective
+def _folders(trainer: Trainer, log_dir: Path | None) -> list[tuple[str, Path]]:
+    folders: list[tuple[str, str | Path | None]] = [("trainer.logger's folder", log_dir)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint):
             folders.append((CHECKPOINTS, callback.dirpath))

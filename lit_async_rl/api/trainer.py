@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
@@ -84,6 +84,7 @@ class Trainer(pl.Trainer):
             chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
             raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
         _check_nodes(self)
+        _check_ranks(self)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log:
@@ -109,6 +110,18 @@ def _check_nodes(trainer: pl.Trainer) -> None:
         raise ValueError(
             f"trainer.num_nodes={trainer.num_nodes}, but nothing says which machine this is: start with torchrun or "
             "srun on each (docs/scaling.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+
+
+def _check_ranks(trainer: pl.Trainer) -> None:
+    """Refuses several processes of torchrun with one rank each: every one of them would train alone, in silence."""
+    started = os.environ.get("WORLD_SIZE", "1") if TorchElasticEnvironment.detect() else "1"
+    if trainer.world_size == 1 and started != "1":
+        local = os.environ.get("LOCAL_WORLD_SIZE", started)
+        raise ValueError(
+            f"torchrun has started {started} processes, and trainer.devices={trainer.num_devices} with "
+            f"trainer.num_nodes={trainer.num_nodes} is one: each would train alone. Set trainer.devices={local} (and "
+            "trainer.num_nodes); runs that have nothing to do with each other are started with python"
         )
 
 

@@ -21,6 +21,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 import lit_async_rl
 from lit_async_rl.api.defaults import defaults_file, full_path
+from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.trainer import Trainer, repeated_callback
 from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values, places_of_callback
 from lit_async_rl.cli.config_words import files_first
@@ -112,7 +113,8 @@ class AsyncRLCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         if isinstance(trainer.strategy, ModelParallelStrategy):
             trainer.strategy.check_sizes()
-        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s)
+        shared = {name: self.config[name].as_dict() for name in ("model", "data")}
+        limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(shared))
         if self._extra:  # of a command that does not train
             trainer.loggers = []
         gather_loggers(trainer, given, self.config["seed_everything"], self.config["ckpt_path"])

@@ -22,11 +22,13 @@ from lit_async_rl.api.run_folders import run_folders
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.cli.error_report import one_line_errors
 from lit_async_rl.cli.resume import resume_command
+from lit_async_rl.models.export import export_model
 from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import check_is_one_file
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import check_writable
+from lit_async_rl.utils.saving import check_last_is_saved
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -40,8 +42,9 @@ def main(args: Sequence[str] | None = None) -> None:
             stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path)
         api.print_summary(trainer)
         api.upload_report(trainer)
-        if stopped_at is not None and trainer.is_global_zero:
+        if stopped_at and trainer.is_global_zero:
             print(f"resume with: {resume_command(stopped_at, args)}")
+        check_last_is_saved(trainer)
 
 
 def evaluate(args: Sequence[str] | None = None) -> None:
@@ -87,8 +90,7 @@ def export(args: Sequence[str] | None = None) -> None:
         check_writable(Path(cli.config["out"]), "out")
         lm = cli.model.policy.causal_lm
         weights = {name: tensor.detach().contiguous() for name, tensor in stream_weights(cli.model.policy)}
-        lm.save_pretrained(cli.config["out"], state_dict=weights)
-        cli.datamodule.codec.tokenizer.save_pretrained(cli.config["out"])
+        export_model(lm, cli.datamodule.codec.tokenizer, cli.config["out"], weights)
         print(f"version {cli.model.version} written to {cli.config['out']}")
 
 

@@ -23,7 +23,7 @@ class Curves:
     """Incremental reader of `metrics.csv`.
 
     Steps count from 1 for values of a step, as in `samples.jsonl`; Lightning writes them from 0. Validations are at the
-    number of steps before them: Lightning writes one after step n as n - 1, and one before or after training as it is.
+    number of steps before them; those within training that Lightning itself logged are one too early in the table.
     """
 
     def __init__(self, folder: Path) -> None:

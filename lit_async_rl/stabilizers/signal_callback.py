@@ -48,6 +48,7 @@ class SignalCallback(pl.Callback):
 
     def __init__(self, optimizer: int | str | None, extract: Extract | None) -> None:
         self.optimizer = optimizer
+        self.extract = extract
         self._signals = SignalCollector(extract)
         self._has_trained = False
         self._growth: _Growth | None = None  # of the optimizer's gradients, where there are several optimizers

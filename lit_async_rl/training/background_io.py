@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,10 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         pending, self._pending = self._pending, []
         for one in pending:
             one.result()
+
+    def settle(self) -> None:
+        """Returns when nothing is being written any more; an error is left to `wait`."""
+        futures.wait(self._pending)
 
     def _finish_copying(self) -> None:
         """Returns when the optimizer states are copied; nothing else is queued before them."""

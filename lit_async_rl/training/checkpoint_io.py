@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -19,25 +20,45 @@ from lit_async_rl.utils.folder_lock import remove_stale_parts
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A checkpoint's file, and the optimizer steps before it."""
+
+    path: Path
+    step: int
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically: a crash while saving leaves the previous file intact.
 
     (Lightning's own moves the file from the system's temporary folder, which copies it between file systems.)
 
     When the disk is full training continues: a warning names the missing checkpoint. After any failure no checkpoint is
-    removed until one is written again.
+    removed until one is written again. If the last one of a run is missing, the run ends with `LastCheckpointError`.
 
     Attributes:
         replaces_files: a new checkpoint of the same name is another file, so that a hard link keeps the old one.
-        disk_is_full: whether the last checkpoint was not written for that reason.
+        unwritten: the last checkpoint, if a full disk did not take it; None otherwise.
+        newest: the newest checkpoint that was written and not removed since; None before.
     """
 
     replaces_files = True
 
     def __init__(self) -> None:
-        self.disk_is_full = False
+        self.unwritten: Written | None = None
+        self.newest: Written | None = None
         self._has_failed = False  # the last checkpoint is missing, whatever the reason
         self._is_read_again = False
+
+    @property
+    def disk_is_full(self) -> bool:
+        """Whether the last checkpoint was not written for that reason."""
+        return self.unwritten is not None
+
+    @property
+    def last_is_missing(self) -> bool:
+        """Whether the last checkpoint was not written, whatever the reason."""
+        return self._has_failed
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; URLs such as `s3://` are left to Lightning."""
@@ -45,6 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
+        written = Written(path=target, step=int(checkpoint.get("global_step", 0)))
         self._has_failed = True
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,10 +78,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
             if not is_disk_full(error):
                 raise
-            self.disk_is_full = True
-            log.warning("checkpoint %s was not written: the disk is full. Older ones stay; training goes on", target)
+            self.unwritten = written
+            log.warning("checkpoint %s was not written: the disk is full. Older ones stay", target)
             return
-        self.disk_is_full = self._has_failed = False
+        self.unwritten = None
+        self.newest = written
+        self._has_failed = False
         if not self._is_read_again:
             self._is_read_again = True
             _warn_if_refused(target)
@@ -72,8 +96,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, unless its successor could not be written."""
-        if not self._has_failed:
-            super().remove_checkpoint(path)
+        if self._has_failed:
+            return
+        super().remove_checkpoint(path)
+        if self.newest is not None and self.newest.path == Path(path):
+            self.newest = None
 
 
 def _warn_if_refused(path: Path) -> None:

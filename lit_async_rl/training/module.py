@@ -29,6 +29,7 @@ from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, stream_weights
 from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
+from lit_async_rl.training.end_check import check_end
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import (
     adopt_settings,
@@ -43,6 +44,7 @@ from lit_async_rl.training.policies import load_policies
 from lit_async_rl.training.saved_weights import SavedWeights
 from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
 from lit_async_rl.training.schedules import ConstantRate, RateSchedule
+from lit_async_rl.training.trackers import log_validation
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
@@ -87,6 +89,7 @@ class PolicyModule(WholeSteps):
         objective: loss, proximal policy, correction, baseline and penalties.
         version: number of weight publications so far; checkpointed.
         validator: holds the samples of the last validation.
+        given: the arguments above, as they were given; what a run writes down of itself.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.stabilizers.signals`.
     """
 
@@ -115,7 +118,9 @@ class PolicyModule(WholeSteps):
         packing: SharedPromptPacking | None = None,
         self_check: bool = True,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.given = given
         check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
         check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
@@ -190,6 +195,7 @@ class PolicyModule(WholeSteps):
             adopt_settings(self.trainer.optimizers[0], self.scheduler)
         for optimizer in self.trainer.optimizers:
             check_constants(optimizer)
+        check_end(self.trainer, self.policy, self.model)
         warn_of_lost_updates(self.policy.parameters(), float(self.trainer.optimizers[0].defaults.get("lr", 0.0)))
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -252,7 +258,12 @@ class PolicyModule(WholeSteps):
         self.validator.step(self, batch)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.validator.compute(), prog_bar=True)
+        metrics = self.validator.compute()
+        is_within_fit = self.trainer.state.fn == "fit"
+        # `Trainer.validate` returns what loggers get; True would warn where there are none
+        self.log_dict(metrics, prog_bar=True, logger=False if is_within_fit else None)
+        if is_within_fit and not self.trainer.sanity_checking:
+            log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
         self.validator.end()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

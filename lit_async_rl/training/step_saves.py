@@ -26,7 +26,7 @@ class SavesBetweenUpdates:
 
     def __init__(self, trainer: AnyTrainer, is_updating: Callable[[], bool]) -> None:
         self._trainer, self._is_updating = trainer, is_updating
-        self._pending: list[tuple[Any, ...]] = []
+        self._pending: list[Callable[[], None]] = []
         self._save = partial(type(trainer).save_checkpoint, trainer)
         trainer.__dict__["save_checkpoint"] = self
 
@@ -36,13 +36,20 @@ class SavesBetweenUpdates:
             self._save(filepath, weights_only, storage_options)
             return
         log.warning("checkpoint %s was asked for in the middle of an update: it is written at its end", filepath)
-        self._pending.append((filepath, weights_only, storage_options))
+        self._pending.append(lambda: self._save(filepath, weights_only, storage_options))
+
+    def after_saves(self, task: Callable[[], None]) -> None:
+        """Calls `task` once all that was to be saved so far was handed to the writer: now, or at the update's end."""
+        if self._pending:
+            self._pending.append(task)
+        else:
+            task()
 
     def flush(self) -> None:
         """Writes the deferred checkpoints."""
         pending, self._pending = self._pending, []
         for call in pending:
-            self._save(*call)
+            call()
 
     def remove(self) -> None:
         """Restores the trainer's method."""

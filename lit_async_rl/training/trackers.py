@@ -16,6 +16,8 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_async_rl.utils.lightning_types import AnyTrainer
+
 
 class TrackioLogger(Logger):
     """Logs to Trackio, which keeps runs in a local database: `pip install "lit-async-rl[trackio]"`, `trackio show`.
@@ -103,6 +105,27 @@ class TrackioLogger(Logger):
             with contextlib.redirect_stdout(sys.stderr):
                 self._run.finish()
             self._run = None
+
+
+def step_in_trackers(trainer: AnyTrainer) -> int:
+    """The step at which Lightning logs the metrics of the optimizer step that is running; counts from 0."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def log_validation(trainer: AnyTrainer, metrics: Mapping[str, float]) -> None:
+    """Logs a validation within training at the number of optimizer steps before it.
+
+    Lightning logs it a step earlier, unlike those before and after training.
+
+    Args:
+        trainer: that validates.
+        metrics: by name.
+    """
+    is_behind_step = not trainer.fit_loop.epoch_loop._should_accumulate()
+    step = step_in_trackers(trainer) + is_behind_step  # Lightning counts the step after its validation
+    for logger in trainer.loggers:
+        logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=step)
+        logger.save()
 
 
 def log_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:

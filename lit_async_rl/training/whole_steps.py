@@ -12,10 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from lit_async_rl.stabilizers.step_lr import overflows
+from lit_async_rl.training.checkpoint_notices import tell_loggers_after_saving
 from lit_async_rl.training.optimizer import gradients
 from lit_async_rl.training.step_guard import StepGuard, count_whole_steps
 from lit_async_rl.training.step_saves import SavesBetweenUpdates
 from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.saving import check_last_is_saved
 
 
 class WholeSteps(pl.LightningModule):
@@ -51,6 +53,7 @@ class WholeSteps(pl.LightningModule):
         if stage == "fit":
             self.guard = guard = StepGuard()
             self._saves = SavesBetweenUpdates(self.trainer, lambda: guard.is_updating(self.trainer.global_step))
+            tell_loggers_after_saving(self.trainer)
 
     def on_after_backward(self) -> None:
         """Runs after all callbacks."""
@@ -76,9 +79,16 @@ class WholeSteps(pl.LightningModule):
             self._saves.flush()
 
     def teardown(self, stage: str) -> None:
+        """Ends a run that was not interrupted.
+
+        Raises:
+            LastCheckpointError: a full disk did not take the last checkpoint.
+        """
         if self._saves is not None:
             self._saves.remove()
             self._saves = None
+        if stage == "fit":
+            check_last_is_saved(self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds whether there is a change to publish, and the random state; within a step, that of its start."""

@@ -1,7 +1,10 @@
-"""Waiting for checkpoints that are written in the background."""
+"""Waiting for checkpoints that are written in the background, and the last one of a run."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from lit_async_rl.errors import LastCheckpointError
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
@@ -10,3 +13,30 @@ def finish_saving(trainer: AnyTrainer) -> bool:
     if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
         wait()
     return not getattr(trainer.strategy.checkpoint_io, "disk_is_full", False)
+
+
+def check_last_is_saved(trainer: AnyTrainer) -> None:
+    """Waits for the last checkpoint.
+
+    Raises:
+        LastCheckpointError: a full disk did not take it; says what is there, and what is lost.
+    """
+    if finish_saving(trainer):
+        return
+    checkpoint_io: Any = trainer.strategy.checkpoint_io
+    lost = checkpoint_io.unwritten
+    error = LastCheckpointError(
+        f"the last checkpoint, {lost.path} after step {lost.step}, was not written: the disk is full. "
+        f"{what_is_saved(trainer)}"
+    )
+    error.trainer = trainer
+    raise error
+
+
+def what_is_saved(trainer: AnyTrainer) -> str:
+    """The newest checkpoint with its step, and the steps that are lost because a full disk did not take a later one."""
+    checkpoint_io: Any = trainer.strategy.checkpoint_io
+    newest, step = checkpoint_io.newest, checkpoint_io.unwritten.step
+    if newest is None:
+        return f"This run has no checkpoint: its steps up to {step} are lost"
+    return f"{step - newest.step} steps are lost; the newest is of step {newest.step}: {newest.path}"

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM, sent to the real command: a checkpoint and the way to go on, or an end at once."""
 
 import os
+import pty
 import re
 import shlex
 import signal
@@ -9,8 +10,15 @@ import sys
 import time
 
 import pytest
+import torch
+from flow import fit, make_data, make_module
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+import lit_async_rl as rl
 from lit_async_rl.api.interrupts import CtrlC
+from lit_async_rl.callbacks import SaveOnSigterm
+from lit_async_rl.callbacks.run.save_on_sigterm import _HangUp
 from lit_async_rl.cli.resume import resume_command
 
 REWARD = """
@@ -145,3 +153,130 @@ def test_the_resume_command_names_one_checkpoint(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", "--config", "a b.yaml", "--ckpt_path", "old", "--x=1"])
     assert resume_command("new one") == "python scripts/train.py --config 'a b.yaml' --x=1 --ckpt_path 'new one'"
     assert resume_command("new", ["--ckpt_path=old", "-y"]) == "python scripts/train.py -y --ckpt_path new"
+
+
+# -- the terminal closes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _handlers_as_before():
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
+    yield
+    SaveOnSigterm.signal_name = "SIGTERM"
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def hang_up_after_two_steps(trainer, *_):
+    if trainer.global_step == 2:
+        signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.usefixtures("_handlers_as_before")
+def test_sighup_saves_as_sigterm_does(tmp_path, caplog):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    callbacks = [LambdaCallback(on_train_batch_end=hang_up_after_two_steps), SaveOnSigterm()]
+    with pytest.raises(SIGTERMException):
+        fit(make_module(), make_data(), 9, callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+    assert any(text.startswith(f"SIGHUP: saved {tmp_path / 'last.ckpt'} after step 2") for text in caplog.messages)
+    with pytest.raises(SIGTERMException):  # a second run in the process
+        fit(make_module(), make_data(), 9, callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
+
+
+@pytest.mark.usefixtures("_handlers_as_before")
+@pytest.mark.parametrize("kept", ["ignored", "handled"])
+def test_nohup_and_a_handler_of_the_users_are_left_alone(kept, tmp_path):
+    heard = []
+    handler = {"ignored": signal.SIG_IGN, "handled": lambda *_: heard.append(1)}[kept]
+    signal.signal(signal.SIGHUP, handler)
+    callbacks = [LambdaCallback(on_train_batch_end=hang_up_after_two_steps), SaveOnSigterm()]
+    trainer = fit(make_module(), make_data(), 3, callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
+    assert trainer.global_step == 3
+    assert not list(tmp_path.rglob("last.ckpt"))
+    assert len(heard) == (kept == "handled")
+    assert signal.getsignal(signal.SIGHUP) == handler
+
+
+def test_after_a_run_sighup_ends_the_process_as_ever():
+    if (pid := os.fork()) == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, _HangUp(None))  # which Lightning puts back when a run has ended
+        signal.raise_signal(signal.SIGHUP)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGHUP
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_saves_and_says_so_in_a_file(tmp_path):
+    (tmp_path / "slow_reward.py").write_text(REWARD)
+    arguments = [*SMALL, "--trainer.logger.init_args.save_dir", str(tmp_path / "runs")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]), "OMP_NUM_THREADS": "1"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "scripts/train.py", *arguments], environment)
+    try:
+        os.set_blocking(terminal, False)
+        deadline = time.monotonic() + 100
+        while not has_trained(tmp_path):
+            assert time.monotonic() < deadline
+            drain(terminal)
+            time.sleep(0.05)
+        os.close(terminal)
+        while time.monotonic() < deadline and (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            time.sleep(0.05)
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
+    finally:
+        if time.monotonic() >= deadline:
+            os.kill(pid, signal.SIGKILL)
+    (last,) = tmp_path.rglob("last.ckpt")
+    step = torch.load(last, weights_only=True)["global_step"]
+    said = (last.parents[1] / "after_hangup.txt").read_text()
+    assert f"SIGHUP: saved {last} after step {step}" in said
+    assert "resume with: python scripts/train.py" in said
+
+
+def drain(terminal):
+    """Reads what was printed: a full terminal would stop the run."""
+    try:
+        while os.read(terminal, 65536):
+            pass
+    except BlockingIOError:
+        pass
+
+
+# -- before training --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_handlers_as_before")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_while_the_first_validation_begins_saves_nothing_anywhere(number, tmp_path, monkeypatch, caplog):
+    """The engine is started there, which may take minutes."""
+    monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    end = LambdaCallback(on_validation_start=lambda *_: signal.raise_signal(number))
+    few = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tokens=4), accelerator="cpu", devices=1)
+    few["validation"] = rl.Validation(prompts=rl.SortDigits(4, size=4, split="held_out"), batch_size=1)
+    prompts = rl.SortDigits(4, size=20)
+    with pytest.raises(SystemExit) as ended:
+        rl.fit(rl.asset("small_sort_policy"), prompts, rl.exact_match, max_steps=2, callbacks=end, **few)
+    assert ended.value.code == 128 + (signal.SIGTERM if number == signal.SIGTERM else number)
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert any("nothing is saved" in text for text in caplog.messages)
+
+
+@pytest.mark.usefixtures("_handlers_as_before")
+def test_sigterm_in_a_validation_that_lightning_ends_saves_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    module, data = make_module(), make_data(val_prompts=rl.SortDigits(8, size=4, split="held_out"))
+    trainer = rl.Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_progress_bar=False)
+
+    def end(trainer, *_):
+        trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException
+
+    trainer.callbacks.insert(0, LambdaCallback(on_validation_batch_end=end))
+    with pytest.raises(SIGTERMException):
+        trainer.validate(module, data, verbose=False)
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert any("training had not begun; nothing is saved" in text for text in caplog.messages)

@@ -4,13 +4,17 @@ import csv
 import json
 import os
 import sqlite3
+import struct
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+import wandb
 from flow import fit, make_data, make_module
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from test_configs import BASE, ROOT, TINY
 
 import lit_async_rl as rl
@@ -71,6 +75,80 @@ def test_mlflow(tmp_path):
     assert len(list(tmp_path.rglob("samples/step_*.json"))) == 2
     assert len(list(tmp_path.rglob("artifacts/report.html"))) == 1
     assert list(tmp_path.rglob("metrics.csv"))
+
+
+def few(**changes):
+    """Arguments of `rl.fit` for a run of five small steps that saves every second one."""
+    keep = rl.LinkedCheckpoint(every_n_train_steps=2, save_top_k=1, save_last="link", filename="{step}")
+    small = dict(groups_per_step=2, group_size=2, sampling=rl.SamplingParams(max_tokens=4), max_steps=5)
+    small |= dict(accelerator="cpu", devices=1, enable_progress_bar=False, callbacks=[keep], learning_rate=1e-4)
+    small["defaults"] = {"samples": rl.SampleLogger(every_n_steps=1)}
+    return dict(prompts=rl.SortDigits(4, size=20), reward=rl.exact_match, **small) | changes
+
+
+def wandb_records(folder):
+    """What an offline run of W&B wrote, in order: a log of LevelDB (blocks of 32 KiB) behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.rglob("*.wandb")
+    data, place, whole = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 2**15 - place % 2**15 < 7:  # too short for a piece
+            place += 2**15 - place % 2**15
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)  # behind a checksum
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # all of a record, or its last piece
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+
+
+def wandb_history(records):
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+
+
+@pytest.mark.parametrize("log_model", ["all", True])
+def test_wandb_gets_every_checkpoint_and_the_settings_of_a_python_run(log_model, tmp_path):
+    wandb.finish()  # of another test, which would go on
+    rl.fit(rl.asset("small_sort_policy"), logger=WandbLogger(log_model=log_model, save_dir=tmp_path), **few())
+    wandb.finish()
+    records = list(wandb_records(tmp_path))
+    saved = [record.request.log_artifact.artifact for record in records if record.request.HasField("log_artifact")]
+    saved += [record.artifact for record in records if record.HasField("artifact")]
+    names = [json.loads(artifact.metadata)["original_filename"] for artifact in saved if artifact.type == "model"]
+    assert names == (["step=2.ckpt", "step=4.ckpt", "step=5.ckpt"] if log_model == "all" else ["step=5.ckpt"])
+    assert "latest" in saved[0].aliases
+    config = {}
+    for record in records:
+        if record.WhichOneof("record_type") in ("config", "run"):
+            for item in (record.run.config if record.HasField("run") else record.config).update:
+                config["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    assert config["data"]["group_size"] == 2
+    assert config["data"]["reward"] == "lit_async_rl.rewards.functions.exact_match"
+    steps = [row["trainer/global_step"] for row in wandb_history(records) if "samples/path" in row]
+    rows = [row for row in wandb_history(records) if "reward/mean" in row]
+    assert steps == [row["trainer/global_step"] for row in rows] == [0, 1, 2, 3, 4]
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("media/table/samples_*.table.json")]
+    assert sorted({row[0] for table in tables for row in table["data"]}) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("log_model", ["all", True])
+def test_mlflow_gets_every_checkpoint(log_model, tmp_path):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", log_model=log_model)
+    rl.fit(rl.asset("small_sort_policy"), logger=logger, **few())
+    kept = {
+        path.name: torch.load(path, weights_only=True)["global_step"] for path in tmp_path.rglob("artifacts/**/*.ckpt")
+    }
+    assert kept == {f"step={n}.ckpt": n for n in ((2, 4, 5) if log_model == "all" else (5,))}
+    assert rows(tmp_path / "mlflow.db", "select value from params where key = 'data/group_size'") == [("2",)]
+    at = {int(path.stem.removeprefix("step_")) for path in tmp_path.rglob("samples/step_*.json")}
+    found = rows(tmp_path / "mlflow.db", "select step from metrics where key = 'reward/mean'")
+    assert at == {step for (step,) in found} == {0, 1, 2, 3, 4}
 
 
 def test_trackio(tmp_path):
