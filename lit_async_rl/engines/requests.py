@@ -47,7 +47,8 @@ class SamplingParams:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"sampling.stop must be a list of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
-        check_range("sampling", ">= 0", temperature=self.temperature, top_k=self.top_k)
+        check_range("sampling", ">= 0 and finite", temperature=self.temperature)
+        check_range("sampling", ">= 0", top_k=self.top_k)
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
         check_range("sampling", ">= 1", max_tokens=self.max_tokens)

@@ -51,6 +51,7 @@ def load_policy(
         raise ValueError(
             f"model.model={model!r} is a {config.model_type!r} model, which is not a causal language model"
         )
+    check_not_quantized(config, model)
     kwargs: dict[str, Any] = {"dtype": torch_dtype}
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
@@ -88,6 +89,21 @@ def weight_bytes(model: str, dtype: torch.dtype) -> int:
         FileNotFoundError, ValueError: as `load_policy`.
     """
     return dtype.itemsize * sum(weight.numel() for weight in load_policy(model, device="meta").parameters())
+
+
+def check_not_quantized(config: PreTrainedConfig, model: str) -> None:
+    """Refuses quantized weights: they cannot be trained, merged with adapters or published to an engine.
+
+    Raises:
+        ValueError: names the quantization.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(
+            f"model.model={model!r} has quantized weights ({getattr(method, 'value', method)}), which cannot be "
+            "trained: name the unquantized model, or save it dequantized, without quantization_config in config.json"
+        )
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:

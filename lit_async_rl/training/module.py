@@ -103,7 +103,7 @@ class PolicyModule(WholeSteps):
         check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
         check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
-        check_range("model", ">= 0", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
+        check_range("model", ">= 0 and finite", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient)
         check_baseline(self.objective.loss, baseline)
