@@ -72,6 +72,12 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
     for module in adapted.modules():
         if hasattr(module, "get_delta_weight"):
             base: Any = module.get_base_layer()  # type: ignore[operator]
+            if not isinstance(getattr(base, "weight", None), nn.Parameter):
+                raise ValueError(
+                    f"model.lora.target_modules={lora.target_modules!r} adapts {type(base).__name__}, whose experts "
+                    "are fused into weights of other names; adapt the attention's layers instead, for example "
+                    '["q_proj", "k_proj", "v_proj", "o_proj"]'
+                )
             if len(names := owners.get(id(base.weight), [])) > 1:
                 raise ValueError(
                     f"model.lora.target_modules={lora.target_modules!r} adapts one of {' and '.join(names)}, which "
