@@ -16,6 +16,7 @@ from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.loading import base_of
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.utils.patience import announced
 
@@ -67,7 +68,7 @@ class ReplaceableEngine:
             raise SetupError("data.model is not set")
         self.engine.is_used = True
         with announced(f"{calls.name} to start: it loads the model, and may compile"):
-            calls.setup(self.model)
+            calls.setup(base_of(self.model))  # weights come with the first publication, an adapter's changes among them
 
     @property
     def may_restart(self) -> bool:
