@@ -11,9 +11,6 @@ import warnings
 
 import lazy_loader
 
-from lit_async_rl.utils import moved
-
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-moved.install()
 warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks, of bars that are off here

@@ -1,6 +1,6 @@
 """Roofline of each phase: model FLOPs and bytes against the machine's measured matmul rate and memory bandwidth.
 
-    OMP_NUM_THREADS=1 python benchmarks/performance/roof.py --output roof.json  # the shipped policy's shape
+    OMP_NUM_THREADS=1 python benchmarks/performance/roof.py --output runs/roof.json  # the shipped policy's shape
     python benchmarks/performance/roof.py --device cuda --dtype bfloat16 --models 0.5B 1.5B --rows 64 --completion 512
 
 On the CPU seconds are processor time of one thread, so that other programs count little; on CUDA they are wall time.
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num_threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("roof.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/roof.json"))
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(args.num_threads)
@@ -203,6 +203,7 @@ def main() -> None:
             results.append({**row, "of_rate": of_rate, "of_bandwidth": of_bandwidth})
     settings = {key: str(value) for key, value in vars(args).items()}
     roofs = {"flops_per_s": rate, "bytes_per_s": bandwidth}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"settings": settings, "roofs": roofs, "results": results}, indent=1))
 
 

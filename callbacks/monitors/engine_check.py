@@ -73,7 +73,7 @@ class EngineCheck(pl.Callback):
         on_error: Literal["warn", "stop"] = "warn",
     ) -> None:
         check_range("EngineCheck", "integer >= 1", every_n_updates=every_n_updates, num_rollouts=num_rollouts)
-        check_range("EngineCheck", "positive", bound=bound)
+        check_range("EngineCheck", "> 0", bound=bound)
         self.every_n_updates, self.num_rollouts = every_n_updates, num_rollouts
         self.bound, self.on_error = bound, on_error
         self._copies: dict[int, dict[str, Tensor] | None] = {}  # versions to check; None before they are copied

@@ -36,6 +36,7 @@ class RunSummary(pl.Callback):
         self.num_steps = 0
         self._began: float | None = None  # None outside of training
         self._is_replay = False
+        self._restarts = ""  # number and last error
         self._folder: Path | None = None
 
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -62,6 +63,7 @@ class RunSummary(pl.Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         self.stats = data.stats() if isinstance(data, RolloutDataModule) else None
         self._is_replay = isinstance(data, RolloutDataModule) and data.tape is not None
+        self._restarts = data.engine_restarts if isinstance(data, RolloutDataModule) else ""
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Ends the run after SIGTERM or Ctrl-C, like `on_train_end`."""
@@ -92,6 +94,8 @@ class RunSummary(pl.Callback):
             table.add_row("trainer waited", f"{self.stats.wait_s / self.stats.run_s:.0%} of the time")
             table.add_row("engine idle", f"{max(0.0, 1 - self.stats.engine_busy_s / self.stats.run_s):.0%} of the time")
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
+        if self._restarts:
+            table.add_row("engine restarts", self._restarts)
         for judge in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)

@@ -53,7 +53,7 @@ class SampleLogger(pl.Callback):
             "SampleLogger", "integer >= 1", every_n_steps=every_n_steps, num_groups=num_groups, max_tokens=max_tokens
         )
         check_range("SampleLogger", "integer >= 0", num_held_out=num_held_out)
-        check_range("SampleLogger", "positive", max_mb=max_mb)
+        check_range("SampleLogger", "> 0", max_mb=max_mb)
         self.every_n_steps, self.num_groups, self.num_held_out = every_n_steps, num_groups, num_held_out
         self.max_tokens, self.max_mb = max_tokens, max_mb
         self._trained = TrainedTokens()

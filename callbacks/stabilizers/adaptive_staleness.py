@@ -56,7 +56,7 @@ class AdaptiveStaleness(SignalCallback):
         super().__init__(optimizer, extract)
         owner = "AdaptiveStaleness"
         check_range(owner, "in [0, 1]", target_ess_ratio=target_ess_ratio, band=band, smoothing=smoothing)
-        check_range(owner, "positive", max_kl=max_kl)
+        check_range(owner, "> 0", max_kl=max_kl)
         check_range(owner, "integer >= 0", min_staleness=min_staleness)
         self.target_ess_ratio, self.band, self.max_kl = target_ess_ratio, band, max_kl
         self.min_staleness, self.smoothing = min_staleness, smoothing

@@ -70,7 +70,8 @@ class AsyncRLCLI(LightningCLI):
             self.config = parser.parse_args(files_first(given))
         except InterpolationResolutionError as error:
             place = str(error.full_key or "a setting")
-            raise ValueError(f"{place}: {str(error).splitlines()[0]}") from None
+            escaped = "" if error.full_key is None else r"; a text that contains ${...} is written \${...}"
+            raise ValueError(f"{place}: {str(error).splitlines()[0]}{escaped}") from None
         seed = self.config["seed_everything"]
         check_range("", "in [0, 4294967295]", seed_everything=None if isinstance(seed, bool) else seed)
         check_values(self.config, parser._actions)

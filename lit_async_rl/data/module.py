@@ -160,6 +160,11 @@ class RolloutDataModule(ModelName):
         return self._source.engine
 
     @property
+    def engine_restarts(self) -> str:
+        """Number of engines that failed in this run, and the last one's error; empty if there were none."""
+        return self._source.engine_restarts
+
+    @property
     def max_staleness(self) -> int:
         """Staleness bound of groups admitted from now on, in versions."""
         return self._slots.max_staleness

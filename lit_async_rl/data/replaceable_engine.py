@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import traceback
+from collections import deque
 from collections.abc import Iterable
 
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
@@ -15,11 +16,15 @@ from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.loading import base_of
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.utils.patience import announced
 
 CLOSE_S = 10.0  # of an engine that broke
 STOP_S = 30.0  # of one that works, at the end
+OFTEN = 3  # restarts, with fewer than FEW_STEPS steps between them, that a warning names together
+FEW_STEPS = 10
+MAX_ERROR_CHARS = 200
 log = logging.getLogger(__name__)
 
 
@@ -33,12 +38,19 @@ class ReplaceableEngine:
 
     Attributes:
         engine: the one in use.
+        num_restarts: replacements since the run began.
+        last_error: why the last one was replaced; empty if none was.
     """
 
     def __init__(self, engine: RolloutEngine, model: str | None, limits: Limits) -> None:
         self.engine, self.model, self.max_restarts = engine, model, limits.engine_restarts
         self._is_set_up = False
-        self._timeout_s, self._restarts_in_a_row = limits.rollout_timeout_s, 0
+        self._timeout_s = limits.rollout_timeout_s
+        self._restarts_in_a_row = 0
+        self._recent_restarts: deque[int] = deque(maxlen=OFTEN)  # by the number of steps before each
+        self._num_steps = 0
+        self.num_restarts = 0
+        self.last_error = ""
 
     @property
     def calls(self) -> EngineCalls:
@@ -56,7 +68,7 @@ class ReplaceableEngine:
             raise SetupError("data.model is not set")
         self.engine.is_used = True
         with announced(f"{calls.name} to start: it loads the model, and may compile"):
-            calls.setup(self.model)
+            calls.setup(base_of(self.model))  # weights come with the first publication, an adapter's changes among them
 
     @property
     def may_restart(self) -> bool:
@@ -70,6 +82,7 @@ class ReplaceableEngine:
     def note_step(self) -> None:
         """Reports that a step got all of its groups: restarts count anew."""
         self._restarts_in_a_row = 0
+        self._num_steps += 1
 
     def restart(self, producer: Producer, error: Exception, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the engine after an error; its groups that lack completions are sampled again.
@@ -77,6 +90,9 @@ class ReplaceableEngine:
         If the new one does not start, its error is the producer's next.
         """
         self._restarts_in_a_row += 1
+        self.num_restarts += 1
+        self.last_error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_CHARS]
+        self._warn_if_often()
         is_out_of_memory = is_oom_error(error) or isinstance(error, MemoryError)
         self._end(error)
         try:
@@ -98,6 +114,17 @@ class ReplaceableEngine:
             *(self._restarts_in_a_row, self.max_restarts, producer.version, num_groups),
             *(type(error).__name__, error),
         )
+
+    def _warn_if_often(self) -> None:
+        """Says loudly that a run restarts its engine every few steps: each counts as the first in a row."""
+        self._recent_restarts.append(self._num_steps)
+        if len(self._recent_restarts) == OFTEN and self._num_steps - self._recent_restarts[0] <= OFTEN * FEW_STEPS:
+            log.warning(
+                "the engine was restarted %d times within %d steps (%d times in this run): groups are sampled again, "
+                "and training waits for them. The last error: %s",
+                *(OFTEN, self._num_steps - self._recent_restarts[0], self.num_restarts, self.last_error),
+            )
+            self._recent_restarts.clear()
 
     def _end(self, error: Exception) -> None:
         """Closes a failed engine and frees its memory; one that hangs on close is abandoned."""

@@ -198,6 +198,11 @@ class RolloutSource:
         self._holder.restart(producer, error, weights)
 
     @property
+    def engine_restarts(self) -> str:
+        """Number of engines that were replaced, and why the last one was; empty if none was."""
+        return f"{self._holder.num_restarts}; last: {self._holder.last_error}" if self._holder.num_restarts else ""
+
+    @property
     def has_begun(self) -> bool:
         """Whether its engine was set up, also for another source, or its producer started; one serves a single fit."""
         return self._holder.engine.is_used or self._producer is not None

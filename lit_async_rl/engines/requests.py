@@ -48,7 +48,7 @@ class SamplingParams:
             raise ValueError(f"sampling.stop must be a list of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
         check_range("sampling", "integer >= 0", top_k=self.top_k)
-        check_range("sampling", ">= 0", temperature=self.temperature)
+        check_range("sampling", ">= 0 and finite", temperature=self.temperature)
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
         check_range("sampling", "integer >= 1", max_tokens=self.max_tokens)

@@ -78,7 +78,7 @@ class SAPO(PolicyLoss):
     tau_negative: float = 1.05
 
     def __post_init__(self) -> None:
-        check_range("SAPO", "positive", tau_positive=self.tau_positive, tau_negative=self.tau_negative)
+        check_range("SAPO", "> 0", tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-(4 / tau) sigmoid(tau (r - 1)) A."""

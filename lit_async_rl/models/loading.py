@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from transformers import (
 
 from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
-from lit_async_rl.models.pretrained import load_pretrained
+from lit_async_rl.models.pretrained import ADAPTER, load_pretrained
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
 
@@ -31,8 +33,11 @@ def load_policy(
     attn_implementation: str | None = None,
     random_init: bool = False,
     device: str = "cpu",
+    adapter: Literal["merge", "leave_out"] = "merge",
 ) -> PreTrainedModel:
     """Loads a causal LM in evaluation mode and without dropout, so that log-probabilities are deterministic.
+
+    A folder may hold an adapter of PEFT (`adapter_config.json`), alone or beside the weights: it is part of the model.
 
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
@@ -41,6 +46,7 @@ def load_policy(
             the default ignores a setting of the configuration (Gemma 2's soft cap), see `choose_attention`.
         random_init: initialise randomly, with the architecture of `model`.
         device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
+        adapter: what becomes of an adapter in the folder; `leave_out` is for those who load it themselves.
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
@@ -54,6 +60,7 @@ def load_policy(
         raise ValueError(
             f"model.model={model!r} is a {config.model_type!r} model, which is not a causal language model"
         )
+    check_not_quantized(config, model)
     kwargs: dict[str, Any] = {"dtype": torch_dtype}
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
@@ -66,6 +73,8 @@ def load_policy(
     else:
         with announced(f"model {model!r} to be read, or downloaded"):
             lm = load_pretrained(AutoModelForCausalLM, model, **kwargs)
+        if getattr(lm, "_hf_peft_config_loaded", False):
+            _take_adapters_out(lm, merge=adapter == "merge")
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     choose_attention(lm, attn_implementation)
     _remove_dropout(lm)
@@ -94,6 +103,21 @@ def weight_bytes(model: str, dtype: torch.dtype) -> int:
     return dtype.itemsize * sum(weight.numel() for weight in load_policy(model, device="meta").parameters())
 
 
+def check_not_quantized(config: PreTrainedConfig, model: str) -> None:
+    """Refuses quantized weights: they cannot be trained, merged with adapters or published to an engine.
+
+    Raises:
+        ValueError: names the quantization.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(
+            f"model.model={model!r} has quantized weights ({getattr(method, 'value', method)}), which cannot be "
+            "trained: name the unquantized model, or save it dequantized, without quantization_config in config.json"
+        )
+
+
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Refuses weights that are NaN or infinite: they would train nothing, in silence.
 
@@ -109,19 +133,51 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
             raise ValueError(f"{where} is broken: its weight {name} holds values that are NaN or infinite")
 
 
+def has_adapter(model: str) -> bool:
+    """Whether the folder holds an adapter of PEFT."""
+    return Path(model, ADAPTER).is_file()
+
+
+def base_of(model: str) -> str:
+    """Name or folder of the weights below an adapter whose folder holds nothing else; `model` itself otherwise.
+
+    Raises:
+        ValueError: the adapter names no base.
+    """
+    if not has_adapter(model) or Path(model, "config.json").is_file():
+        return model
+    base = json.loads(Path(model, ADAPTER).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"model.model={model!r} holds an adapter whose {ADAPTER} has no base_model_name_or_path")
+    return str(base)
+
+
+def _take_adapters_out(lm: nn.Module, merge: bool) -> None:
+    """Puts the plain layers back in place of those with adapters, whose changes are added to the weights or dropped."""
+    for name, layer in list(lm.named_modules()):
+        if not hasattr(layer, "get_base_layer"):
+            continue
+        if merge:
+            layer.merge()
+        parent, _, leaf = name.rpartition(".")
+        setattr(lm.get_submodule(parent), leaf, layer.get_base_layer())
+    lm._hf_peft_config_loaded = False
+    lm.requires_grad_(True)  # PEFT froze what is below adapters
+
+
 def load_config(model: str) -> PreTrainedConfig:
     """Loads the configuration of a model.
 
     Raises:
         FileNotFoundError: there is no such model.
     """
-    return load_pretrained(AutoConfig, model)
+    return load_pretrained(AutoConfig, base_of(model))
 
 
 def load_generation_config(model: str) -> GenerationConfig | None:
     """Loads what the model's files say about generation; None if there are no such files."""
     try:
-        return GenerationConfig.from_pretrained(model)
+        return GenerationConfig.from_pretrained(base_of(model))
     except OSError:  # many models have no such file; transformers, too, then asks the configuration
         return None
 
@@ -132,7 +188,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer.
     """
-    return load_pretrained(AutoTokenizer, model)
+    has_own = any(Path(model).glob("tokenizer*"))  # beside an adapter, where tokens were added
+    return load_pretrained(AutoTokenizer, model if has_own else base_of(model))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lit_async_rl.errors import SetupError
 from lit_async_rl.utils.checks import check_range
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class LoRA:
             PEFT.
         modules_to_save: names of layers whose own weights train, too, without adapters ("embed_tokens", where a small
             vocabulary or new tokens need it). A KL penalty then takes a frozen copy of the model as its reference.
+        continue_adapter: train the adapter in the model's folder (`adapter_config.json` of PEFT, as supervised
+            fine-tuning leaves it) further; rank, alpha and layers are its own. Otherwise it is merged into the weights,
+            on which new adapters begin. Either way the reference of a KL penalty is the model with that adapter.
 
     Raises:
         ValueError: a number is not positive.
@@ -33,13 +37,19 @@ class LoRA:
     alpha: int = 32
     target_modules: list[str] | str | None = None
     modules_to_save: list[str] | None = None
+    continue_adapter: bool = False
 
     def __post_init__(self) -> None:
         check_range("model.lora", "integer positive", rank=self.rank, alpha=self.alpha)
 
 
-def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
+def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module:
     """Adds LoRA adapters to a model.
+
+    Args:
+        lm: the model.
+        lora: which adapters.
+        adapter: folder of the adapter that `lora.continue_adapter` goes on with.
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
@@ -66,12 +76,21 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted: nn.Module = peft.get_peft_model(lm, config)
+        if lora.continue_adapter:
+            adapted: nn.Module = _continued(lm, adapter)
+        else:
+            adapted = peft.get_peft_model(lm, config)
     except ValueError as error:
         raise ValueError(f"model.lora.target_modules={lora.target_modules!r} cannot be used: {error}") from None
     for module in adapted.modules():
         if hasattr(module, "get_delta_weight"):
             base: Any = module.get_base_layer()  # type: ignore[operator]
+            if not isinstance(getattr(base, "weight", None), nn.Parameter):
+                raise ValueError(
+                    f"model.lora.target_modules={lora.target_modules!r} adapts {type(base).__name__}, whose experts "
+                    "are fused into weights of other names; adapt the attention's layers instead, for example "
+                    '["q_proj", "k_proj", "v_proj", "o_proj"]'
+                )
             if len(names := owners.get(id(base.weight), [])) > 1:
                 raise ValueError(
                     f"model.lora.target_modules={lora.target_modules!r} adapts one of {' and '.join(names)}, which "
@@ -81,6 +100,26 @@ def add_lora(lm: nn.Module, lora: LoRA) -> nn.Module:
     for name, paths in trained.items():
         _train(name, [lm.get_submodule(path) for path in paths])
     return adapted
+
+
+def _continued(lm: nn.Module, folder: str | None) -> nn.Module:
+    """The model with the adapter of a folder, which trains."""
+    import peft
+
+    setting = "model.lora.continue_adapter=true"
+    if folder is None:
+        raise SetupError(f"{setting}: the folder of model.model has no adapter (adapter_config.json)")
+    config = peft.PeftConfig.from_pretrained(folder)
+    if not isinstance(config, peft.LoraConfig):
+        raise SetupError(f"{setting}: the adapter is of the type {config.peft_type}, and only LoRA can be continued")
+    if config.modules_to_save or config.bias != "none":
+        raise SetupError(
+            f"{setting}: the adapter also holds whole layers or biases (modules_to_save={config.modules_to_save}, "
+            f"bias={config.bias!r}); leave continue_adapter out, and it is merged"
+        )
+    config.lora_dropout = 0.0  # ratios would not be 1 on fresh data
+    config.inference_mode = False
+    return peft.PeftModel.from_pretrained(lm, folder, is_trainable=True, config=config)
 
 
 def _train(name: str, layers: list[nn.Module]) -> None:

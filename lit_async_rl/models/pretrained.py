@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+ADAPTER = "adapter_config.json"  # of an adapter that PEFT has saved
 FETCHED = "models/smollm2"  # where configs/smollm2.yaml expects what has to be fetched first
 
 
@@ -30,14 +32,26 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     is_folder = Path(model).is_dir()
     if not is_folder and (model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1 or Path(model).exists()):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder{_how_to_fetch(model)}")
-    if is_folder and not Path(model, "config.json").is_file():
+    if is_folder and Path(model, ADAPTER).is_file():
+        if importlib.util.find_spec("peft") is None:  # transformers would leave the adapter out without a word
+            raise ModuleNotFoundError(
+                f'model.model={model!r} holds an adapter, which needs PEFT: pip install "lit-async-rl[peft]"'
+            )
+    elif is_folder and not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
     try:
         with _without_bar():
-            return loader.from_pretrained(model, **kwargs)
+            # without `trust_remote_code=False` transformers asks on the terminal whether to run a model's own code
+            return loader.from_pretrained(model, trust_remote_code=False, **kwargs)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
             raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model.model={model!r} needs Python code of its own (trust_remote_code), which is not executed here: "
+                "trainer, engines and exports compute the families that transformers has. Use a version of the model "
+                "without custom code (no auto_map in its config.json)"
+            ) from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
         raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
 

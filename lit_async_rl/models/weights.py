@@ -5,7 +5,7 @@ Gathering is a collective: every rank must iterate to the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,35 +65,59 @@ def stream_weights(
         yield from _stream_fsdp1(root)
         return
     causal_lm = policy.causal_lm
-    lora: dict[str, Any] = {
-        name: module for name, module in causal_lm.named_modules() if hasattr(module, "get_delta_weight")
-    }
+    adapted = adapted_layers(causal_lm)
     skips = known is not None and not is_sharded(causal_lm)  # all ranks must gather the same
-    for name, parameter in causal_lm.named_parameters():
-        name = _clean(name)
-        owner, _, leaf = name.partition(".base_layer.")
-        if known is not None and skips and not parameter.requires_grad and not (owner in lora and leaf == "weight"):
+    for given, parameter in causal_lm.named_parameters():
+        name = plain_name(given, adapted)
+        if name is None:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        layer = adapted.get(owner) if leaf == "weight" else None  # adapters change no bias
+        if known is not None and skips and layer is None and not parameter.requires_grad:
             if known.get(name) == parameter._version:
                 yield name, UNCHANGED
                 continue
             known[name] = parameter._version
         full = _gather(parameter)
-        if owner in lora:
-            if leaf == "weight":
-                layer = lora[owner]
-                factors = low_rank_factors(layer)
-                if adapters and factors is not None:
-                    yield f"{owner}{LORA_A}", factors[0]
-                    yield f"{owner}{LORA_B}", factors[1]
-                elif factors is not None:
-                    full = LowRankSum(full.detach(), *factors).value()
-                else:
-                    full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
-            yield f"{owner}.{leaf}", full
-        elif ".lora_" not in name:
-            yield name, full
-    for name, buffer in stored_buffers(causal_lm):
-        yield _clean(name), buffer
+        if layer is not None:
+            factors = low_rank_factors(layer)
+            if adapters and factors is not None:
+                yield f"{owner}{LORA_A}", factors[0]
+                yield f"{owner}{LORA_B}", factors[1]
+            elif factors is not None:
+                full = LowRankSum(full.detach(), *factors).value()
+            else:
+                full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
+        yield name, full
+    for given, buffer in stored_buffers(causal_lm):
+        name = plain_name(given, adapted)
+        if name is not None:
+            yield name, buffer
+
+
+def adapted_layers(causal_lm: nn.Module) -> dict[str, Any]:
+    """Layers with adapters of PEFT, by their names in the model without wrappers."""
+    layers = {_clean(name): module for name, module in causal_lm.named_modules()}
+    return {name: layer for name, layer in layers.items() if hasattr(layer, "get_delta_weight")}
+
+
+def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
+    """Name of a parameter or buffer in the model without adapters and wrappers; None for what adapters add.
+
+    PEFT wraps a layer, so that its weight and bias become `LAYER.base_layer.weight` and `.bias`, beside its own
+    `LAYER.lora_A...`. Whoever receives weights (engines, exports, copies for validation) knows them by this name.
+
+    Args:
+        name: as in `named_parameters`.
+        adapted: the model's `adapted_layers`.
+    """
+    whole = _clean(name)
+    owner, inside, leaf = whole.partition(".base_layer.")
+    if inside and owner in adapted:
+        return f"{owner}.{leaf}"
+    parts = whole.split(".")
+    is_added = bool(adapted) and any(".".join(parts[:n]) in adapted for n in range(1, len(parts)))
+    return None if is_added else whole
 
 
 def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
-from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.loading import has_adapter, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.routers import checkpoint_contexts
 
+log = logging.getLogger(__name__)
 CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
 
 
@@ -43,11 +45,24 @@ def load_policies(
         raise ValueError(
             "model.sharding.meta_device=true goes with neither model.random_init nor model.lora: set it to false"
         )
-    lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu")
+    if on_meta_device and has_adapter(model):
+        raise ValueError(
+            f"model.sharding.meta_device=true reads files, and model.model={model!r} holds an adapter beside them: "
+            "merge it first, or set meta_device to false"
+        )
+    continued = lora is not None and lora.continue_adapter
+    adapter: Any = "leave_out" if continued else "merge"
+    lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu", adapter=adapter)
+    if has_adapter(model):
+        done = "trained further" if continued else "merged into the weights"
+        log.warning("model.model=%r holds an adapter, which is %s (model.lora.continue_adapter)", model, done)
     reference = None
-    if needs_reference and (lora is None or lora.modules_to_save):
-        reference = CausalPolicy(copy.deepcopy(lm), logprob_chunk_tokens, packing).requires_grad_(False)
+    if needs_reference and (lora is None or lora.modules_to_save or continued):
+        # a continued adapter cannot be switched off to get the policy that training began with
+        start = load_policy(model, **load) if continued else copy.deepcopy(lm)
+        reference = CausalPolicy(start, logprob_chunk_tokens, packing).requires_grad_(False)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
         lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
-    return CausalPolicy(lm if lora is None else add_lora(lm, lora), logprob_chunk_tokens, packing), reference
+    adapted = lm if lora is None else add_lora(lm, lora, model if has_adapter(model) else None)
+    return CausalPolicy(adapted, logprob_chunk_tokens, packing), reference

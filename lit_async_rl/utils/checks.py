@@ -22,7 +22,7 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
     Args:
         owner: path in the YAML or name of the class that has the settings, such as `data` or `AdaptiveStaleness`; empty
             for a setting of the top level.
-        rule: `positive`, `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`, `in (0, 1]`), or
+        rule: `positive` (and finite), `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`, `in (0, 1]`), or
             several joined by ` and ` (`>= 0 and finite`). `integer` alone, or before one of these (`integer >= 0`),
             refuses floats.
         settings: values by name.
@@ -39,7 +39,8 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         if is_integer and value is not None and not isinstance(value, Integral):
             raise ValueError(f"{setting} must be an integer, got {value}")
         if value is not None and rule and not all(_holds(part, value) for part in rule.split(" and ")):
-            raise ValueError(f"{setting} must be {rule}, got {value}")
+            also = " and finite" if value == math.inf and "finite" not in rule else ""
+            raise ValueError(f"{setting} must be {rule}{also}, got {value}")
 
 
 def check_objects(owner: str, **settings: object) -> None:
@@ -117,8 +118,8 @@ def check_device(setting: str, name: str) -> None:
 
 
 def _holds(rule: str, value: int | float) -> bool:
-    if rule == "positive":
-        return value > 0
+    if rule == "positive":  # a count, a size, a rate or a time limit, and a wait without an end is none
+        return 0 < value < math.inf
     if rule == "finite":
         return math.isfinite(value)
     if bound := _BOUND.fullmatch(rule):

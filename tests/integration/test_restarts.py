@@ -1,5 +1,6 @@
 """Engines that hang or break: another one takes their place, and nothing is lost."""
 
+import io
 import threading
 import time
 from pathlib import Path
@@ -12,8 +13,9 @@ from failing_engines import Watch, failing, said
 from flow import MODEL, fit, make_data, make_module
 from launch import finish, start
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
 
-from lit_async_rl.callbacks import SaveOnFailure
+from lit_async_rl.callbacks import RunSummary, SaveOnFailure
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
@@ -232,6 +234,18 @@ def test_restarts_with_steps_between_them_do_not_add_up(caplog):
     data = make_data(engine=failing("_step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
     fit(make_module(), data, 20)
     assert len(said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=1 in a row)")) == 3
+
+
+def test_a_run_that_restarts_its_engine_every_few_steps_says_so_and_its_summary_counts_them(caplog):
+    data = make_data(engine=failing("_step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
+    summary = RunSummary()
+    trainer = fit(make_module(), data, 20, [summary])
+    (line,) = said(caplog, "the engine was restarted 3 times within")
+    assert "(3 times in this run)" in line
+    shown = Console(width=200, file=io.StringIO())
+    shown.print(summary.table(trainer))
+    assert "engine restarts" in shown.file.getvalue()
+    assert f"3; last: {data.engine_restarts.partition('last: ')[2]}" in shown.file.getvalue()
 
 
 def test_a_run_that_an_engine_stalls_leaves_a_checkpoint_and_one_with_a_mistake_in_a_step_does_not(tmp_path):

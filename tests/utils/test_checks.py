@@ -13,7 +13,7 @@ CASES = [
     ("> 1", [1.5], [1, 0, math.nan]),
     ("<= 1", [1, -math.inf], [1.01, math.nan]),
     ("< 1", [0.9], [1, math.nan]),
-    ("positive", [1e-9, math.inf], [0, -1, math.nan]),
+    ("positive", [1e-9], [0, -1, math.nan, math.inf]),
     ("finite", [-1e9], [math.inf, math.nan]),
     ("in [0, 1]", [0, 1], [-0.1, 1.1, math.nan]),
     ("in (0, 1]", [0.1, 1], [0, 1.1]),

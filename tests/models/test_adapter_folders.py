@@ -1,0 +1,125 @@
+"""Models that begin with a trained adapter of PEFT, as supervised fine-tuning leaves it: merged, or trained further."""
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+from flow import fit, make_data, make_module
+from tiny_models import save, tiny_qwen2, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+import lit_async_rl as rl
+from lit_async_rl.errors import SetupError
+from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.received import LORA_A, LORA_B
+from lit_async_rl.models.weights import stream_weights
+
+IDS = torch.arange(8, 20)[None]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The base, a folder with an adapter alone, one with both, and the logits of base and fine-tuned model."""
+    base = save(tiny_qwen2(vocab=70, hidden=16, layers=1), tmp_path / "base", tiny_tokenizer(64))
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    before = plain(IDS).logits
+    tuned = peft.get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    after = tuned(IDS).logits
+    tuned.save_pretrained(tmp_path / "adapter")
+    shutil.copytree(base, tmp_path / "both")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "adapter" / file, tmp_path / "both")
+    assert (before - after).abs().max() > 0.05
+    return {"base": base, "adapter": str(tmp_path / "adapter"), "both": str(tmp_path / "both"), "logits": after}
+
+
+def run(model, steps=2, lora=None, **module):
+    seen = []
+
+    class Engine(rl.EmbeddedEngine):
+        def load_weights(self, version, weights):
+            weights = list(weights)
+            seen.append({name: tensor.clone() for name, tensor in weights if isinstance(tensor, torch.Tensor)})
+            super().load_weights(version, weights)
+
+    data = make_data(
+        model=model,
+        prompts=["2A", "3B", "4C"],
+        reward=lambda prompt, completion: float(sum(map(ord, completion)) % 7),
+        groups_per_step=2,
+        group_size=3,
+        engine=Engine(),
+        max_staleness=0,
+        engine_restarts=0,
+    )
+    module = make_module(model=model, lora=lora, **module)
+    check = rl.EngineCheck(on_error="stop")
+    fit(module, data, steps, [check])
+    assert check.num_checks
+    return module, seen
+
+
+@pytest.mark.parametrize("kind", ["adapter", "both"])
+@pytest.mark.parametrize(
+    "lora", [None, rl.LoRA(rank=2), rl.LoRA(rank=2, continue_adapter=True)], ids=["full", "new", "continued"]
+)
+def test_policy_engine_and_reference_begin_as_the_fine_tuned_model(kind, lora, folders):
+    module = make_module(model=folders[kind], lora=lora, kl_coefficient=0.1)
+    start = module.policy.causal_lm.eval()(IDS).logits
+    torch.testing.assert_close(start, folders["logits"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(load_policy(folders[kind])(IDS).logits, folders["logits"], rtol=0, atol=1e-5)
+    module, seen = run(folders[kind], lora=lora, kl_coefficient=0.1)
+    plain = dict(load_policy(folders[kind]).named_parameters())
+    sent = seen[0]
+    for name in [name.removesuffix(LORA_A) for name in sent if name.endswith(LORA_A)]:
+        sent[f"{name}.weight"] = sent[f"{name}.weight"] + sent.pop(f"{name}{LORA_B}") @ sent.pop(f"{name}{LORA_A}")
+    assert sent.keys() == plain.keys()
+    for name, tensor in sent.items():
+        torch.testing.assert_close(tensor, plain[name], rtol=0, atol=1e-5)
+    if module.reference is not None:
+        torch.testing.assert_close(module.reference.causal_lm(IDS).logits, folders["logits"], rtol=0, atol=1e-5)
+    else:
+        with module.policy.lm.disable_adapter():
+            torch.testing.assert_close(module.policy.lm(IDS).logits, folders["logits"], rtol=0, atol=1e-5)
+
+
+def test_a_continued_adapter_keeps_its_rank_and_trains(folders):
+    module = make_module(model=folders["both"], lora=rl.LoRA(rank=9, continue_adapter=True))
+    shapes = {tuple(p.shape) for name, p in module.policy.named_parameters() if p.requires_grad}
+    assert shapes == {(3, 16), (16, 3), (8, 3)}
+    before = dict(stream_weights(module.policy))
+    after = dict(stream_weights(run(folders["both"], lora=rl.LoRA(continue_adapter=True))[0].policy))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_cannot_be_continued_is_refused_by_name(folders, tmp_path):
+    with pytest.raises(SetupError, match=r"continue_adapter=true: the folder of model\.model has no adapter"):
+        make_module(model=folders["base"], lora=rl.LoRA(continue_adapter=True))
+    path = tmp_path / "both" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"bias": "all"}))
+    with pytest.raises(SetupError, match="also holds whole layers or biases"):
+        make_module(model=folders["both"], lora=rl.LoRA(continue_adapter=True))
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="holds an adapter beside them"):
+        make_module(model=folders["both"], sharding=rl.Sharding(meta_device=True))
+    alone = tmp_path / "adapter" / "adapter_config.json"
+    alone.write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="has no base_model_name_or_path"):
+        make_data(model=folders["adapter"])
+
+
+def test_a_model_with_code_of_its_own_is_refused_at_once_and_nothing_is_executed(folders, tmp_path):
+    path = tmp_path / "base" / "config.json"
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (tmp_path / "base" / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    with pytest.raises(ValueError, match=r"needs Python code of its own \(trust_remote_code\)"):
+        make_module(model=folders["base"])
+    assert not (tmp_path / "executed").exists()
