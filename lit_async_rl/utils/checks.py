@@ -22,9 +22,9 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
     Args:
         owner: path in the YAML or name of the class that has the settings, such as `data` or `AdaptiveStaleness`; empty
             for a setting of the top level.
-        rule: `positive` (and finite), `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`, `in (0, 1]`), or
-            several joined by ` and ` (`>= 0 and finite`). `integer` alone, or before one of these (`integer >= 0`),
-            refuses floats.
+        rule: `positive` (and finite), `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`,
+            `in (0, 1]`), or several joined by ` and ` (`>= 0 and finite`). `integer` alone, or before one of these
+            (`integer >= 0`), refuses floats.
         settings: values by name.
 
     Raises:

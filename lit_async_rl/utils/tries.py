@@ -41,7 +41,8 @@ class TryPolicy:
     done: str = "scored"
 
     def __post_init__(self) -> None:
-        check_range(self.owner, "positive", **{self.timeout_name: self.timeout_s, "tries": self.tries})
+        check_range(self.owner, "positive", **{self.timeout_name: self.timeout_s})
+        check_range(self.owner, "integer positive", tries=self.tries)
         check_range(self.owner, ">= 0 and finite", backoff_s=self.backoff_s)
 
     @property
