@@ -152,7 +152,7 @@ def base_of(model: str) -> str:
     return str(base)
 
 
-def _take_adapters_out(lm: nn.Module, merge: bool) -> None:
+def _take_adapters_out(lm: Any, merge: bool) -> None:
     """Puts the plain layers back in place of those with adapters, whose changes are added to the weights or dropped."""
     for name, layer in list(lm.named_modules()):
         if not hasattr(layer, "get_base_layer"):
