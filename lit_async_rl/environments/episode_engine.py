@@ -97,7 +97,7 @@ class EpisodeEngine(EngineWrapper):
         return other
 
     def setup(self, model: str) -> None:
-        self._codec = TextCodec(model)
+        self._codec = TextCodec(model, self.special_tokens)
         super().setup(model)
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
 
@@ -173,7 +173,8 @@ class EpisodeEngine(EngineWrapper):
                 self._finish(talk, completion.finish_reason)
                 return
             self._waiting.add(talk)
-            text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
+            sampling = talk.request.sampling
+            text = self._tokenizer.decode(completion.token_ids, sampling.stop, sampling.stop_token_ids)
             self._tasks.begin(talk, self._answer(talk, text))
 
     def _take_talk(self, turn: Completion) -> Conversation | None:

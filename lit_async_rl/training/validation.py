@@ -90,11 +90,18 @@ class Validator(torch.nn.Module):
             limits = data.codec.vocab_size, data.limits.rollout_timeout_s
             with closing(engine):
                 found = run_requests(engine, requests, *limits, data.note_progress)
-        stop = data.val_sampling.stop
-        texts = [[data.codec.decode(c.token_ids, stop if c.turns is None else ()) for c in row] for row in found]
+        stop, stop_token_ids = data.val_sampling.stop, data.val_sampling.stop_token_ids
+        texts = [
+            [data.codec.decode(c.token_ids, stop if c.turns is None else (), stop_token_ids) for c in row]
+            for row in found
+        ]
         rewards = [[completion.reward for completion in completions] for completions in found]
         if any(reward is None for row in rewards for reward in row):
-            asked = [(prompt, text) for prompt, row in zip(batch.prompts, texts, strict=True) for text in row]
+            asked = [
+                (prompt, text, completion.token_ids)
+                for prompt, row, completions in zip(batch.prompts, texts, found, strict=True)
+                for text, completion in zip(row, completions, strict=True)
+            ]
             scored = iter(data.held_out.score(asked, data.note_progress))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(batch.prompts, texts, rewards, strict=True):

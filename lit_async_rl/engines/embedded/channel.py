@@ -79,8 +79,7 @@ def unpack_requests(packed: Sequence[dict[str, Any]]) -> list[GenerationRequest]
 
 def _sampling(fields: dict[str, Any]) -> SamplingParams:
     sampling = fields["sampling"]
-    tuples = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
-    return SamplingParams(**{**sampling, **tuples})
+    return SamplingParams(**sampling)
 
 
 def pack_completions(completions: Sequence[Completion]) -> tuple[list[list[Any]], dict[str, Tensor]]:
