@@ -46,17 +46,21 @@ class HeldOut:
         return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
 
     def score(
-        self, completions: Sequence[tuple[Prompt, str, Sequence[int]]], on_progress: Callable[[], None]
+        self,
+        completions: Sequence[tuple[Prompt, str]],
+        on_progress: Callable[[], None],
+        token_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[float | None]:
         """Rewards of the completions; None for those that failed `data.scoring.tries` times.
 
         Args:
-            completions: prompts, completion texts and their token ids.
+            completions: prompts and completion texts.
             on_progress: called after each reward.
+            token_ids: of each completion, for rewards that want them.
         """
         if self._scorer is None:  # kept, because isolated rewards have a process for each of its threads
             self._scorer = self._make_scorer()
-        return score_all(self._scorer, completions, on_progress)
+        return score_all(self._scorer, completions, on_progress, token_ids)
 
     def close(self) -> None:
         """Ends the scorer's threads. Safe to call twice."""

@@ -48,6 +48,7 @@ class TextCodec:
         self.model = model
         self.special_tokens = special_tokens
         self._texts: dict[int, str] = {}
+        self._lost: dict[Any, int | None] = {}
 
     @functools.cached_property
     def ends(self) -> EndTokens:
@@ -78,9 +79,9 @@ class TextCodec:
         whole = tuple(self.tokenizer(text)["input_ids"])
         num_added = len(whole) - len(own)
         begins = [begin for begin in range(num_added + 1) if whole[begin : begin + len(own)] == own]
-        if not own:  # only what is added, and of that what is no end
+        if not own or not begins:  # only what is added, or a text that is encoded differently alone
             return whole[:-1] if whole and whole[-1] == self.tokenizer.eos_token_id else whole
-        before = whole[: begins[-1]] if begins else ()
+        before = whole[: begins[-1]]
         return own if own[: len(before)] == before else before + own
 
     def _encode_messages(self, prompt: Prompt) -> tuple[int, ...]:
@@ -89,20 +90,44 @@ class TextCodec:
             raise ValueError(f"a prompt is messages, but the tokenizer of {self.model!r} has no chat template")
         continues = messages[-1]["role"] == "assistant"
         options = self._template_options(prompt.metadata)
+        options |= dict(add_generation_prompt=not continues, continue_final_message=continues)
         try:
             ids: Any = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                return_dict=False,
-                **options,
+                [dict(message) for message in messages], return_dict=False, **options
             )
         except (TemplateError, ValueError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
                 f"the chat template of {self.model!r} refuses a prompt with the roles {roles}: {error}"
             ) from error
+        if (lost := self._left_out(messages, options)) is not None:
+            raise ValueError(
+                f"the chat template of {self.model!r} leaves out message {lost}, of the role {messages[lost]['role']}, "
+                "in a conversation like this: the policy would never read it"
+            )
         return tuple(ids)
+
+    def _left_out(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int | None:
+        """First message that the template does not render; found with other texts, once for each order of roles.
+
+        Answers are not looked for: templates leave out reasoning.
+        """
+        shape = (
+            tuple((message["role"], *sorted(message)) for message in messages),
+            *sorted(options),
+            options["continue_final_message"],
+        )
+        if shape not in self._lost:
+            marks = {n: f"MESSAGE{n}TEXT" for n, message in enumerate(messages) if message["role"] != "assistant"}
+            marked = [
+                dict(message) | ({"content": marks[n]} if n in marks else {}) for n, message in enumerate(messages)
+            ]
+            try:
+                text = str(self.tokenizer.apply_chat_template(marked, tokenize=False, **options))
+            except (TemplateError, ValueError, TypeError):  # it depends on the texts
+                text = " ".join(marks.values())
+            self._lost[shape] = next((n for n, mark in marks.items() if mark not in text), None)
+        return self._lost[shape]
 
     def _template_options(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the chat template besides the messages.

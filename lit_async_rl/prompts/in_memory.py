@@ -69,7 +69,7 @@ class InMemoryPrompts(RecordPrompts):
         try:
             answer = None if is_missing(record.get("answer")) else field_text(record["answer"])
         except ValueError as error:
-            raise ValueError(f"{self.where(index)}['answer'] must be a text or a number, {error}") from None
+            raise ValueError(f"{self.where(index)}['answer'] must be a text or a number, got {error}") from None
         given: dict[str, Any] = dict(answer=answer, metadata=fields)
         if found == ["prompt"] and isinstance(content, str):
             as_messages = dict(messages=[{"role": "user", "content": content}])

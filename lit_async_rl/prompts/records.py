@@ -39,9 +39,9 @@ def field_text(value: Any) -> str:
     if isinstance(value, str):
         return str(value)
     if not isinstance(value, NUMBERS):
-        raise ValueError(f"not {str(value)[:80]!r}")
+        raise ValueError(repr(str(value)[:80]))
     if not math.isfinite(value):
-        raise ValueError(f"not {value}, which is no value" if value != value else f"not {value}, which is no number")
+        raise ValueError(f"{value}, which is not finite")
     text = str(value)
     return text if "e" not in text.lower() else np.format_float_positional(float(value), trim="-")
 
@@ -79,7 +79,7 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
         try:
             return field_text(others[name])
         except ValueError as error:
-            raise ValueError(f"template={template!r}: {{{name}}} must be text or a number, {error}") from None
+            raise ValueError(f"template={template!r}: {{{name}}} must be text or a number, not {error}") from None
 
     return PLACEHOLDER.sub(value, template)
 

@@ -116,7 +116,7 @@ class RecordPrompts(PromptSource):
             return field_text(record[field])
         except ValueError as error:
             what = "text, a number or messages" if setting == "prompt_field" else "text or a number"
-            raise ValueError(f"{where}: it must hold {what}, {error}") from None
+            raise ValueError(f"{where}: it must hold {what}, not {error}") from None
 
     def _messages(self, record: Mapping[str, Any], index: int) -> Sequence[Mapping[str, Any]]:
         where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"

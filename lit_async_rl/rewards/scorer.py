@@ -221,11 +221,14 @@ class Scorer:
 
 
 def score_all(
-    scorer: Scorer, completions: Sequence[tuple[Prompt, str, Sequence[int]]], on_progress: Callable[[], None]
+    scorer: Scorer,
+    completions: Sequence[tuple[Prompt, str]],
+    on_progress: Callable[[], None],
+    token_ids: Sequence[Sequence[int]] | None = None,
 ) -> list[float | None]:
-    """Scores completions (prompt, text, token ids) and returns rewards in their order, None for one that was given up.
+    """Scores completions and returns rewards in their order, None for one that was given up. Blocks.
 
-    Blocks.
+    Rewards with a parameter `token_ids` need those of each completion.
 
     Raises:
         RewardError: see `Scorer`.
@@ -235,8 +238,9 @@ def score_all(
     def file(n: int, reward: float | None) -> None:
         found.put((n, reward))
 
-    for n, (prompt, completion, token_ids) in enumerate(completions):
-        scorer.submit(prompt, completion, done=partial(file, n), give_up=partial(file, n, None), token_ids=token_ids)
+    for n, (prompt, completion) in enumerate(completions):
+        ids = () if token_ids is None else token_ids[n]
+        scorer.submit(prompt, completion, done=partial(file, n), give_up=partial(file, n, None), token_ids=ids)
     rewards: dict[int, float | None] = {}
     while len(rewards) < len(completions):
         scorer.check()

@@ -152,12 +152,8 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
         producer.listener.submit(requests)
 
 
-_LATER_SETTINGS = {
-    "stop": (),
-    "head": None,
-    "experts": False,
-    "end_token_ids": None,
-}  # of sampling, which older checkpoints do not have
+# Of sampling: settings that older checkpoints do not have.
+_LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": None}
 
 
 def _settings(producer: Producer) -> dict[str, Any]:

@@ -97,12 +97,9 @@ class Validator(torch.nn.Module):
         ]
         rewards = [[completion.reward for completion in completions] for completions in found]
         if any(reward is None for row in rewards for reward in row):
-            asked = [
-                (prompt, text, completion.token_ids)
-                for prompt, row, completions in zip(batch.prompts, texts, found, strict=True)
-                for text, completion in zip(row, completions, strict=True)
-            ]
-            scored = iter(data.held_out.score(asked, data.note_progress))
+            asked = [(prompt, text) for prompt, row in zip(batch.prompts, texts, strict=True) for text in row]
+            ids = [completion.token_ids for row in found for completion in row]
+            scored = iter(data.held_out.score(asked, data.note_progress, ids))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(batch.prompts, texts, rewards, strict=True):
             self._file(prompt, row, row_rewards, data.validation.success_reward)
