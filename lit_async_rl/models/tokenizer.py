@@ -141,7 +141,7 @@ class TextCodec:
             if not isinstance(kwargs, Mapping):
                 raise ValueError(f"chat_template_kwargs of a prompt must be a dictionary, got {str(kwargs)[:80]!r}")
             options |= {name: value for name, value in kwargs.items() if not is_missing(value)}
-        if not is_missing(tools) and len(tools):
+        if tools is not None and not is_missing(tools) and len(tools):
             if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
                 raise ValueError(f"tools of a prompt must be a list of JSON schemas, got {str(tools)[:80]!r}")
             options[TOOLS] = [dict(tool) for tool in tools]

@@ -1,4 +1,4 @@
-"""Answers and fields of records: what is missing stays missing, numbers are written whole, templates name their fields."""
+"""Answers and fields of records: missing values, numbers written whole, and the fields of templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rewards get: text with the special tokens that `data.scoring.special_tokens` chooses, and token ids if wanted."""
+"""Texts of completions with the special tokens that `data.scoring.special_tokens` chooses, and token ids."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from chat_families import FAMILIES, Family, build
 from tiny_models import save, tiny_llama
 
 import lit_async_rl as rl
+from lit_async_rl.data.settings import Scoring
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.requests import sampling_arguments
@@ -62,12 +63,15 @@ def test_a_stop_token_is_an_end_and_no_tag(tmp_path: Path) -> None:
 
 
 def test_an_unknown_choice_is_refused() -> None:
+    made = object.__new__(Scoring)
+    for name, value in dict(workers=1, timeout_s=1.0, tries=None, special_tokens="keep").items():
+        object.__setattr__(made, name, value)
     with pytest.raises(ValueError, match=r"data.scoring.special_tokens must be one of tags, none, all, got 'keep'"):
-        rl.Scoring(special_tokens="keep")
+        made.__post_init__()
 
 
 def test_every_engine_ends_at_the_same_tokens(tmp_path: Path) -> None:
-    """A base model with ChatML, whose files name `<|endoftext|>` alone: all of its completions ended at their length."""
+    """A base model with ChatML, whose files name `<|endoftext|>` alone: its completions ran past `<|im_end|>`."""
     folder = model(tmp_path, FAMILIES["qwen2.5-base"])
     lm, turn_end = load_policy(folder), 2
     ends = eos_token_ids(lm)
@@ -85,7 +89,7 @@ def test_every_engine_ends_at_the_same_tokens(tmp_path: Path) -> None:
 
 def test_end_tokens_can_be_chosen(tmp_path: Path) -> None:
     lm = load_policy(model(tmp_path, FAMILIES["qwen2.5-base"]))
-    sampling = SamplingParams(max_tokens=100, end_token_ids=[0])
+    sampling = SamplingParams(max_tokens=100, end_token_ids=(0,))
     request = GenerationRequest(id=0, prompt_ids=(10, 11), num_samples=64, sampling=sampling)
     completions = EmbeddedEngine.from_module(lm, num_slots=64).run([request])[0]
     assert {c.token_ids[-1] for c in completions if c.finish_reason == "stop"} == {0}
@@ -93,7 +97,9 @@ def test_end_tokens_can_be_chosen(tmp_path: Path) -> None:
     assert sampling_arguments(request, eos_token_ids(lm))["stop_token_ids"] == [0]
 
 
-def test_training_and_validation_score_the_same_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_and_validation_score_the_same_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Special tags reach the reward in training and in validation, and no end token does; one line names the ends."""
     tokens = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
     family = Family(
@@ -110,6 +116,7 @@ def test_training_and_validation_score_the_same_text(tmp_path: Path, caplog: pyt
         return float("think>" in completion)
 
     chat = [{"messages": [{"role": "user", "content": text}]} for text in "abcdefgh"]
+    monkeypatch.chdir(tmp_path)
     pl.seed_everything(0, verbose=False)
     rl.fit(
         model(tmp_path / "model", family),
@@ -122,7 +129,7 @@ def test_training_and_validation_score_the_same_text(tmp_path: Path, caplog: pyt
         sampling=SamplingParams(max_tokens=40),
         accelerator="cpu",
         logger=False,
-        run_dir=str(tmp_path / "run"),
+        enable_progress_bar=False,
     )
     held_out = [row for row in texts if row[0] == "held-out"]
     training = [row for row in texts if row[0] != "held-out"]

@@ -79,7 +79,9 @@ def unpack_requests(packed: Sequence[dict[str, Any]]) -> list[GenerationRequest]
 
 def _sampling(fields: dict[str, Any]) -> SamplingParams:
     sampling = fields["sampling"]
-    return SamplingParams(**sampling)
+    names = ("stop_token_ids", "stop", "end_token_ids")
+    tuples = {name: tuple(sampling[name]) for name in names if sampling[name] is not None}
+    return SamplingParams(**{**sampling, **tuples})
 
 
 def pack_completions(completions: Sequence[Completion]) -> tuple[list[list[Any]], dict[str, Tensor]]:
