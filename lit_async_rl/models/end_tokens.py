@@ -135,7 +135,7 @@ def _or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenizerEnds:
-    """What a tokenizer and its chat template say about ends."""
+    """Ends that a tokenizer and its chat template name."""
 
     special: frozenset[int]
     eos: tuple[int, ...]
