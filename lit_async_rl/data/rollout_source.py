@@ -119,6 +119,8 @@ class RolloutSource:
         usable.check()
         stream.usable = usable
         check_ends(codec, producer.book.sampling, stream.source)
+        if codec.special_tokens == "tags" and (tags := codec.tags):
+            log.info("rewards read the special tokens %s; data.scoring.special_tokens: none leaves them out", tags)
         if codec.ends.are_disputed and producer.book.sampling.end_token_ids is None:
             log.warning("model.model=%r: %s", codec.model, codec.ends.describe(codec.tokenizer))
 

@@ -198,6 +198,12 @@ class TextCodec:
                 return self._with_special(token_ids[:end], dropped) + known[len(head) :]
         return known
 
+    @property
+    def tags(self) -> list[str]:
+        """Some of the special tokens that `tags` keeps in texts."""
+        ids = sorted(self._special - self._dropped(()))[:8]
+        return [str(self.tokenizer.convert_ids_to_tokens(token)) for token in ids]
+
     def _dropped(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
         """Special tokens that decoded text does not contain."""
         if self.special_tokens == "all":
