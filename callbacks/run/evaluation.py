@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
+from lit_async_rl.data.compatibility import check_ends
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import InvariantError
@@ -140,7 +141,8 @@ class Evaluation(pl.Callback):
     def _read(self, data: RolloutDataModule) -> list[Question]:
         """The usable prompts; read this late because the engine's length is known once it has weights."""
         sampling = self.sampling or data.val_sampling
-        data.codec.check_stop(sampling.stop, sampling.stop_token_ids)
+        for source in self.datasets.values():
+            check_ends(data.codec, sampling, source)
         length, max_tokens = data.engine.max_model_len, sampling.max_tokens
         why = f"the engine's max_model_len={length} leaves besides Evaluation's sampling.max_tokens={max_tokens}"
         return make_questions(self.datasets, data.codec, length - max_tokens, why)

@@ -41,6 +41,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sampling = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, stop=tuple(given.stop))
         codec = TextCodec(given.model)
         codec.check_stop(sampling.stop)
+        codec.check_turn_end(given.chat_template, bool(given.stop))
         engine = EmbeddedEngine.from_module(load_policy(given.model))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted
 from lit_async_rl.advantages.turns import TurnAdvantageEstimator
 from lit_async_rl.data.streaming import check_streamable
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean, within_sources
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
+
+NUM_INSPECTED = 100  # prompts that are asked whether they are text or messages
 
 
 def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy, sampling: SamplingParams) -> None:
@@ -220,3 +226,23 @@ def check_bound_change(admission: AdmissionPolicy, max_staleness: int) -> None:
         kind = type(admission).__name__
         raise ValueError(f"data.admission={kind} has no bound to change: its lag is data.max_staleness")
     check_range("data", "integer >= 0", max_staleness=max_staleness)
+
+
+def check_ends(codec: TextCodec, sampling: SamplingParams, source: PromptSource) -> None:
+    """Refuses what cannot end a completion: stop strings that texts do not contain, a chat template without an end.
+
+    Raises:
+        ValueError: see `TextCodec.check_stop` and `TextCodec.check_turn_end`.
+    """
+    codec.check_stop(sampling.stop, (*sampling.stop_token_ids, *(sampling.end_token_ids or ())))
+    can_stop = bool(sampling.stop or sampling.stop_token_ids) or sampling.end_token_ids is not None
+    codec.check_turn_end(_holds_messages(source), can_stop)
+
+
+def _holds_messages(source: PromptSource) -> bool:
+    """Whether one of the first usable prompts is messages."""
+    for number in range(min(len(source), NUM_INSPECTED)):
+        with contextlib.suppress(ValueError):  # a bad prompt, which is refused or left out elsewhere
+            if source[number].messages is not None:
+                return True
+    return False

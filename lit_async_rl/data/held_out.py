@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
+from lit_async_rl.data.compatibility import check_ends
 from lit_async_rl.data.dataloaders import PromptFeed
 from lit_async_rl.data.settings import Validation
 from lit_async_rl.engines.base import SamplingParams
@@ -31,12 +32,12 @@ class HeldOut:
         """This rank's batches of the usable prompts; none without `data.validation.prompts`.
 
         Raises:
-            ValueError: see `UsablePrompts` and `TextCodec.check_stop`.
+            ValueError: see `UsablePrompts` and `check_ends`.
         """
         if (source := self._settings.source) is None:
             warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
             return []
-        codec.check_stop(self._sampling.stop, self._sampling.stop_token_ids)
+        check_ends(codec, self._sampling, source)
         length = codec.context_length  # validation samples from the trained model itself
         max_tokens = self._sampling.max_tokens
         why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
@@ -44,16 +45,22 @@ class HeldOut:
         usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)
         return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
 
-    def score(self, completions: Sequence[tuple[Prompt, str]], on_progress: Callable[[], None]) -> list[float | None]:
+    def score(
+        self,
+        completions: Sequence[tuple[Prompt, str]],
+        on_progress: Callable[[], None],
+        token_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[float | None]:
         """Rewards of the completions; None for those that failed `data.scoring.tries` times.
 
         Args:
             completions: prompts and completion texts.
             on_progress: called after each reward.
+            token_ids: of each completion, for rewards that want them.
         """
         if self._scorer is None:  # kept, because isolated rewards have a process for each of its threads
             self._scorer = self._make_scorer()
-        return score_all(self._scorer, completions, on_progress)
+        return score_all(self._scorer, completions, on_progress, token_ids)
 
     def close(self) -> None:
         """Ends the scorer's threads. Safe to call twice."""

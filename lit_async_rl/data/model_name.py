@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
 from lit_async_rl.types import Prompt
 
 
@@ -15,19 +15,21 @@ class ModelName(pl.LightningDataModule):
 
     Args:
         model: Hugging Face name or folder; None until `use_model`.
+        special_tokens: in decoded text, see `data.scoring.special_tokens`.
     """
 
     _source: RolloutSource
 
-    def __init__(self, model: str | None) -> None:
+    def __init__(self, model: str | None, special_tokens: SpecialTokens = "tags") -> None:
         super().__init__()
         self.model = model
-        self._codec = None if model is None else TextCodec(model)
+        self.special_tokens: SpecialTokens = special_tokens
+        self._codec = None if model is None else TextCodec(model, special_tokens)
 
     def use_model(self, model: str) -> None:
         """Sets the name of the model, unless one was given."""
         if self.model is None:
-            self._codec = TextCodec(model)
+            self._codec = TextCodec(model, self.special_tokens)
             self.model = model
             self._source.use_model(model)
 

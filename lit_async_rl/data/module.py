@@ -96,7 +96,7 @@ class RolloutDataModule(ModelName):
         replay: ReplayBuffer | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, scoring.special_tokens)
         self.prompts = as_source(prompts, "data.prompts")
         if reward is not None and not callable(reward):
             raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
@@ -133,6 +133,7 @@ class RolloutDataModule(ModelName):
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
+        engine.special_tokens = self.scoring.special_tokens
         self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self.configured_bound)
         made = engine, self.model, self._slots, self._make_producer, self.groups_per_step, self.fresh_per_step
         self._source = RolloutSource(*made, self.replay, self.limits)

@@ -5,11 +5,13 @@ All methods are called from the trainer's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
+from lit_async_rl.data.compatibility import check_ends
 from lit_async_rl.data.replaceable_engine import ReplaceableEngine
 from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
@@ -24,6 +26,8 @@ from lit_async_rl.rollouts.stats import ProducerStats
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.spans import Spans
+
+log = logging.getLogger(__name__)
 
 
 class RolloutSource:
@@ -117,6 +121,11 @@ class RolloutSource:
         usable = UsablePrompts(stream.source, codec.encode, length - max_tokens, why)
         usable.check()
         stream.usable = usable
+        check_ends(codec, producer.book.sampling, stream.source)
+        if codec.special_tokens == "tags" and (tags := codec.tags):
+            log.info("rewards read the special tokens %s; data.scoring.special_tokens: none leaves them out", tags)
+        if codec.ends.are_disputed and producer.book.sampling.end_token_ids is None:
+            log.warning("model.model=%r: %s", codec.model, codec.ends.describe(codec.tokenizer))
 
     def advance(self, version: int) -> None:
         self._started().advance(version)

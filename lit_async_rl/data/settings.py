@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lit_async_rl.engines.base import SamplingParams
+from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
 from lit_async_rl.prompts.in_memory import as_source
 from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.sources import PromptSource
@@ -27,6 +28,9 @@ class Scoring:
             and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
             ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
+        special_tokens: special tokens in the text that rewards, environments, validation and samples get. `tags`: those
+            that structure an answer, such as `<think>`, and none that end, begin or pad a text. `none`: no special
+            token. `all`: every token, the end token included.
 
     Raises:
         ValueError: a setting is out of range.
@@ -36,10 +40,14 @@ class Scoring:
     timeout_s: float = 60.0
     tries: int | None = None
     backoff_s: float = 0.0
+    special_tokens: SpecialTokens = "tags"
 
     def __post_init__(self) -> None:
         check_range("data.scoring", "integer positive", workers=self.workers)
         TryPolicy(owner="data.scoring", timeout_s=self.timeout_s, tries=self.tries, backoff_s=self.backoff_s)
+        if self.special_tokens not in SPECIAL_TOKENS:
+            names = ", ".join(SPECIAL_TOKENS)
+            raise ValueError(f"data.scoring.special_tokens must be one of {names}, got {self.special_tokens!r}")
 
     def make_scorer(self, reward: Reward | None) -> Scorer:
         """A scorer with these settings; None where the engine scores."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_async_rl.engines.logprob_error import Probe
 from lit_async_rl.engines.requests import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
 from lit_async_rl.utils.spans import Spans
 from lit_async_rl.utils.tries import Work
 
@@ -44,6 +44,7 @@ class RolloutEngine(ABC):
         needs_weights: whether the weights are gone, so that `load_weights` must come before the next token.
         probe: what the trainer computes with the weights that come next, for engines that check theirs.
         is_used: whether a run has set it up; another run then takes a fresh one.
+        special_tokens: in the texts that environments get, see `data.scoring.special_tokens`.
         self_check: whether decoding is compared with plain forward passes; None leaves it to the model's setting.
     """
 
@@ -65,6 +66,7 @@ class RolloutEngine(ABC):
     probe: Probe | None = None
     is_used: bool = False
     self_check: bool | None = None
+    special_tokens: SpecialTokens = "tags"
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +92,9 @@ class RolloutEngine(ABC):
         args, kwargs = self._made_with
         renewed = [a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for a in args]
         named = {n: a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for n, a in kwargs.items()}
-        return type(self)(*renewed, **named)
+        made: RolloutEngine = type(self)(*renewed, **named)
+        made.special_tokens = self.special_tokens
+        return made
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
         """Wraps another engine the way this one extends plain generation; used by validation."""

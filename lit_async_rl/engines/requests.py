@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lit_async_rl.expert_choices import ExpertChoices
@@ -20,7 +21,9 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
         max_tokens: at most this many completion tokens.
-        stop_token_ids: end the completion (the stop token is its last token); added to the tokenizer's EOS.
+        stop_token_ids: end the completion (the stop token is its last token); added to the model's end tokens.
+        end_token_ids: end tokens of the model, in place of those that its generation_config.json, config.json,
+            tokenizer and chat template name; None is their union, an empty list lets nothing end a completion.
         head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
             likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
             and the replay of truncated supports need it.
@@ -39,6 +42,7 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
     head: int | None = None
     experts: bool = False
@@ -52,9 +56,19 @@ class SamplingParams:
         check_range("sampling", "in (0, 1]", top_p=self.top_p)
         check_range("sampling", "in [0, 1]", min_p=self.min_p)
         check_range("sampling", "integer >= 1", max_tokens=self.max_tokens)
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError(f"sampling.stop_token_ids must be >= 0, got {list(self.stop_token_ids)}")
+        for name in ("stop_token_ids", "end_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if any(token < 0 for token in ids):
+                raise ValueError(f"sampling.{name} must be >= 0, got {list(ids)}")
+            object.__setattr__(self, name, tuple(ids))
         check_range("sampling", "integer >= 0", head=self.head)
+
+    def ends(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Tokens that end a completion of a model with the end tokens `eos_token_ids`."""
+        own = tuple(eos_token_ids) if self.end_token_ids is None else self.end_token_ids
+        return own + self.stop_token_ids
 
     @property
     def distribution(self) -> dict[str, float]:

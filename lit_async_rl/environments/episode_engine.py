@@ -144,7 +144,7 @@ class EpisodeEngine(EngineWrapper):
         return other
 
     def setup(self, model: str) -> None:
-        self._codec = TextCodec(model)
+        self._codec = TextCodec(model, self.special_tokens)
         super().setup(model)
         if self.step_cut_turns and not self._is_successor:  # another default than in earlier versions
             log.warning(
@@ -298,7 +298,8 @@ class EpisodeEngine(EngineWrapper):
                 self._finish(talk, completion.finish_reason)
                 return
             self._waiting[talk] = time.monotonic()
-            text = self._tokenizer.decode(completion.token_ids, talk.request.sampling.stop)
+            sampling = talk.request.sampling
+            text = self._tokenizer.decode(completion.token_ids, sampling.stop, sampling.stop_token_ids)
             self._tasks.begin(talk, self._answer(talk, text, is_cut), after=lambda: self._after_work(talk))
 
     def _take_talk(self, turn: Completion) -> Conversation | None:

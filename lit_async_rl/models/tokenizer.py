@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import jinja2
+import jinja2.meta
 from jinja2 import TemplateError
 
 from lit_async_rl.models.architecture import configured_length
+from lit_async_rl.models.end_tokens import EndTokens, stored_end_tokens
 from lit_async_rl.models.loading import load_config, load_tokenizer
 from lit_async_rl.models.stop_strings import cut_at_stop
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.plain import is_missing
+
+SpecialTokens = Literal["tags", "none", "all"]
+SPECIAL_TOKENS = ("tags", "none", "all")
+TOOLS = "tools"  # keys of a prompt's metadata that its chat template gets, named as TRL and verl name these columns
+TEMPLATE_KWARGS = "chat_template_kwargs"
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 class TextCodec:
     """Encodes prompts and decodes completions with a model's tokenizer.
 
     The chat template is applied to prompts that are messages. If the last message is from the assistant, the completion
-    continues it; otherwise it is the assistant's next turn.
+    continues it; otherwise it is the assistant's next turn. A prompt's metadata may have `tools` and
+    `chat_template_kwargs`, which the template gets.
 
     Args:
         model: Hugging Face name or folder.
+        special_tokens: special tokens in decoded text, see `data.scoring.special_tokens`.
 
     Raises:
         FileNotFoundError: there is no tokenizer.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, special_tokens: SpecialTokens = "tags") -> None:
         self.tokenizer = load_tokenizer(model)
         config: Any = load_config(model).get_text_config()
         self.context_length = configured_length(config)
         self.vocab_size = int(config.vocab_size)  # the model's, which may have more ids than the tokenizer
         self.model = model
+        self.special_tokens = special_tokens
         self._texts: dict[int, str] = {}
+        self._lost: dict[Any, int | None] = {}
+
+    @functools.cached_property
+    def ends(self) -> EndTokens:
+        """Tokens that end a completion, the same as in the engines."""
+        return stored_end_tokens(self.model)
 
     @property
     def pad_token_id(self) -> int:
@@ -42,42 +63,174 @@ class TextCodec:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt.
 
+        Text gets what the tokenizer puts before a text (BOS), unless it begins with that already, as a rendered chat
+        template does; what the tokenizer puts after a text (EOS) is left out, because the completion goes on.
+
         Raises:
             ValueError: the prompt has no tokens, or the chat template is missing or refuses the messages.
         """
-        if prompt.messages is not None:
-            ids = self._encode_messages(prompt.messages)
-        else:
-            ids = tuple(self.tokenizer(prompt.text)["input_ids"])
+        ids = self._encode_text(prompt.text) if prompt.messages is None else self._encode_messages(prompt)
         if not ids:
             raise ValueError(f"a prompt has no tokens: {prompt.text!r}")
         return ids
 
-    def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        own = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        whole = tuple(self.tokenizer(text)["input_ids"])
+        num_added = len(whole) - len(own)
+        begins = [begin for begin in range(num_added + 1) if whole[begin : begin + len(own)] == own]
+        if not own or not begins:  # only what is added, or a text that is encoded differently alone
+            return whole[:-1] if whole and whole[-1] == self.tokenizer.eos_token_id else whole
+        before = whole[: begins[-1]]
+        return own if own[: len(before)] == before else before + own
+
+    def _encode_messages(self, prompt: Prompt) -> tuple[int, ...]:
+        messages = prompt.messages or ()
         if not self.tokenizer.chat_template:
             raise ValueError(f"a prompt is messages, but the tokenizer of {self.model!r} has no chat template")
         continues = messages[-1]["role"] == "assistant"
+        options = self._template_options(prompt.metadata)
+        options |= dict(add_generation_prompt=not continues, continue_final_message=continues)
         try:
             ids: Any = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                return_dict=False,
+                [dict(message) for message in messages], return_dict=False, **options
             )
-        except (TemplateError, ValueError) as error:
+        except (TemplateError, ValueError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
                 f"the chat template of {self.model!r} refuses a prompt with the roles {roles}: {error}"
             ) from error
+        if (lost := self._left_out(messages, options)) is not None:
+            raise ValueError(
+                f"the chat template of {self.model!r} leaves out message {lost}, of the role {messages[lost]['role']}, "
+                "in a conversation like this: the policy would never read it"
+            )
         return tuple(ids)
 
+    def _left_out(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int | None:
+        """First message that the template does not render; found with other texts, once for each order of roles.
+
+        Answers are not looked for: templates leave out reasoning.
+        """
+        shape = (
+            tuple((message["role"], *sorted(message)) for message in messages),
+            *sorted(options),
+            options["continue_final_message"],
+        )
+        if shape not in self._lost:
+            marks = {n: f"MESSAGE{n}TEXT" for n, message in enumerate(messages) if message["role"] != "assistant"}
+            marked = [
+                dict(message) | ({"content": marks[n]} if n in marks else {}) for n, message in enumerate(messages)
+            ]
+            try:
+                text = str(self.tokenizer.apply_chat_template(marked, tokenize=False, **options))
+            except (TemplateError, ValueError, TypeError):  # it depends on the texts
+                text = " ".join(marks.values())
+            self._lost[shape] = next((n for n, mark in marks.items() if mark not in text), None)
+        return self._lost[shape]
+
+    def _template_options(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the chat template besides the messages.
+
+        Raises:
+            ValueError: the template does not read one of them, or it has the wrong type.
+        """
+        tools, kwargs = metadata.get(TOOLS), metadata.get(TEMPLATE_KWARGS)
+        options: dict[str, Any] = {}
+        if not is_missing(kwargs):
+            if not isinstance(kwargs, Mapping):
+                raise ValueError(f"chat_template_kwargs of a prompt must be a dictionary, got {str(kwargs)[:80]!r}")
+            options |= {name: value for name, value in kwargs.items() if not is_missing(value)}
+        if tools is not None and not is_missing(tools) and len(tools):
+            if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
+                raise ValueError(f"tools of a prompt must be a list of JSON schemas, got {str(tools)[:80]!r}")
+            options[TOOLS] = [dict(tool) for tool in tools]
+        if unknown := sorted(set(options) - self.template_variables):
+            raise ValueError(
+                f"the chat template of {self.model!r} does not read {', '.join(unknown)}, which a prompt's "
+                f"chat_template_kwargs or tools set; it reads {', '.join(sorted(self.template_variables))}"
+            )
+        return options
+
+    @functools.cached_property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads."""
+        template = self.tokenizer.chat_template
+        sources = template.values() if isinstance(template, dict) else [template or ""]
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
+        read: set[str] = set()
+        for source in sources:
+            plain = GENERATION_TAG.sub("", source)  # of transformers alone: it marks what the assistant says
+            read |= jinja2.meta.find_undeclared_variables(environment.parse(plain))
+        return frozenset(read - {"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
+
     def encode_continuation(self, text: str) -> tuple[int, ...]:
-        """Token ids of text within a conversation, without special tokens."""
+        """Token ids of text within a conversation, without special tokens.
+
+        Read after a token that ends a turn, as in the conversation: SentencePiece puts a space before a text that
+        stands alone.
+        """
+        for token in self.ends.ids:
+            lead = self.tokenizer.convert_ids_to_tokens(token)
+            ids = tuple(self.tokenizer(f"{lead}{text}", add_special_tokens=False)["input_ids"])
+            if ids[:1] == (token,):
+                return ids[1:]
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Text of a completion, without special tokens, up to the first stop string."""
-        return cut_at_stop(str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)), stop)
+    def decode(self, token_ids: Sequence[int], stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> str:
+        """Text of a completion up to the first stop string, with special tokens as `special_tokens` says.
+
+        Args:
+            token_ids: of the completion.
+            stop: stop strings, which are looked for in the text without special tokens.
+            stop_token_ids: special ones among them are ends, and not `tags`.
+        """
+        plain = self._plain(token_ids)
+        known = cut_at_stop(plain, stop)
+        dropped = self._dropped(stop_token_ids)
+        if self._special.difference(dropped).isdisjoint(token_ids):
+            return known
+        if len(known) == len(plain):
+            return self._with_special(token_ids, dropped)
+        for end in range(len(token_ids), -1, -1):  # a stop string ends the completion, so this is a few tokens
+            head = self._plain(token_ids[:end])
+            if known.startswith(head):
+                return self._with_special(token_ids[:end], dropped) + known[len(head) :]
+        return known
+
+    @property
+    def tags(self) -> list[str]:
+        """Some of the special tokens that `tags` keeps in texts."""
+        ids = sorted(self._special - self._dropped(()))[:8]
+        return [str(self.tokenizer.convert_ids_to_tokens(token)) for token in ids]
+
+    def _dropped(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
+        """Special tokens that decoded text does not contain."""
+        if self.special_tokens == "all":
+            return frozenset()
+        if self.special_tokens == "none":
+            return self._special
+        return self._no_tags | self._special.intersection((*self.ends.ids, *stop_token_ids))
+
+    def _plain(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _with_special(self, token_ids: Sequence[int], dropped: frozenset[int]) -> str:
+        kept = [token for token in token_ids if token not in dropped]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, spaces_between_special_tokens=False))
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that plain text does not contain."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset({*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)})
+
+    @functools.cached_property
+    def _no_tags(self) -> frozenset[int]:
+        """Special tokens that mark the beginning, the end, the padding or the gaps of texts."""
+        names = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+        ids = [getattr(self.tokenizer, f"{name}_token_id", None) for name in names]
+        return frozenset(token for token in ids if token is not None)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Text of each token, special ones included; of tokens that share a character the last has it."""
@@ -103,6 +256,30 @@ class TextCodec:
             leads = isinstance(piece, str) and piece.startswith("\u2581")  # SentencePiece drops the first space
             self._texts[token] = f" {text}" if leads and not text.startswith(" ") else text
         return self._texts[token]
+
+    def check_turn_end(self, has_messages: bool, can_stop: bool) -> None:
+        """Checks that a completion of a prompt that is messages can end.
+
+        Args:
+            has_messages: whether the prompts are messages, so that the chat template says how a turn ends.
+            can_stop: whether stop strings, stop tokens or end tokens are set.
+
+        Raises:
+            ValueError: the template ends a turn with ordinary text, or nothing ends it, and there is no other end.
+        """
+        if not has_messages or can_stop or not self.tokenizer.chat_template:
+            return
+        end = self.ends.turn_end.strip()
+        if not self.ends.turn_ends_with_token:
+            raise ValueError(
+                f"the chat template of {self.model!r} ends a turn with {end[:40]!r}, which is not a token of its "
+                f"tokenizer, so completions would run to sampling.max_tokens: set sampling.stop: [{end[:40]!r}]"
+            )
+        if not self.ends.ids:
+            raise ValueError(
+                f"nothing ends a turn of {self.model!r}: neither its chat template nor its tokenizer, config.json or "
+                "generation_config.json names an end token: set sampling.stop or sampling.stop_token_ids"
+            )
 
     def check_stop(self, stop: Sequence[str], token_ids: Sequence[int] = ()) -> None:
         """Checks stop strings and stop tokens.

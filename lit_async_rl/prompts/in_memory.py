@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_async_rl.prompts.records import Records
+from lit_async_rl.prompts.records import Records, field_text
 from lit_async_rl.prompts.sources import OnBadPrompt, PromptSource, RecordPrompts
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.plain import is_missing
 
 WANTED = "a list of texts or dictionaries, a datasets.Dataset, or a PromptSource"
 
@@ -17,7 +18,7 @@ class InMemoryPrompts(RecordPrompts):
 
     Args:
         records: texts, `Prompt` objects or mappings. A mapping has its prompt under `prompt` (text or messages) or
-            `messages`, and may have an `answer`; its other keys become the prompt's metadata.
+            `messages`, and may have an `answer` (None and NaN are none); its other keys become the prompt's metadata.
         origin: name of the setting, for messages.
         as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
         max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
@@ -60,15 +61,16 @@ class InMemoryPrompts(RecordPrompts):
 
     def _from_mapping(self, record: Mapping[str, Any], index: int) -> Prompt:
         fields = {name: value for name, value in record.items() if name not in ("prompt", "messages", "answer")}
-        found = [name for name in ("prompt", "messages") if record.get(name) is not None]
+        found = [name for name in ("prompt", "messages") if not is_missing(record.get(name))]
         if len(found) != 1:
             raise ValueError(f"{self.where(index)} must have 'prompt' or 'messages', got the keys {sorted(record)}")
         content = record[found[0]]
         where = f"{self.where(index)}[{found[0]!r}]"
-        answer = record.get("answer")
-        if answer is not None and not isinstance(answer, (str, int, float)):
-            raise ValueError(f"{self.where(index)}['answer'] must be a text or a number, got {str(answer)[:80]!r}")
-        given: dict[str, Any] = dict(answer=None if answer is None else str(answer), metadata=fields)
+        try:
+            answer = None if is_missing(record.get("answer")) else field_text(record["answer"])
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}['answer'] must be a text or a number, got {error}") from None
+        given: dict[str, Any] = dict(answer=answer, metadata=fields)
         if found == ["prompt"] and isinstance(content, str):
             as_messages = dict(messages=[{"role": "user", "content": content}])
             return Prompt(**(as_messages if self.as_chat else dict(text=content)), **given)

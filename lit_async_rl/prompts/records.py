@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+
 if TYPE_CHECKING:
     import pyarrow
+
+PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")  # a literal {{name}}, or {name}
+NUMBERS = (int, float, Decimal, np.integer, np.floating, np.bool_)
 
 
 @runtime_checkable
@@ -20,6 +28,60 @@ class Records(Protocol):
 
     def __getitem__(self, index: int, /) -> Any:
         """Record `index`, a mapping."""
+
+
+def field_text(value: Any) -> str:
+    """A text or number of a record as text: whole, without the exponent of small and large floats.
+
+    Raises:
+        ValueError: it is neither, is missing (None, NaN, pandas' NA), or is infinite.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if not isinstance(value, NUMBERS):
+        raise ValueError(repr(str(value)[:80]))
+    if not math.isfinite(value):
+        raise ValueError(f"{value}, which is not finite")
+    text = str(value)
+    return text if "e" not in text.lower() else np.format_float_positional(float(value), trim="-")
+
+
+def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
+    """Fills the fields of a prompt's template: `{prompt}`, and others of the record by name; `{{name}}` is `{name}`.
+
+    Args:
+        template: with placeholders.
+        prompt: text of `{prompt}`.
+        others: fields of the record.
+        hidden: field of the reference answer, which no prompt may hold.
+
+    Raises:
+        ValueError: a placeholder names the reference answer, no field, or one without text or number.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        literal, name = match.groups()
+        if literal is not None:
+            return f"{{{literal}}}"
+        if name == "prompt":
+            return prompt
+        if name == hidden:
+            raise ValueError(
+                f"template={template!r}: {{{name}}} is the reference answer, which would stand in the prompt; "
+                f"{{{{{name}}}}} is the literal text {{{name}}}"
+            )
+        if name not in others:
+            known = ", ".join(["prompt", *sorted(str(field) for field in others if field not in ("prompt", hidden))])
+            raise ValueError(
+                f"template={template!r}: there is no field {{{name}}}, only {known}; "
+                f"{{{{{name}}}}} is the literal text {{{name}}}"
+            )
+        try:
+            return field_text(others[name])
+        except ValueError as error:
+            raise ValueError(f"template={template!r}: {{{name}}} must be text or a number, not {error}") from None
+
+    return PLACEHOLDER.sub(value, template)
 
 
 def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lit_async_rl.messages import checked_messages
-from lit_async_rl.prompts.records import Records, jsonl_records, load_dataset, parquet_records
+from lit_async_rl.prompts.records import (
+    Records,
+    field_text,
+    fill_template,
+    jsonl_records,
+    load_dataset,
+    parquet_records,
+)
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
@@ -46,7 +53,7 @@ class RecordPrompts(PromptSource):
         records: one mapping per prompt.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
         answer_field: field that holds the reference answer; None if there is none.
-        template: text around text prompts, with the placeholder `{prompt}`.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         origin: name of the source in messages.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
@@ -93,7 +100,10 @@ class RecordPrompts(PromptSource):
         if isinstance(record.get(self.prompt_field), list):
             return Prompt(messages=self._messages(record, index), answer=answer, metadata=metadata)
         text = self._text(record, "prompt_field", self.prompt_field, index)
-        text = self.template.replace("{prompt}", text)
+        try:
+            text = fill_template(self.template, text, record, self.answer_field)
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}: {error}") from None
         if self.as_chat:
             return Prompt(messages=[{"role": "user", "content": text}], answer=answer, metadata=metadata)
         return Prompt(text=text, answer=answer, metadata=metadata)
@@ -102,11 +112,11 @@ class RecordPrompts(PromptSource):
         where = f"{self.where(index)}, {setting}={field!r}"
         if field not in record:
             raise ValueError(f"{where}: there is no such field, only {sorted(record)}")
-        value = record[field]
-        if not isinstance(value, (str, int, float)):
+        try:
+            return field_text(record[field])
+        except ValueError as error:
             what = "text, a number or messages" if setting == "prompt_field" else "text or a number"
-            raise ValueError(f"{where}: it must hold {what}, not {str(value)[:80]!r}")
-        return str(value)
+            raise ValueError(f"{where}: it must hold {what}, not {error}") from None
 
     def _messages(self, record: Mapping[str, Any], index: int) -> Sequence[Mapping[str, Any]]:
         where = f"{self.where(index)}, prompt_field={self.prompt_field!r}"
@@ -129,7 +139,7 @@ class JsonlPrompts(RecordPrompts):
         path: path of the file.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
         answer_field: field that holds the reference answer; None if there is none.
-        template: text around text prompts, with the placeholder `{prompt}`.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
@@ -168,7 +178,7 @@ class ParquetPrompts(RecordPrompts):
         path: path of the file.
         prompt_field: column that holds the prompt: text, or a list of messages.
         answer_field: column that holds the reference answer; None if there is none.
-        template: text around text prompts, with the placeholder `{prompt}`.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
@@ -201,7 +211,7 @@ class HuggingFacePrompts(RecordPrompts):
         name: configuration of the dataset, if it has several.
         prompt_field: column that holds the prompt: text, or a list of messages.
         answer_field: column that holds the reference answer; None if there is none.
-        template: text around text prompts, with the placeholder `{prompt}`.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 
 from lit_async_rl.rewards.graders import load_reward
 from lit_async_rl.types import Prompt
@@ -105,15 +106,15 @@ class IsolatedReward:
         self._call = IsolatedFunction(maker, timeout_s, reward, max_memory_gb=max_memory_gb)
         self.call_timeout_s = timeout_s
 
-    def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Value of the reward function.
+    def __call__(self, prompt: Prompt, completion: str, token_ids: Sequence[int] = ()) -> float:
+        """Value of the reward function, which gets `token_ids` if it has a parameter of that name.
 
         Raises:
             TimeoutError: the call took too long, or its process was killed.
             IsolatedCallError: the function raised, or did not return a number.
             RuntimeError: the process exited, or sent an invalid reply.
         """
-        value = self._call(prompt, completion)
+        value = self._call(prompt, completion, tuple(token_ids))
         if not isinstance(value, int | float):
             raise RuntimeError(f"{self.reward} sent {type(value).__name__}, which is not a number")
         return float(value)

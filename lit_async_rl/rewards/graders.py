@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -41,14 +42,16 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
     return grade
 
 
-def load_reward(path: str) -> Callable[[Any, str], float]:
+def load_reward(path: str) -> Callable[..., float]:
     """Imports the reward function `package.module.name`, and checks that it returns numbers."""
     importlib.import_module("lit_async_rl.types")  # prompts need it; imported here, outside of the limits of calls
     module, _, name = path.rpartition(".")
-    reward: Callable[[Any, str], Any] = getattr(importlib.import_module(module), name)
+    reward: Callable[..., Any] = getattr(importlib.import_module(module), name)
 
-    def call(prompt: Any, completion: str) -> float:
-        value = reward(prompt, completion)
+    wants_ids = "token_ids" in inspect.signature(reward).parameters
+
+    def call(prompt: Any, completion: str, token_ids: tuple[int, ...] = ()) -> float:
+        value = reward(prompt, completion, token_ids=token_ids) if wants_ids else reward(prompt, completion)
         try:
             return float(value)
         except (TypeError, ValueError):

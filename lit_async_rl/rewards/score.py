@@ -6,14 +6,14 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from lit_async_rl.errors import RewardError, StalledError
 from lit_async_rl.rewards.awaiting import Awaiter
 from lit_async_rl.types import Prompt
 
-Reward = Callable[[Prompt, str], float | Awaitable[float]]
+Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
 
 
 def reward_name(reward: Reward) -> str:
@@ -42,11 +42,20 @@ def reward_identity(reward: Reward) -> str:
     return f"{name}({', '.join(plain)}: {digest})" if plain else name
 
 
+def wants_token_ids(reward: Callable[..., Any]) -> bool:
+    """Whether a reward has a parameter `token_ids`, and is called with the token ids of the completion."""
+    try:
+        return "token_ids" in inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # of a function in C, which does not tell
+        return False
+
+
 def score(
     reward: Reward,
     prompt: Prompt,
     completion: str,
     wait: Callable[[Awaitable[float]], float] = Awaiter.once,
+    token_ids: Sequence[int] = (),
 ) -> float:
     """Evaluates the reward of one completion.
 
@@ -55,13 +64,15 @@ def score(
         prompt: prompt of the completion.
         completion: text to score.
         wait: returns the result of an `async` reward.
+        token_ids: of the completion, stop token included; for a reward that has a parameter of that name.
 
     Raises:
         RewardError: the function raised, or did not return a finite number.
     """
     where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, completion {completion[:200]!r}"
     try:
-        value: Any = reward(prompt, completion)
+        ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
+        value: Any = reward(prompt, completion, **ids)
         if inspect.isawaitable(value):
             value = wait(value)
     except StalledError:

@@ -39,6 +39,7 @@ class _Job:
     give_up: Callable[[], None]
     is_wanted: Callable[[], bool]
     group: int | None = None
+    token_ids: Sequence[int] = ()
     num_tries: int = 0
     is_said_to_be_slow: bool = False
 
@@ -100,12 +101,14 @@ class Scorer:
         give_up: Callable[[], None] = lambda: None,
         is_wanted: Callable[[], bool] = lambda: True,
         group: int | None = None,
+        token_ids: Sequence[int] = (),
     ) -> None:
         """Scores in the background; the worker thread calls `done(reward)` or `give_up()`.
 
-        A job for which `is_wanted()` is false when it starts is dropped. A timeline shows `group`.
+        A job for which `is_wanted()` is false when it starts is dropped. A timeline shows `group`. A reward with a
+        parameter `token_ids` gets those of the completion.
         """
-        self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted, group))
+        self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted, group, token_ids))
 
     def observe(self, spans: Spans) -> None:
         """Records in a timeline when the workers score."""
@@ -130,7 +133,7 @@ class Scorer:
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None
             try:
-                reward = score(self.reward, job.prompt, job.completion, self._awaiter.wait)
+                reward = score(self.reward, job.prompt, job.completion, self._awaiter.wait, job.token_ids)
             except RewardError as error:
                 failure = error
             except StalledError:
@@ -241,9 +244,14 @@ class Scorer:
 
 
 def score_all(
-    scorer: Scorer, completions: Sequence[tuple[Prompt, str]], on_progress: Callable[[], None]
+    scorer: Scorer,
+    completions: Sequence[tuple[Prompt, str]],
+    on_progress: Callable[[], None],
+    token_ids: Sequence[Sequence[int]] | None = None,
 ) -> list[float | None]:
     """Scores completions and returns rewards in their order, None for one that was given up. Blocks.
+
+    Rewards with a parameter `token_ids` need those of each completion.
 
     Raises:
         RewardError: see `Scorer`.
@@ -254,7 +262,8 @@ def score_all(
         found.put((n, reward))
 
     for n, (prompt, completion) in enumerate(completions):
-        scorer.submit(prompt, completion, done=partial(file, n), give_up=partial(file, n, None))
+        ids = () if token_ids is None else token_ids[n]
+        scorer.submit(prompt, completion, done=partial(file, n), give_up=partial(file, n, None), token_ids=ids)
     rewards: dict[int, float | None] = {}
     while len(rewards) < len(completions):
         scorer.check()

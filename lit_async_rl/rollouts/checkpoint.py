@@ -152,7 +152,8 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
         producer.listener.submit(requests)
 
 
-_LATER_SETTINGS = {"stop": (), "head": None, "experts": False}  # of sampling, which older checkpoints do not have
+# Of sampling: settings that older checkpoints do not have.
+_LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": None}
 
 
 def _settings(producer: Producer) -> dict[str, Any]:
@@ -162,6 +163,7 @@ def _settings(producer: Producer) -> dict[str, Any]:
         "data.group_size": producer.book.group_size,
         "data.sampling": asdict(producer.book.sampling),
         "data.reward": producer.scorer.identity,
+        "data.scoring.special_tokens": producer.book.codec.special_tokens,
     }
 
 
@@ -179,11 +181,14 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
             )
     before, after = _flat(saved), _flat(now)
     return [
-        f"{name} is {value!r} and was {before[name]!r}" for name, value in after.items() if before.get(name) != value
+        f"{name} is {value!r} and was {before.get(name)!r}"
+        for name, value in after.items()
+        if before.get(name) != value
     ]
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     sampling = _LATER_SETTINGS | dict(settings["data.sampling"])
     rest = {name: value for name, value in settings.items() if name != "data.sampling"}
+    rest = {"data.scoring.special_tokens": "none"} | rest  # what rewards got before it was a setting
     return rest | {f"data.sampling.{name}": value for name, value in sampling.items()}

@@ -132,7 +132,8 @@ class EvaluationRun:
             raise InvariantError("an evaluation without questions")
         if plan.first_id < FIRST_ID:
             raise InvariantError(f"ids of an evaluation begin at {FIRST_ID}, got {plan.first_id}")
-        self.version, self.num_samples, self._stop = plan.version, plan.num_samples, plan.sampling.stop
+        self.version, self.num_samples = plan.version, plan.num_samples
+        self._stop, self._stop_token_ids = plan.sampling.stop, plan.sampling.stop_token_ids
         self._listener, self._engine, self._scorer, self._codec = listener, listener.engine, scorer, codec
         at_once = len(plan.questions) * plan.num_samples
         self._limit = plan.max_concurrent if self._engine.in_flight_weight_updates else at_once
@@ -191,10 +192,11 @@ class EvaluationRun:
             return
         self._scorer.submit(
             item.question.prompt,
-            self._codec.decode(completion.token_ids, self._stop),
+            self._codec.decode(completion.token_ids, self._stop, self._stop_token_ids),
             done=partial(self._file_reward, item),
             give_up=partial(self._file_reward, item, None),
             is_wanted=lambda: not self._is_abandoned,
+            token_ids=completion.token_ids,
         )
 
     def _file_reward(self, item: _Open, reward: float | None) -> None:

@@ -96,7 +96,9 @@ class GroupBook:
     def _file(self, group: OpenGroup, completion: Completion) -> None:
         group.completions[completion.sample_index] = completion
         stop = self.sampling.stop if completion.turns is None else ()  # else each turn has ended with one
-        group.texts[completion.sample_index] = self.codec.decode(completion.token_ids, stop)
+        group.texts[completion.sample_index] = self.codec.decode(
+            completion.token_ids, stop, self.sampling.stop_token_ids
+        )
 
     def is_open(self, group: OpenGroup) -> bool:
         """Whether a group is still being sampled or scored, and was not dropped."""

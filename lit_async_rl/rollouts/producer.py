@@ -226,6 +226,7 @@ class Producer:
             give_up=partial(self._give_up, group),
             is_wanted=partial(self.book.is_open, group),
             group=group.index,
+            token_ids=group.completions[sample].token_ids,
         )
 
     def _lose_request(self, request_id: int) -> None:

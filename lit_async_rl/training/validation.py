@@ -93,12 +93,16 @@ class Validator(torch.nn.Module):
                 found = run_requests(engine, requests, *limits, data.note_progress)
         played = [(prompt, row) for prompt, row in zip(batch.prompts, found, strict=True) if row]  # others: given up
         prompts, found = [prompt for prompt, _ in played], [row for _, row in played]
-        stop = data.val_sampling.stop
-        texts = [[data.codec.decode(c.token_ids, stop if c.turns is None else ()) for c in row] for row in found]
+        stop, stop_token_ids = data.val_sampling.stop, data.val_sampling.stop_token_ids
+        texts = [
+            [data.codec.decode(c.token_ids, stop if c.turns is None else (), stop_token_ids) for c in row]
+            for row in found
+        ]
         rewards = [[completion.reward for completion in completions] for completions in found]
         if any(reward is None for row in rewards for reward in row):
             asked = [(prompt, text) for prompt, row in zip(prompts, texts, strict=True) for text in row]
-            scored = iter(data.held_out.score(asked, data.note_progress))
+            ids = [completion.token_ids for row in found for completion in row]
+            scored = iter(data.held_out.score(asked, data.note_progress, ids))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
             self._file(prompt, row, row_rewards, data.validation.success_reward)

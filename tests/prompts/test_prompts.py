@@ -127,7 +127,7 @@ KINDS = ["jsonl", "parquet", "folder of jsonl", "folder of parquet", "saved data
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_format_gives_the_same_prompts(kind, make):
-    source = make(kind, template="Q: {prompt} {x}")
+    source = make(kind, template="Q: {prompt} {{x}}")
     expected = [Prompt(text=f"Q: q{n} {{x}}", answer=str(n), metadata={"level": n % 2}) for n in range(5)]
     assert list(source) == expected
     assert len(source) == 5

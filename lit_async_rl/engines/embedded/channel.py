@@ -79,7 +79,8 @@ def unpack_requests(packed: Sequence[dict[str, Any]]) -> list[GenerationRequest]
 
 def _sampling(fields: dict[str, Any]) -> SamplingParams:
     sampling = fields["sampling"]
-    tuples = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
+    names = ("stop_token_ids", "stop", "end_token_ids")
+    tuples = {name: tuple(sampling[name]) for name in names if sampling[name] is not None}
     return SamplingParams(**{**sampling, **tuples})
 
 

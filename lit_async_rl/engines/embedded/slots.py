@@ -176,7 +176,7 @@ class Slots:
         for item in pending:
             prompt, part = item.request.prompt_ids, slice(begin, begin + item.num_samples)
             begin += item.num_samples
-            stops = self._eos_token_ids + item.request.sampling.stop_token_ids
+            stops = item.request.sampling.ends(self._eos_token_ids)
             self._rows.open(rows[part], item.request.sampling, stops, prompt, item.stream)
             for sample, slot in enumerate(slots[part], start=item.first_sample):
                 self._owners[slot] = (item.request, sample)

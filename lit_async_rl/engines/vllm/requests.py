@@ -59,7 +59,8 @@ def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int])
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
-        "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        "stop_token_ids": sorted({*sampling.ends(eos_token_ids)}),
+        "ignore_eos": True,  # its own, which are fewer: the ones above end a completion
         "logprobs": sampling.head or 0,  # of this many tokens besides the sampled one
         "detokenize": bool(sampling.stop),
         **stops,
@@ -88,7 +89,7 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
 def end_fault(completion: Completion, request: GenerationRequest, eos_token_ids: Iterable[int]) -> str:
     """Describes an end of a completion that was not asked for; empty if there is nothing wrong with it."""
     ids, sampling = completion.token_ids, request.sampling
-    stops = {*eos_token_ids, *sampling.stop_token_ids}
+    stops = {*sampling.ends(eos_token_ids)}
     if completion.finish_reason == "length" and len(ids) != sampling.max_tokens:
         return f"ended for its length after {len(ids)} of max_tokens={sampling.max_tokens} tokens"
     if completion.finish_reason == "stop" and not sampling.stop and not stops.intersection(ids[-1:]):

@@ -74,7 +74,7 @@ class ServerClient(ServerConnection):
         eos_token_ids = tuple(eos_token_ids)
         body = {
             "token_ids": list(request.prompt_ids),
-            "sampling_params": sampling_arguments(request, eos_token_ids) | {"ignore_eos": True},  # the server's own
+            "sampling_params": sampling_arguments(request, eos_token_ids),
             "cache_salt": salt,
         }
         num_tokens = request.num_samples * request.sampling.max_tokens
