@@ -2,6 +2,7 @@ __all__: list[str]
 
 from .monitors.bottleneck_verdict import BottleneckVerdict as BottleneckVerdict
 from .monitors.engine_check import EngineCheck as EngineCheck
+from .monitors.fresh_data import FreshDataMonitor as FreshDataMonitor
 from .monitors.gradient_monitor import GradientMonitor as GradientMonitor
 from .monitors.importance_monitor import ImportanceMonitor as ImportanceMonitor
 from .monitors.length_bias_monitor import LengthBiasMonitor as LengthBiasMonitor

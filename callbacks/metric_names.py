@@ -57,6 +57,11 @@ METRICS: dict[str, list[Metric]] = {
         engine/logprob_error | nats | mean absolute difference of log-probabilities, engine and trainer at one version
         engine/logprob_error_max | nats | the largest difference among the replayed tokens
     """),
+    "FreshDataMonitor": _metrics("""
+        fresh/ratio_mean | ratio | mean importance ratio of tokens under the weights that sampled them; must be 1
+        fresh/log_ratio_mean | nats | mean of its logarithm; must be 0 but for rounding
+        fresh/log_ratio_slope | nats/nat | its change with the token's log-probability; must be 0
+    """),
     "ThroughputMonitor": _metrics("""
         perf/step_s | s | from the end of one optimizer step to the end of the next
         perf/tokens_per_s | tokens/s | completion tokens trained on

@@ -24,6 +24,7 @@ from .callbacks import CollapseAlarm as CollapseAlarm
 from .callbacks import EngineCheck as EngineCheck
 from .callbacks import ESSLearningRate as ESSLearningRate
 from .callbacks import Evaluation as Evaluation
+from .callbacks import FreshDataMonitor as FreshDataMonitor
 from .callbacks import GradientAlignmentControl as GradientAlignmentControl
 from .callbacks import GradientClipping as GradientClipping
 from .callbacks import GradientMonitor as GradientMonitor

@@ -73,13 +73,22 @@ class Support(NamedTuple):
     known: Bool[Tensor, "B T k"]
 
 
-def known_support(head_logprobs: Float[Tensor, "B T k"], mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T k"]:
-    """Marks the tokens of the recorded heads that are the support of the sampler.
+def known_support(
+    head_logprobs: Float[Tensor, "B T k"], mask: Bool[Tensor, "B T"], truncated: bool = False
+) -> Bool[Tensor, "B T k"]:
+    """Marks the tokens of the recorded heads that the truncated sampler could choose.
 
-    All False outside of `mask`, and where the support is not smaller than the head: it may then have more tokens.
+    All False outside of `mask`. Where the support is not smaller than the head, it may have more tokens than these;
+    without truncation there is then no support to know, and nothing is marked.
+
+    Args:
+        head_logprobs: of the recorded heads; -inf outside of the support.
+        mask: sampled tokens.
+        truncated: whether the sampler was set to truncate.
     """
     possible = head_logprobs > -math.inf
-    return possible & (~possible.all(-1) & mask)[..., None]
+    has_support = mask if truncated else ~possible.all(-1) & mask
+    return possible & has_support[..., None]
 
 
 def log_mass(logprobs: Float[Tensor, "*shape k"], known: Bool[Tensor, "*shape k"]) -> Float[Tensor, "*shape"]:

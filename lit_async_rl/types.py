@@ -168,6 +168,7 @@ class RolloutBatch:
             where `loss_mask` is False. With streamed groups, only after multiplication by the `gradient_scale`.
         group_index: `RolloutGroup.index` of each row, -1 for padding rows.
         temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
+        truncated: whether the completions were sampled with top-k, top-p or min-p.
         gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the
             last micro-batch of a step with streamed groups.
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
@@ -190,6 +191,7 @@ class RolloutBatch:
         rewards: Float[Tensor, " B"],
         group_index: Int[Tensor, " B"],
         temperature: float = 1.0,
+        truncated: bool = False,
         gradient_scale: float = 1.0,
         max_staleness: Int[Tensor, " B"] | None = None,
         head_ids: Int[Tensor, "B T k"] | None = None,
@@ -210,6 +212,7 @@ class RolloutBatch:
         self.rewards = rewards
         self.group_index = group_index
         self.temperature = temperature
+        self.truncated = truncated
         self.gradient_scale = gradient_scale
         self.max_staleness = max_staleness
         self.head_ids, self.head_logprobs, self.behavior_entropy = head_ids, head_logprobs, behavior_entropy

@@ -21,6 +21,7 @@ from lit_async_rl.models.weight_copies import copy_weights, num_bytes, with_weig
 from lit_async_rl.models.weights import is_wrapped
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import can_be_called, compute_dtype
+from lit_async_rl.training.support import on_support
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -45,8 +46,7 @@ class EngineCheck(pl.Callback):
     `engine/logprob_error_max`, the largest. Expected are about 1e-6 to 1e-5 in float32, up to a few 1e-4 with TF32, and
     2e-3 to 4e-2 in bfloat16. Above `bound` the run warns or ends.
 
-    Not checked are tapes, engines without a model, samples with `top_p`, `top_k` or `min_p`, which the trainer does not
-    apply, and under FSDP1 all versions but the current one.
+    Not checked are tapes, engines without a model, and under FSDP1 all versions but the current one.
 
     Args:
         every_n_updates: publications of weights between two checks, of which the first is that of the first version;
@@ -60,6 +60,8 @@ class EngineCheck(pl.Callback):
 
     Attributes:
         num_checks: versions compared since training began.
+        replayed: log-ratios and the engine's log-probabilities of the tokens of this step that were replayed with older
+            weights, on this rank; `FreshDataMonitor` reads them.
 
     Raises:
         ValueError: a setting is out of range.
@@ -80,14 +82,13 @@ class EngineCheck(pl.Callback):
         self._is_on, self.num_checks = False, 0
         self._version, self._published_at, self._last = -1, -1, -1
         self._found: dict[str, float] = {}
+        self.replayed: list[tuple[Tensor, Tensor]] = []
         self._num_restarts = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Plans the check of the first version."""
         module, data = policy_module(pl_module, "EngineCheck"), rollout_data(trainer, "EngineCheck")
-        sampling = data.sampling
-        is_truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        self._is_on = data.tape is None and data.engine.has_model and not is_truncated and can_be_called(module)
+        self._is_on = data.tape is None and data.engine.has_model and can_be_called(module)
         self._copies, self._found, self._version, self._last = {}, {}, -1, -1
         self._num_restarts, self.num_checks = data.shared_source.num_restarts, 0
         if module.is_changed:  # a resume: what was sampled before came from older weights with the same number
@@ -95,6 +96,7 @@ class EngineCheck(pl.Callback):
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Replays rollouts of the versions to be checked. A collective, once per step."""
+        self.replayed = []
         if not self._is_on or not isinstance(batch, RolloutBatch) or batch.micro_batch != 0:
             return
         module, data = policy_module(pl_module, "EngineCheck"), rollout_data(trainer, "EngineCheck")
@@ -167,9 +169,18 @@ class EngineCheck(pl.Callback):
         mask = mask[rows]
         length = max(2, int(mask.any(0).nonzero().max()) + 1) if mask.any() else 2
         ids, mask, groups = batch.input_ids[rows, :length], mask[:, :length], batch.group_index[rows]
+
+        def part_of(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows, :length]
+
         with with_weights(module.policy, copies), trainer.precision_plugin.train_step_context():
-            logprobs = module.policy(ids, mask, batch.temperature, False, groups).logprobs
-        error = torch.where(mask, (logprobs - batch.behavior_logprobs[rows, :length]).abs(), 0.0).float()
+            stats = module.policy(ids, mask, batch.temperature, False, groups, head_ids=part_of(batch.head_ids))
+        of_rows = batch.replace(loss_mask=mask, head_logprobs=part_of(batch.head_logprobs))
+        behavior = batch.behavior_logprobs[rows, :length]
+        log_ratio = torch.where(mask, on_support(stats, of_rows).logprobs - behavior, 0.0)
+        if copies is not None:  # those of the present weights are the step's own
+            self.replayed.append((log_ratio[mask], behavior[mask]))
+        error = log_ratio.abs().float()
         return torch.stack([error.sum(), mask.sum().float(), error.max()])
 
     def _judge(self, trainer: AnyTrainer, data: Any, version: int, sums: Float[Tensor, " 3"]) -> None:

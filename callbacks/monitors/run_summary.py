@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
+from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
 from lit_async_rl.callbacks.monitors.staleness_monitor import StalenessMonitor
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
@@ -96,6 +97,9 @@ class RunSummary(pl.Callback):
             table.add_row("tokens generated", f"{self.stats.num_tokens:,}")
         if self._restarts:
             table.add_row("engine restarts", self._restarts)
+        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(monitor, FreshDataMonitor) and monitor.broken:
+                table.add_row("fresh data", f"engine and trainer disagree: {monitor.broken}")
         for judge in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(judge, BottleneckVerdict) and judge.collapse is not None:
                 table.add_row("training is collapsing", judge.collapse)

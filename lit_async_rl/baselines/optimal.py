@@ -190,4 +190,4 @@ class OptimalBaseline:
 def _support(batch: RolloutBatch) -> Support | None:
     if batch.head_ids is None or batch.head_logprobs is None or batch.head_ids.shape[-1] == 0:
         return None
-    return Support(batch.head_ids, known_support(batch.head_logprobs, batch.loss_mask))
+    return Support(batch.head_ids, known_support(batch.head_logprobs, batch.loss_mask, batch.truncated))

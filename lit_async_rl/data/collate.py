@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lit_async_rl.advantages.group import AdvantageEstimator
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.expert_choices import OWN_CHOICE
 from lit_async_rl.losses.aggregation import Aggregation
 from lit_async_rl.sampler_head import SamplerHead, blank_head, join_heads
@@ -49,6 +50,7 @@ def collate_step(
     num_micro_batches: int,
     pad_token_id: int,
     temperature: float,
+    truncated: bool = False,
     keep_groups_whole: bool = False,
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; token weights are normalized over the whole step.
@@ -77,7 +79,9 @@ def collate_step(
     parts = split_units(units, num_micro_batches)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     recorded = _head_width(rollouts), _experts_shape(rollouts)
-    return [_pad(part, pad_token_id, temperature, *recorded) for part in parts]
+    if truncated and not recorded[0] and any(rollout.completion_ids for rollout in rollouts):
+        raise InvariantError("completions of a truncated sampler came without the tokens that it could choose")
+    return [_pad(part, pad_token_id, temperature, truncated, *recorded) for part in parts]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
@@ -116,6 +120,7 @@ def _pad(
     rows: Sequence[_Row],
     pad_token_id: int,
     temperature: float,
+    truncated: bool,
     head_width: int | None,
     experts_shape: tuple[int, int] | None,
 ) -> RolloutBatch:
@@ -142,6 +147,7 @@ def _pad(
         rewards=torch.tensor([row.rollout.reward for row in rows] or [0.0]),
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
         temperature=temperature,
+        truncated=truncated,
         max_staleness=torch.tensor(bounds),
         **_heads(completion, [rollout.head for rollout in rollouts if rollout.head is not None], head_width),
         experts=_experts(attention_mask.shape, rollouts, experts_shape),
@@ -149,9 +155,10 @@ def _pad(
 
 
 def _head_width(rollouts: Sequence[Rollout]) -> int | None:
-    """Entries per token of the step's recorded distributions; None unless every rollout has them."""
-    heads = [rollout.head for rollout in rollouts if rollout.head is not None]
-    return heads[0].width if heads and len(heads) == len(rollouts) else None
+    """Entries per token of the step's recorded distributions; None unless every rollout with tokens has them."""
+    heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.completion_ids]
+    known = [head for head in heads if head is not None]
+    return known[0].width if known and len(known) == len(heads) else None
 
 
 def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width: int | None) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from dataclasses import replace
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted
 from lit_async_rl.advantages.turns import TurnAdvantageEstimator
@@ -17,6 +19,32 @@ from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
 
 NUM_INSPECTED = 100  # prompts that are asked whether they are text or messages
+log = logging.getLogger(__name__)
+
+
+def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> SamplingParams:
+    """The sampling parameters of training completions, which record what a truncated sampler could choose.
+
+    Without it importance ratios would compare a distribution over a few tokens with one over all. Says in one line that
+    `head` was set. Engines that make tokens up are left alone.
+
+    Raises:
+        ValueError: sampling is truncated, and the engine does not record what it samples from.
+    """
+    if not sampling.truncates or (engine is not None and not engine.has_model):
+        return sampling
+    cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    names = ", ".join(f"data.sampling.{name}={getattr(sampling, name)}" for name, is_set in cuts.items() if is_set)
+    if engine is not None and not engine.records_heads:
+        raise ValueError(
+            f"{names} with data.engine={type(engine).__name__}, which does not record the tokens that a truncated "
+            "sampler can choose: the importance ratios of fresh data would not be 1. Use EmbeddedEngine or vLLM, or "
+            "leave it out."
+        )
+    head = sampling.truncated_head
+    if head != sampling.head:
+        log.info("%s: of each distribution the %s likeliest tokens are recorded (data.sampling.head)", names, head)
+    return replace(sampling, head=head)
 
 
 def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy, sampling: SamplingParams) -> None:
@@ -132,9 +160,12 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
     rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.completion_ids]
     for name, value in asked.items():
         if any(getattr(rollout, name) is None for rollout in rollouts):
+            needed = name == "head" and sampling.truncates  # by top_p, top_k or min_p, whoever asked for it
+            instead = "" if needed else f"Leave data.sampling.{name} out, or record"
+            why = ", and its sampler was truncated: its importance ratios would be wrong" if needed else ""
             raise ValueError(
                 f"data.sampling.{name}={value} with data.admission.folder={admission.folder!r}: this tape was recorded "
-                f"without. Leave data.sampling.{name} out, or record another tape with it."
+                f"without{why}. {instead or 'Record'} another tape with it."
             )
     return tape
 

@@ -104,6 +104,7 @@ class RolloutDataModule(ModelName):
         check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
         check_objects("data", replay=replay, limits=limits)
         self.admission, self.intake = admission or Bounded(), intake or Intake()
+        asked, sampling = sampling, compatibility.with_support(sampling, engine)
         self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
@@ -116,7 +117,7 @@ class RolloutDataModule(ModelName):
         self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
         self.sampling, self.scoring, self.limits, self.replay = sampling, scoring, limits, replay
         self.validation, self.keep_groups_whole = validation, False
-        self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
+        self.val_sampling = validation.sampling or replace(asked, head=None, experts=False)
         compatibility.check_bound(self.admission, max_staleness)
         compatibility.check_engine(engine, reward, self.admission, sampling)
         engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
@@ -147,6 +148,7 @@ class RolloutDataModule(ModelName):
             advantage=self.advantage,
             pad_token_id=self.codec.pad_token_id,
             temperature=self.sampling.temperature,
+            truncated=self.sampling.truncates and self.engine.has_model,
             keep_groups_whole=self.keep_groups_whole,
             **settings,
         )

@@ -10,6 +10,8 @@ from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import FinishReason, Prompt, Turn
 from lit_async_rl.utils.checks import check_range
 
+SUPPORT_TOKENS = 64  # recorded of a support of unknown size, half a kilobyte for each sampled token
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -26,7 +28,8 @@ class SamplingParams:
             tokenizer and chat template name; None is their union, an empty list lets nothing end a completion.
         head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
             likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
-            and the replay of truncated supports need it.
+            and the replay of truncated supports need it. Training samples with `top_p`, `top_k` or `min_p` have at
+            least `truncated_head` of them unless it says another number.
         experts: record the experts that the model's routers choose for every token of prompt and completion; the
             trainer then uses the same (router replay).
         stop: strings that end the completion, at the token that completes the first of them. All tokens train,
@@ -69,6 +72,19 @@ class SamplingParams:
         """Tokens that end a completion of a model with the end tokens `eos_token_ids`."""
         own = tuple(eos_token_ids) if self.end_token_ids is None else self.end_token_ids
         return own + self.stop_token_ids
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from fewer than the whole vocabulary: top-p, top-k or min-p."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def truncated_head(self) -> int | None:
+        """Tokens to record of a truncated distribution: `top_k`, which is all of it, or `SUPPORT_TOKENS` without.
+
+        `head` if that is positive, or if nothing is truncated.
+        """
+        return self.head if self.head or not self.truncates else self.top_k or SUPPORT_TOKENS
 
     @property
     def distribution(self) -> dict[str, float]:
