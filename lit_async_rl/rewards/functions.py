@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
+from lit_async_rl.rewards.answers import read_answer
 from lit_async_rl.rewards.graders import load_reward
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.isolation import IsolatedFunction
@@ -36,11 +37,24 @@ def share_correct(prompt: Prompt, completion: str) -> float:
 def last_number(prompt: Prompt, completion: str) -> float:
     """1 if the last number in the completion is the answer, else 0. A minus counts after a space only.
 
+    The answer may have thousands separators, a unit or a percent sign, which is left out; a fraction or a mixed number
+    is compared with the last one of the completion.
+
     Raises:
-        ValueError: the prompt has no answer.
+        ValueError: the prompt has no answer, or one that is not a number.
     """
-    numbers = re.findall(r"(?:(?<!\S)-)?\d+(?:\.\d+)?", completion.replace(",", ""))
-    return float(bool(numbers) and float(numbers[-1]) == float(reference_answer(prompt)))
+    answer = reference_answer(prompt)
+    reference = read_answer(answer)
+    if reference.number is None:
+        raise ValueError(
+            f"last_number needs a number as the reference answer, got {answer[:100]!r}: use MathVerify or exact_match"
+        )
+    number = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    if "/" in answer:
+        number = rf"(?:\d+ +)?\d+/\d+|{number}"
+    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", ""))
+    last = read_answer(found[-1]).number if found else None
+    return float(last is not None and last == reference.number)
 
 
 class MathVerify:

@@ -9,19 +9,41 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lit_async_rl.rewards import answers
+
 
 def math_grader() -> Callable[[str, str], bool | None]:
-    """Makes `grade(reference, completion)`: whether the final answers are equal; None for an unparsable reference."""
+    """Makes `grade(reference, completion)`: whether the final answers are equal; None for an unparsable reference.
+
+    Numbers, quantities and words are read by `rewards.answers`, on both sides; all else is the library's.
+    """
     import math_verify
 
     for module in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(module).setLevel(logging.CRITICAL)
 
+    # no timeouts of the library: they are signals, which cannot interrupt native code
+    parse = functools.partial(math_verify.parse, parsing_timeout=None)
+
     def grade(reference: str, completion: str) -> bool | None:
-        # no timeouts of the library: they are signals, which cannot interrupt native code
-        parse = functools.partial(math_verify.parse, parsing_timeout=None)
-        gold = parse(f"${reference}$")
-        return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None)) if gold else None
+        right = answers.read_answer(reference)
+        if right.words is not None:
+            if not right.words:
+                return None
+            return answers.is_right_in_words(right.words, answers.final_words(completion))
+        formula = right.math or ""
+        gold = parse(formula if "$" in formula or "\\[" in formula or "\\(" in formula else f"${formula}$")
+        if not gold:
+            return None
+        boxed = answers.final_answer(completion)
+        given = None if boxed is None else answers.read_answer(boxed)
+        if given is None or given.number is None:
+            return bool(math_verify.verify(gold, parse(answers.improper(completion)), timeout_seconds=None))
+        if right.number is not None and not right.is_percentage and not given.is_percentage:
+            larger = max(abs(right.number), abs(given.number))
+            if right.number == given.number or larger < answers.SMALL:
+                return abs(right.number - given.number) <= larger / 10**6
+        return bool(math_verify.verify(gold, parse(f"${given.math}$"), timeout_seconds=None))
 
     grade("1", "$1$")  # triggers its lazy imports
     return grade
