@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.prompts.in_memory import as_source
@@ -25,6 +26,9 @@ class Scoring:
         tries: a prompt whose scoring fails (the reward raises or times out) that many times is skipped with a warning,
             and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
             ends it at the first failure.
+        resume_rewards: what a resume does with saved rewards if the reward, its settings, the environment or the
+            answers of the prompts are others than in the checkpoint: `anew` samples these groups again, with the replay
+            buffer and the pass rates of prompts begun anew; `keep` keeps all of them.
 
     Raises:
         ValueError: a setting is out of range.
@@ -33,13 +37,18 @@ class Scoring:
     workers: int = 1
     timeout_s: float = 60.0
     tries: int | None = None
+    resume_rewards: Literal["anew", "keep"] = "anew"
 
     def __post_init__(self) -> None:
         check_range("data.scoring", "positive", workers=self.workers, timeout_s=self.timeout_s, tries=self.tries)
+        if self.resume_rewards not in ("anew", "keep"):
+            raise ValueError(f"data.scoring.resume_rewards must be anew or keep, got {self.resume_rewards!r}")
 
     def make_scorer(self, reward: Reward | None) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
-        return Scorer(reward, self.workers, self.timeout_s, self.tries)
+        scorer = Scorer(reward, self.workers, self.timeout_s, self.tries)
+        scorer.keeps_rewards = self.resume_rewards == "keep"
+        return scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +60,8 @@ class Validation:
         num_samples: completions per prompt; more than one adds pass@k.
         batch_size: prompts sampled together.
         sampling: sampling parameters; None is `data.sampling`.
-        success_reward: minimum reward of a correct completion.
+        success_reward: minimum reward of a correct completion; None is full marks of a reward that declares itself a grader (1 for
+            those of this library), and 0.5 for any other.
 
     Raises:
         ValueError: a setting is out of range.
@@ -61,10 +71,11 @@ class Validation:
     num_samples: int = 1
     batch_size: int = 128
     sampling: SamplingParams | None = None
-    success_reward: float = 1.0
+    success_reward: float | None = None
 
     def __post_init__(self) -> None:
         check_range("data.validation", "positive", num_samples=self.num_samples, batch_size=self.batch_size)
+        check_range("data.validation", "finite", success_reward=self.success_reward)
         object.__setattr__(self, "prompts", self.source)
 
     @property

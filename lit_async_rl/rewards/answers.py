@@ -57,7 +57,7 @@ class Answer:
 
 def read_answer(text: str) -> Answer:
     """Reads the text of a final answer, without `\\boxed{}`."""
-    text = _unwrapped(text.strip())
+    text = bare_formula(text.strip())
     plain = _TEXT.sub(r" \1 ", text) if "\\" in text else text
     plain = " ".join(plain.replace("\\,", " ").replace("\\ ", " ").replace("~", " ").split())
     if (number := read_quantity(plain)) is not None:
@@ -116,7 +116,7 @@ def final_words(completion: str) -> str:
         lines = [line for line in completion.splitlines() if line.strip()] or [""]
         announced = re.findall(r"(?i)\banswer(?: is|:)[:\s]*([^\n]+)", completion)
         boxed = announced[-1] if announced else lines[-1]
-    return normal_words(_TEXT.sub(r" \1 ", _unwrapped(boxed.strip())))
+    return normal_words(_TEXT.sub(r" \1 ", bare_formula(boxed.strip())))
 
 
 def is_right_in_words(reference: str, answer: str) -> bool:
@@ -146,8 +146,8 @@ def improper(text: str) -> str:
     return re.sub(r"(?<![\w.,/^])(\d{1,9}) (\d{1,4})/([1-9]\d{0,3})(?![\w/])", fraction, text)
 
 
-def _unwrapped(text: str) -> str:
-    """Without the delimiters of a formula that is the whole text."""
+def bare_formula(text: str) -> str:
+    """Text without a box, and without the delimiters of a formula that is the whole text."""
     if (boxed := final_answer(text)) is not None:
         text = boxed.strip()
     for begin, end in (("\\[", "\\]"), ("\\(", "\\)"), ("$$", "$$"), ("$", "$")):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lit_async_rl.rewards import answers
+from lit_async_rl.utils.checks import as_reward
 
 
 def math_grader() -> Callable[[str, str], bool | None]:
@@ -63,17 +64,30 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
     return grade
 
 
-def load_reward(path: str) -> Callable[[Any, str], float]:
-    """Imports the reward function `package.module.name`, and checks that it returns numbers."""
-    importlib.import_module("lit_async_rl.types")  # prompts need it; imported here, outside of the limits of calls
+def load_reward(path: str) -> Callable[[Any, str | None], Any]:
+    """Imports the reward function `package.module.name`, and checks that it returns numbers.
+
+    Called without a completion, it returns that with the prompt's reference answer; and without a prompt, full marks
+    and whether there is partial credit, or None for a reward that is no grader.
+    """
+    # prompts need `types`; imported here, outside of the limits of calls
+    references_of = importlib.import_module("lit_async_rl.rewards.references").references_of
     module, _, name = path.rpartition(".")
     reward: Callable[[Any, str], Any] = getattr(importlib.import_module(module), name)
 
-    def call(prompt: Any, completion: str) -> float:
+    references = references_of(reward)
+
+    def call(prompt: Any, completion: str | None) -> Any:
+        if prompt is None or completion is None:
+            if references is None:
+                return None
+            if prompt is None:
+                return references.full_marks, references.partial_credit
+            return references.completion(prompt)
         value = reward(prompt, completion)
         try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"returned {value!r:.200}, which is not a number") from None
+            return as_reward(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"returned {error}") from None
 
     return call

@@ -56,6 +56,7 @@ class Scorer:
 
     Attributes:
         clock: clock of the timeouts.
+        keeps_rewards: whether a resume keeps rewards that another reward, environment or other answers gave.
         identity: of the reward as it was given, see `reward_identity`; None without one.
     """
 
@@ -65,6 +66,7 @@ class Scorer:
         check_range("data.scoring", ">= 1", workers=num_workers, tries=max_tries)
         check_range("data.scoring", "positive", timeout_s=timeout_s)
         self.reward, self.identity = reward, None if reward is None else reward_identity(reward)
+        self.keeps_rewards = False
         self.clock = AwakeClock()
         self.timeout_s, self.num_workers = timeout_s, num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

@@ -226,6 +226,9 @@ class PolicyModule(WholeSteps):
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.validator.compute(), prog_bar=True)
+        if self.trainer.is_global_zero:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            data.held_out.watch(sample.reward for sample in self.validator.samples)
         self.validator.end()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
