@@ -161,6 +161,7 @@ from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match
 from .rewards.functions import last_number as last_number
 from .rewards.functions import share_correct as share_correct
+from .rewards.references import grades as grades
 from .rollouts.filters import DynamicSampling as DynamicSampling
 from .rollouts.filters import GroupFilter as GroupFilter
 from .rollouts.filters import OverlongFilter as OverlongFilter

@@ -34,8 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class Bounds(NamedTuple):
-    """How far fresh data may be from the identity: of the mean ratio, beside three standard errors; of the mean
-    log-ratio, in nats; of the slope, beside five standard errors.
+    """How far fresh data may be from the identities of `FreshDataMonitor`.
+
+    Attributes:
+        ratio: of the mean ratio, beside three standard errors.
+        log_ratio: of the mean log-ratio, in nats.
+        slope: of the slope, beside five standard errors.
     """
 
     ratio: float

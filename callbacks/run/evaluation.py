@@ -195,7 +195,9 @@ class Evaluation(pl.Callback):
     def _finish(self, trainer: pl.Trainer) -> dict[str, float]:
         if self._run is None:
             raise InvariantError("no evaluation is running")
-        result = self._run.result(rollout_data(trainer, "Evaluation").validation.success_reward, self.ks)
+        held_out = rollout_data(trainer, "Evaluation").held_out
+        result = self._run.result(held_out.threshold, self.ks)
+        held_out.watch(result.rewards)
         self._run = None
         self.results.append(result)
         metrics = {f"eval/{name}": value for name, value in result.metrics.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from lit_async_rl.data.compatibility import check_ends
 from lit_async_rl.data.dataloaders import PromptFeed
@@ -12,6 +13,7 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.usable import UsableSubset
 from lit_async_rl.rewards.scorer import Scorer, score_all
+from lit_async_rl.rewards.success import SuccessWatch, success_threshold
 from lit_async_rl.types import Prompt, PromptBatch
 
 
@@ -22,11 +24,25 @@ class HeldOut:
         settings: `data.validation`.
         sampling: sampling parameters of their completions.
         make_scorer: scorer of the training reward; called when the first completion is scored.
+        grader: the reward, or the environment in its place.
+
+    Attributes:
+        threshold: reward of a correct completion, `data.validation.success_reward` or its default.
     """
 
-    def __init__(self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer]) -> None:
+    def __init__(
+        self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer], grader: Any
+    ) -> None:
         self._settings, self._sampling, self._make_scorer = settings, sampling, make_scorer
         self._scorer: Scorer | None = None
+        self.threshold = success_threshold(settings.success_reward, grader)
+        is_default = settings.success_reward is None
+        self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
+
+    def watch(self, rewards: Iterable[float]) -> None:
+        """Says once if the rewards of a validation or evaluation do not fit the threshold."""
+        self._watch.add(rewards)
+        self._watch.speak(self.threshold)
 
     def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
         """This rank's batches of the usable prompts; none without `data.validation.prompts`.

@@ -24,6 +24,7 @@ from lit_async_rl.data.step_batches import StepBatches
 from lit_async_rl.distributed.scatter import connect
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
 from lit_async_rl.prompts.in_memory import as_source
@@ -31,6 +32,7 @@ from lit_async_rl.prompts.records import Records
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import NoEngine, Replay
+from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
 from lit_async_rl.rewards.score import Reward
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
@@ -129,8 +131,10 @@ class RolloutDataModule(ModelName):
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self.stream = PromptStream(self.prompts, seed=self.intake.seed)
         self.configured_bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
+        self._reference_check = ReferenceCheck(None)
         self._make_source(engine)
-        self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward))
+        self.intake.use_grader(self._grader)
+        self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward), self._grader)
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
@@ -225,6 +229,7 @@ class RolloutDataModule(ModelName):
     def _make_producer(self, step: int) -> Producer | Replay:
         if self.tape is not None:
             return Replay(self.tape, step, self._slots)
+        self._check_references()
         return Producer(
             engine=self.engine,
             stream=self.stream,
@@ -237,6 +242,23 @@ class RolloutDataModule(ModelName):
             intake=self.intake,
         )
 
+    @property
+    def _grader(self) -> Any:
+        """Whatever gives the rewards: the reward, or the environment of the engine."""
+        if self.reward is None and isinstance(self.engine, EpisodeEngine):
+            return self.engine.grader()
+        return self.reward
+
+    def _check_references(self) -> None:
+        """Begins to run a grader on its own references, in the background."""
+        self._reference_check.close()
+        self._reference_check = ReferenceCheck(self._grader, self.scoring.timeout_s)
+        held_out = self.validation.source
+        sources = [("data.prompts", self.prompts)] + (
+            [] if held_out is None else [("data.validation.prompts", held_out)]
+        )
+        self._reference_check.start((name, sample_prompts(source)) for name, source in sources)
+
     def state_dict(self) -> dict[str, Any]:
         """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.checkpoint`."""
         return self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
@@ -247,6 +269,7 @@ class RolloutDataModule(ModelName):
 
     def stop(self) -> None:
         """Stops the background thread and closes the engine. Safe to call twice."""
+        self._reference_check.close()
         self.held_out.close()
         self._source.stop()
         self._end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
@@ -31,6 +32,9 @@ class Scoring:
         special_tokens: special tokens in the text that rewards, environments, validation and samples get. `tags`: those
             that structure an answer, such as `<think>`, and none that end, begin or pad a text. `none`: no special
             token. `all`: every token, the end token included.
+        resume_rewards: what a resume does with saved rewards if the reward, its settings, the environment or the
+            answers of the prompts are others than in the checkpoint: `anew` samples these groups again, with the replay
+            buffer and the pass rates of prompts begun anew; `keep` keeps all of them.
 
     Raises:
         ValueError: a setting is out of range.
@@ -41,6 +45,7 @@ class Scoring:
     tries: int | None = None
     backoff_s: float = 0.0
     special_tokens: SpecialTokens = "tags"
+    resume_rewards: Literal["anew", "keep"] = "anew"
 
     def __post_init__(self) -> None:
         check_range("data.scoring", "integer positive", workers=self.workers)
@@ -48,10 +53,14 @@ class Scoring:
         if self.special_tokens not in SPECIAL_TOKENS:
             names = ", ".join(SPECIAL_TOKENS)
             raise ValueError(f"data.scoring.special_tokens must be one of {names}, got {self.special_tokens!r}")
+        if self.resume_rewards not in ("anew", "keep"):
+            raise ValueError(f"data.scoring.resume_rewards must be anew or keep, got {self.resume_rewards!r}")
 
     def make_scorer(self, reward: Reward | None) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
-        return Scorer(reward, self.workers, self.timeout_s, self.tries, self.backoff_s)
+        scorer = Scorer(reward, self.workers, self.timeout_s, self.tries, self.backoff_s)
+        scorer.keeps_rewards = self.resume_rewards == "keep"
+        return scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +72,8 @@ class Validation:
         num_samples: completions per prompt; more than one adds pass@k.
         batch_size: prompts sampled together.
         sampling: sampling parameters; None is `data.sampling`.
-        success_reward: minimum reward of a correct completion.
+        success_reward: minimum reward of a correct completion; None is full marks of a reward that declares itself a
+            grader (1 for those of this library), and 0.5 for any other.
 
     Raises:
         ValueError: a setting is out of range.
@@ -73,10 +83,11 @@ class Validation:
     num_samples: int = 1
     batch_size: int = 128
     sampling: SamplingParams | None = None
-    success_reward: float = 1.0
+    success_reward: float | None = None
 
     def __post_init__(self) -> None:
         check_range("data.validation", "integer positive", num_samples=self.num_samples, batch_size=self.batch_size)
+        check_range("data.validation", "finite", success_reward=self.success_reward)
         object.__setattr__(self, "prompts", self.source)
 
     @property

@@ -117,6 +117,11 @@ class RolloutEngine(ABC):
         """Loads the architecture of `model`, a Hugging Face name or folder. Called once, before any other method."""
 
     @property
+    def scoring_identity(self) -> str | None:
+        """What the rewards depend on that come with completions, for resumes; None where nothing is known of it."""
+        return None
+
+    @property
     @abstractmethod
     def max_model_len(self) -> int:
         """Maximum number of prompt and completion tokens of a request."""

@@ -45,6 +45,10 @@ class EngineWrapper(RolloutEngine):
         self.engine.is_used = is_used
 
     @property
+    def scoring_identity(self) -> str | None:
+        return self.engine.scoring_identity
+
+    @property
     def num_slots(self) -> int:  # type: ignore[override]
         return self.engine.num_slots
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
+from lit_async_rl.rewards.references import References
 from lit_async_rl.types import Prompt
 
 
@@ -53,7 +55,14 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`."""
+    """Starts the episodes of an `EpisodeEngine`, whose rewards replace `data.reward`.
+
+    Attributes:
+        references: where an episode ends with one turn that is compared with the prompt's answer, which turn is right:
+            a run then checks a sample of its prompts at the start. None checks nothing.
+    """
+
+    references: ClassVar[References | None] = None
 
     @abstractmethod
     async def start(self, prompt: Prompt) -> Episode:

@@ -18,7 +18,6 @@ import asyncio
 import inspect
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,8 +34,9 @@ from lit_async_rl.environments.conversation import Conversation
 from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
 from lit_async_rl.errors import EnvironmentFailure, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.types import FinishReason
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.rewards.score import reward_identity
+from lit_async_rl.types import FinishReason, Prompt
+from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.log_limit import LimitedLog
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
@@ -44,6 +44,51 @@ from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 WAKE_S = 0.01
 LOCK_S = 1.0  # longest wait of `close` for a thread that submits
 log = logging.getLogger(__name__)
+
+
+class EnvironmentGrader:
+    """Reward of the first turn of a new episode, in the event loop of the environment.
+
+    Args:
+        environment: of the run.
+        loop: that its episodes share.
+        timeout_s: limit of a start and a response together.
+
+    Attributes:
+        references: the environment's, which may be None.
+        name: of its class.
+    """
+
+    def __init__(self, environment: Environment, loop: EnvironmentLoop, timeout_s: float) -> None:
+        self._environment, self._loop, self._timeout_s = environment, loop, timeout_s
+        self.references, self.name = environment.references, type(environment).__name__
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        """Reward of the completion as the only turn.
+
+        Raises:
+            TimeoutError: the environment did not answer in time.
+        """
+        loop = self._loop.enter()
+        try:
+            answer = asyncio.run_coroutine_threadsafe(self._first_turn(prompt, completion), loop)
+            try:
+                return answer.result(self._timeout_s)
+            finally:
+                answer.cancel()
+        finally:
+            self._loop.leave()
+
+    async def _first_turn(self, prompt: Prompt, completion: str) -> float:
+        episode = await self._environment.start(prompt)
+        try:
+            return (await episode.step(completion)).reward
+        finally:
+            close = getattr(episode, "close", None)
+            if close is not None and episode is not self._environment:
+                ended = close()
+                if inspect.isawaitable(ended):
+                    await ended
 
 
 class EpisodeEngine(EngineWrapper):
@@ -142,6 +187,15 @@ class EpisodeEngine(EngineWrapper):
         other._is_successor = True
         other._tasks = EnvironmentTasks(self._tasks.shared)
         return other
+
+    def grader(self) -> EnvironmentGrader:
+        """The environment as a reward of single turns, to check it against reference answers."""
+        return EnvironmentGrader(self.environment, self._tasks.shared, self.policy.timeout_s)
+
+    @property
+    def scoring_identity(self) -> str:
+        """See `RolloutEngine`: of the environment, and how many turns it may answer."""
+        return f"{reward_identity(self.environment)}, max_turns={self.max_turns}"  # type: ignore[arg-type]
 
     def setup(self, model: str) -> None:
         self._codec = TextCodec(model, self.special_tokens)
@@ -379,8 +433,7 @@ class EpisodeEngine(EngineWrapper):
                 talk.episode = await self.environment.start(talk.prompt)
             step_cut = getattr(talk.episode, "step_cut", talk.episode.step)
             observation: Observation = await (step_cut if is_cut else talk.episode.step)(text)
-            if not math.isfinite(observation.reward):
-                raise ValueError(f"a reward of {observation.reward}")
+            as_reward(observation.reward)
             talk.add_answer(observation)
             return None if observation.done else self._tokenizer.encode_continuation(observation.text)
         except Exception as error:  # also its own TimeoutError, which is none of `step_timeout_s`

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
 
 CHECKED_AT_START = 10_000  # prompts; others are checked when they are used first
+NUM_DIGESTED = 1000  # answers of a larger source, spread over it
 log = logging.getLogger(__name__)
 Encode = Callable[[Prompt], Sequence[int]]
 
@@ -21,6 +25,10 @@ class UsablePrompts:
         encode: token ids of a prompt; raises `ValueError` for an invalid one.
         max_tokens: largest prompt length in tokens, besides `source.max_prompt_tokens`; None is no limit.
         why: origin of `max_tokens`, for messages.
+
+    Attributes:
+        answers_digest: of all that rewards see of the prompts that `check` read: answers and metadata; None
+            before it.
     """
 
     def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
@@ -31,6 +39,8 @@ class UsablePrompts:
             self._limit, self._why = max_tokens, why
         self.left_out: set[int] = set()
         self._good: set[int] = set()
+        self._answers = hashlib.sha256()
+        self.answers_digest: str | None = None
 
     def __contains__(self, number: int) -> bool:
         """Whether prompt `number` is usable.
@@ -53,12 +63,24 @@ class UsablePrompts:
         Raises:
             ValueError: see `__contains__`.
         """
-        for number in range(len(self._source) if len(self._source) <= limit else 1):
+        size = len(self._source)
+        for number in range(size if size <= limit else 1):
             number in self  # noqa: B015  for what it raises and remembers
+        if size > limit:
+            for number in range(0, size, max(1, size // NUM_DIGESTED)):
+                self._digest(self._source[number])
+        self.answers_digest = self._answers.hexdigest()[:16]
+
+    def _digest(self, prompt: Prompt) -> None:
+        if self.answers_digest is None:
+            seen = json.dumps([prompt.answer, _stable(prompt.metadata)], ensure_ascii=True)
+            self._answers.update(seen.encode())
 
     def _problem(self, number: int) -> str | None:
         try:
-            num_tokens = len(self._encode(self._source[number]))
+            prompt = self._source[number]
+            self._digest(prompt)
+            num_tokens = len(self._encode(prompt))
         except ValueError as error:
             where = self._source.where(number)
             return str(error) if where in str(error) else f"{where}: {error}"
@@ -75,6 +97,17 @@ class UsablePrompts:
             raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ...
             log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; now %s", count, total, problem)
+
+
+def _stable(value: Any) -> Any:
+    """Metadata in a form that is the same in every process; of an object without one only its type."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return sorted(((repr(key), _stable(part)) for key, part in value.items()), key=lambda pair: pair[0])
+    if isinstance(value, list | tuple):
+        return [_stable(part) for part in value]
+    return type(value).__qualname__
 
 
 class UsableSubset(PromptSource):

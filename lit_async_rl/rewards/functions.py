@@ -6,11 +6,14 @@ import importlib.util
 import re
 from collections.abc import Sequence
 
+from lit_async_rl.rewards.answers import bare_formula, read_answer
 from lit_async_rl.rewards.graders import load_reward
+from lit_async_rl.rewards.references import References, grades
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.isolation import IsolatedFunction
 
 
+@grades(lambda prompt: prompt.answer)
 def exact_match(prompt: Prompt, completion: str) -> float:
     """1 if the completion equals the answer up to surrounding whitespace, else 0.
 
@@ -20,6 +23,7 @@ def exact_match(prompt: Prompt, completion: str) -> float:
     return float(completion.strip() == reference_answer(prompt).strip())
 
 
+@grades(lambda prompt: prompt.answer, partial_credit=True)
 def share_correct(prompt: Prompt, completion: str) -> float:
     """Share of characters equal to the answer at the same position; 1 only for the answer itself.
 
@@ -34,16 +38,39 @@ def share_correct(prompt: Prompt, completion: str) -> float:
     return right / longer if longer else 1.0
 
 
+@grades(lambda prompt: prompt.answer)
 def last_number(prompt: Prompt, completion: str) -> float:
     """1 if the last number in the completion is the answer, else 0. A minus counts after a space only.
 
+    The answer may have thousands separators, a unit or a percent sign, which is left out; a fraction or a mixed number
+    is compared with the last one of the completion.
+
     Raises:
-        ValueError: the prompt has no answer.
+        ValueError: the prompt has no answer, or one that is not a number.
     """
-    numbers = re.findall(r"(?:(?<!\S)-)?\d+(?:\.\d+)?", completion.replace(",", ""))
-    return float(bool(numbers) and float(numbers[-1]) == float(reference_answer(prompt)))
+    answer = reference_answer(prompt)
+    reference = read_answer(answer)
+    if reference.number is None:
+        raise ValueError(
+            f"last_number needs a number as the reference answer, got {answer[:100]!r}: use MathVerify or exact_match"
+        )
+    number = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    if "/" in answer:
+        number = rf"(?:\d+ +)?\d+/\d+|{number}"
+    found = re.findall(rf"(?:(?<!\S)-)?(?:{number})", completion.replace(",", ""))
+    last = read_answer(found[-1]).number if found else None
+    return float(last is not None and last == reference.number)
 
 
+def _in_a_box(prompt: Prompt) -> str | None:
+    """The answer as a model writes it; one that is written so already, as it is."""
+    if prompt.answer is None:
+        return None
+    answer = final_part(prompt.answer)
+    return answer if "\\boxed" in answer else f"\\boxed{{{bare_formula(answer)}}}"
+
+
+@grades(_in_a_box)
 class MathVerify:
     """1 if the final answer of the completion is mathematically equal to the reference (`1/2` and `0.5`), else 0.
 
@@ -71,7 +98,7 @@ class MathVerify:
         Raises:
             ValueError: the prompt has no answer, or one that cannot be parsed.
         """
-        reference = reference_answer(prompt).rpartition("####")[2].strip()
+        reference = final_part(reference_answer(prompt))
         try:
             is_right = self._grade(reference, completion)
         except TimeoutError:
@@ -118,6 +145,18 @@ class IsolatedReward:
         if not isinstance(value, int | float):
             raise RuntimeError(f"{self.reward} sent {type(value).__name__}, which is not a number")
         return float(value)
+
+    def ask_references(self) -> References | None:
+        """`References` of the function, in whose process they are asked; None if it is no grader."""
+        found = self._call(None, None)
+        if found is None:
+            return None
+        return References(lambda prompt: self._call(prompt, None), float(found[0]), bool(found[1]))
+
+
+def final_part(answer: str) -> str:
+    """What follows the last `####` of a worked solution in the format of GSM8K; else the whole answer."""
+    return answer.rpartition("####")[2].strip()
 
 
 def reference_answer(prompt: Prompt) -> str:

@@ -10,19 +10,42 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lit_async_rl.rewards import answers
+from lit_async_rl.utils.checks import as_reward
+
 
 def math_grader() -> Callable[[str, str], bool | None]:
-    """Makes `grade(reference, completion)`: whether the final answers are equal; None for an unparsable reference."""
+    """Makes `grade(reference, completion)`: whether the final answers are equal; None for an unparsable reference.
+
+    Numbers, quantities and words are read by `rewards.answers`, on both sides; all else is the library's.
+    """
     import math_verify
 
     for module in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(module).setLevel(logging.CRITICAL)
 
+    # no timeouts of the library: they are signals, which cannot interrupt native code
+    parse = functools.partial(math_verify.parse, parsing_timeout=None)
+
     def grade(reference: str, completion: str) -> bool | None:
-        # no timeouts of the library: they are signals, which cannot interrupt native code
-        parse = functools.partial(math_verify.parse, parsing_timeout=None)
-        gold = parse(f"${reference}$")
-        return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None)) if gold else None
+        right = answers.read_answer(reference)
+        if right.words is not None:
+            if not right.words:
+                return None
+            return answers.is_right_in_words(right.words, answers.final_words(completion))
+        formula = right.math or ""
+        gold = parse(formula if "$" in formula or "\\[" in formula or "\\(" in formula else f"${formula}$")
+        if not gold:
+            return None
+        boxed = answers.final_answer(completion)
+        given = None if boxed is None else answers.read_answer(boxed)
+        if given is None or given.number is None:
+            return bool(math_verify.verify(gold, parse(answers.improper(completion)), timeout_seconds=None))
+        if right.number is not None and not right.is_percentage and not given.is_percentage:
+            larger = max(abs(right.number), abs(given.number))
+            if right.number == given.number or larger < answers.SMALL:
+                return abs(right.number - given.number) <= larger / 10**6
+        return bool(math_verify.verify(gold, parse(f"${given.math}$"), timeout_seconds=None))
 
     grade("1", "$1$")  # triggers its lazy imports
     return grade
@@ -42,19 +65,31 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
     return grade
 
 
-def load_reward(path: str) -> Callable[..., float]:
-    """Imports the reward function `package.module.name`, and checks that it returns numbers."""
-    importlib.import_module("lit_async_rl.types")  # prompts need it; imported here, outside of the limits of calls
+def load_reward(path: str) -> Callable[..., Any]:
+    """Imports the reward function `package.module.name`, and checks that it returns numbers.
+
+    Called without a completion, it returns that with the prompt's reference answer; and without a prompt, full marks
+    and whether there is partial credit, or None for a reward that is no grader.
+    """
+    # prompts need `types`; imported here, outside of the limits of calls
+    references_of = importlib.import_module("lit_async_rl.rewards.references").references_of
     module, _, name = path.rpartition(".")
     reward: Callable[..., Any] = getattr(importlib.import_module(module), name)
 
+    references = references_of(reward)
     wants_ids = "token_ids" in inspect.signature(reward).parameters
 
-    def call(prompt: Any, completion: str, token_ids: tuple[int, ...] = ()) -> float:
+    def call(prompt: Any, completion: str | None, token_ids: tuple[int, ...] = ()) -> Any:
+        if prompt is None or completion is None:
+            if references is None:
+                return None
+            if prompt is None:
+                return references.full_marks, references.partial_credit
+            return references.completion(prompt)
         value = reward(prompt, completion, token_ids=token_ids) if wants_ids else reward(prompt, completion)
         try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"returned {value!r:.200}, which is not a number") from None
+            return as_reward(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"returned {error}") from None
 
     return call

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lit_async_rl.errors import RewardError, StalledError
 from lit_async_rl.rewards.awaiting import Awaiter
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.checks import as_reward
 
+LIMITS = ("timeout_s", "max_memory_gb", "latency_s")
 Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
 
 
@@ -26,8 +27,9 @@ def reward_name(reward: Reward) -> str:
 def reward_identity(reward: Reward) -> str:
     """Name of a reward with the texts and numbers that it was made with; another identity is another reward.
 
-    These are what a `functools.partial` binds, and the constructor's arguments that an object keeps under their names.
-    They appear as a digest: one may be a key, and identities stand in checkpoints and messages.
+    Works for environments, too. Settings may be nested: lists, dictionaries, functions and objects with settings of
+    their own. Limits of time and memory (`timeout_s` and the like) are left out: they change no reward. Settings are what
+    a `functools.partial` binds, and the constructor's arguments that an object keeps under their names. They appear as a digest: one may be a key, and identities stand in checkpoints and messages.
     """
     if isinstance(reward, functools.partial):
         name, given = reward_identity(reward.func), {str(n): value for n, value in enumerate(reward.args)}
@@ -37,7 +39,8 @@ def reward_identity(reward: Reward) -> str:
         name = reward_name(reward)
         known: Iterable[str] = () if hasattr(reward, "__qualname__") else inspect.signature(kind.__init__).parameters
         given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
-    plain = {argument: value for argument, value in given.items() if isinstance(value, str | int | float)}
+    known_values = {name: _identity(value) for name, value in given.items() if not name.endswith(LIMITS)}
+    plain = {argument: value for argument, value in known_values.items() if value is not None}
     digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
     return f"{name}({', '.join(plain)}: {digest})" if plain else name
 
@@ -48,6 +51,22 @@ def wants_token_ids(reward: Callable[..., Any]) -> bool:
         return "token_ids" in inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a function in C, which does not tell
         return False
+
+
+def _identity(value: Any) -> Any:
+    """A setting in a form whose `repr` is the same in every process; None for what has no such form."""
+    if isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        parts = [_identity(part) for part in value]
+        return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts
+    if isinstance(value, Mapping):
+        return sorted(((repr(key), _identity(part)) for key, part in value.items()), key=repr)
+    if isinstance(value, functools.partial) or inspect.isroutine(value):
+        return reward_identity(value)
+    if callable(value) and not isinstance(value, type):
+        return reward_identity(value)
+    return None
 
 
 def score(
@@ -80,11 +99,6 @@ def score(
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
-        number = float(value)
-    except OverflowError:
-        raise RewardError(f"{where} returned a number that is too large; a reward must be finite") from None
-    except (TypeError, ValueError):
-        raise RewardError(f"{where} returned {value!r}, which is not a number") from None
-    if not math.isfinite(number):
-        raise RewardError(f"{where} returned {number}; a reward must be finite")
-    return number
+        return as_reward(value)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{where} returned {error}") from None

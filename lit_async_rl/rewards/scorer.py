@@ -57,6 +57,7 @@ class Scorer:
 
     Attributes:
         clock: clock of the timeouts.
+        keeps_rewards: whether a resume keeps rewards that another reward, environment or other answers gave.
         identity: of the reward as it was given, see `reward_identity`; None without one.
     """
 
@@ -71,6 +72,7 @@ class Scorer:
         check_range("data.scoring", "integer >= 1", workers=num_workers)
         self.policy = TryPolicy(owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s)
         self.reward, self.identity = reward, None if reward is None else reward_identity(reward)
+        self.keeps_rewards = False
         self.clock = AwakeClock()
         self.timeout_s = timeout_s
         self.num_workers = num_workers

@@ -100,7 +100,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     if (found := state.get("format")) != FORMAT:
         raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
     saved = unpack_groups(state["groups"])
-    changed = _changed_settings(state["settings"], _settings(producer))
+    changed, has_new_rewards = _changed_settings(state["settings"], _settings(producer), producer.scorer.keeps_rewards)
     deadlines = {group.index: group.deadline for group in saved}
     kept = producer.admission.restore(state["admission"], {} if changed else deadlines)
     again = [group.position for group in saved if group.index not in kept]
@@ -111,7 +111,10 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
-    producer.intake.restore(state["pass_rates"], state.get("successes", {}))
+    if has_new_rewards:
+        log.warning("resume: the pass rates of prompts are measured anew")
+    else:
+        producer.intake.restore(state["pass_rates"], state.get("successes", {}))
     if state["random_state"]:
         _restore_random_state(producer.listener, state["random_state"]["engine"].cpu())
     _file(producer, [group for group in saved if group.index in kept])
@@ -152,11 +155,15 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
         producer.listener.submit(requests)
 
 
+_ENVIRONMENT = "the environment of data.engine"
+_ANSWERS = "the digest of the answers of data.prompts"
+_REWARD_SETTINGS = "data.reward", _ENVIRONMENT, _ANSWERS
 # Of sampling: settings that older checkpoints do not have.
 _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": None}
 
 
 def _settings(producer: Producer) -> dict[str, Any]:
+    usable = producer.stream.usable
     return {
         "data.intake.seed": producer.stream.seed,
         "number of data.prompts": len(producer.stream.source),
@@ -164,11 +171,15 @@ def _settings(producer: Producer) -> dict[str, Any]:
         "data.sampling": asdict(producer.book.sampling),
         "data.reward": producer.scorer.identity,
         "data.scoring.special_tokens": producer.book.codec.special_tokens,
+        _ENVIRONMENT: producer.listener.engine.scoring_identity,
+        _ANSWERS: None if usable is None else usable.answers_digest,
     }
 
 
-def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, with both values; groups of the checkpoint are of no use then.
+def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_rewards: bool) -> tuple[list[str], bool]:
+    """Settings that differ, with both values; groups of the checkpoint are of no use then. And whether rewards would.
+
+    With `keeps_rewards`, those on which rewards depend are named in a log line instead.
 
     Raises:
         ValueError: one on which the order of prompts depends changed.
@@ -180,11 +191,19 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
                 "could not go on. " + START_ANEW
             )
     before, after = _flat(saved), _flat(now)
-    return [
-        f"{name} is {value!r} and was {before.get(name)!r}"
+    unknown = {name for name in _REWARD_SETTINGS[1:] if name not in saved}  # to older checkpoints
+    if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
+        unknown.add(_ANSWERS)
+    found = {
+        name: f"{name} is {value!r} and was {before.get(name)!r}"
         for name, value in after.items()
-        if before.get(name) != value
-    ]
+        if name not in unknown and before.get(name) != value
+    }
+    of_rewards = [name for name in _REWARD_SETTINGS if name in found]
+    if of_rewards and keeps_rewards:
+        kept = "; ".join(found.pop(name) for name in of_rewards)
+        log.warning("resume: %s, and saved rewards are kept (data.scoring.resume_rewards: keep)", kept)
+    return list(found.values()), bool(of_rewards) and not keeps_rewards
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

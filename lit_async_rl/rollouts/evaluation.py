@@ -89,6 +89,7 @@ class EvaluationResult:
         metrics: `pass@1`, `pass@k` and `reward`, averages over all prompts, and `<data set>/pass@1` and so on.
         num_unscored: prompts excluded because a completion could not be scored.
         seconds: from the first request to the last reward.
+        rewards: of all scored completions.
     """
 
     version: int
@@ -98,6 +99,7 @@ class EvaluationResult:
     metrics: dict[str, float]
     num_unscored: int
     seconds: float
+    rewards: tuple[float, ...] = ()
 
 
 @dataclass
@@ -263,4 +265,5 @@ class EvaluationRun:
             metrics={name: sum(values) / len(values) for name, values in sums.items()},
             num_unscored=len(self._open) - len(scored),
             seconds=self.seconds,
+            rewards=tuple(reward for item in scored for reward in item.rewards if reward is not None),
         )

@@ -9,10 +9,12 @@ from typing import Any
 
 from lit_async_rl.prompts.curriculum import Curriculum, PassRates
 from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.rewards.success import SuccessWatch, success_threshold
 from lit_async_rl.rollouts.filters import GroupFilter
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.checks import check_range
 
+WATCHED_GROUPS = 64  # then a curriculum says whether its pass rates can be right
 TRAINED, EXPIRED = "trained", "expired"
 UNBEGUN = "unbegun"  # too old before it had a token
 
@@ -48,7 +50,8 @@ class Intake:
         filters: applied in turn to a group that has its rewards; each may change or drop it.
         curriculum: which prompts are skipped; None skips none.
         seed: order of the prompts.
-        success_reward: a rollout with at least this reward is a success, before filters change rewards.
+        success_reward: a rollout with at least this reward is a success, before filters change rewards; None is full
+            marks of a reward that declares itself a grader, and 0.5 for any other.
         stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
         replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
             place or at one time (ROLL Flash, arXiv:2510.11345).
@@ -63,15 +66,21 @@ class Intake:
         filters: list[GroupFilter] | None = None,
         curriculum: Curriculum | None = None,
         seed: int = 0,
-        success_reward: float = 1.0,
+        success_reward: float | None = None,
         stream_groups: bool = False,
         replicate_prompts: bool = False,
     ) -> None:
         check_range("data.intake", "integer", seed=seed)
         self.filters, self.curriculum, self.seed = tuple(filters or ()), curriculum, seed
         self.stream_groups, self.replicate_prompts = stream_groups, replicate_prompts
+        check_range("data.intake", "finite", success_reward=success_reward)
         self.success_reward = success_reward
+        self.threshold = success_threshold(success_reward, None)
         self.reset()
+
+    def use_grader(self, grader: Any) -> None:
+        """Chooses the default of `success_reward` for the run's reward."""
+        self.threshold = success_threshold(self.success_reward, grader)
 
     def reset(self) -> None:
         """Clears all measurements."""
@@ -79,6 +88,7 @@ class Intake:
         self._fates: dict[str, FateTotals] = {}
         self._num_lost: Counter[int] = Counter()  # position -> how often it was lost in a row
         self.num_sampled, self.num_dropped, self.sampled_reward = 0, 0, 0.0
+        self._watch = SuccessWatch("data.intake.success_reward", "pass rates of prompts", self.success_reward is None)
         self._successes: dict[int, float] = {}  # group -> its pass rate, until it was trained on
 
     def next_position(self, stream: PromptStream) -> int:
@@ -89,6 +99,10 @@ class Intake:
         """Filters a scored group of prompt `number`; None if it is dropped."""
         pass_rate = self._pass_rate(group)
         self.num_sampled += 1
+        if self.curriculum is not None and self.num_sampled <= WATCHED_GROUPS:
+            self._watch.add(rollout.reward for rollout in group.rollouts)
+            if self.num_sampled == WATCHED_GROUPS:
+                self._watch.speak(self.threshold)
         self.sampled_reward += sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
         kept: RolloutGroup | None = group
         for one in self.filters:
@@ -135,7 +149,7 @@ class Intake:
         return dict(self._fates)
 
     def _pass_rate(self, group: RolloutGroup) -> float:
-        return sum(rollout.reward >= self.success_reward for rollout in group.rollouts) / len(group.rollouts)
+        return sum(rollout.reward >= self.threshold for rollout in group.rollouts) / len(group.rollouts)
 
     def _count(self, fate: str, number: int, length: float, seconds: float) -> None:
         before, rate = self._fates.get(fate, FateTotals()), self.pass_rates.of(number)

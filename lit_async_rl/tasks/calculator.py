@@ -7,6 +7,7 @@ import re
 
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.rewards.functions import exact_match
+from lit_async_rl.rewards.references import References
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 
@@ -28,6 +29,8 @@ class Calculator(Environment):
     Raises:
         ValueError: a setting is out of range.
     """
+
+    references = References(lambda prompt: prompt.answer)
 
     def __init__(self, latency_s: float = 0.0, max_calls: int = 2) -> None:
         check_range("Calculator", ">= 0", latency_s=latency_s)

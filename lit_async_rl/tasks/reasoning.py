@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lit_async_rl.prompts.sources import check_template
+from lit_async_rl.rewards.references import References
 from lit_async_rl.tasks.splits import MAX_DRAWS, Split, SplitPrompts
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
@@ -83,8 +84,13 @@ class ReasoningGymReward:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ModuleNotFoundError('ReasoningGymReward needs: pip install "lit-async-rl[tasks]"')
         self.answer_tag = answer_tag
+        self.references = References(self._tagged, partial_credit=True)
         self._grade = IsolatedFunction("lit_async_rl.rewards.graders:reasoning_grader", timeout_s)
         self.call_timeout_s = timeout_s
+
+    def _tagged(self, prompt: Prompt) -> str | None:
+        tag = self.answer_tag
+        return prompt.answer if tag is None or prompt.answer is None else f"<{tag}>{prompt.answer}</{tag}>"
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Reward of the completion.

@@ -264,6 +264,9 @@ class PolicyModule(WholeSteps):
         self.log_dict(metrics, prog_bar=True, logger=False if is_within_fit else None)
         if is_within_fit and not self.trainer.sanity_checking:
             log_validation(self.trainer, {name: float(value) for name, value in metrics.items()})
+        if self.trainer.is_global_zero:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            data.held_out.watch(sample.reward for sample in self.validator.samples)
         self.validator.end()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Validator(torch.nn.Module):
             scored = iter(data.held_out.score(asked, data.note_progress, ids))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
-            self._file(prompt, row, row_rewards, data.validation.success_reward)
+            self._file(prompt, row, row_rewards, data.held_out.threshold)
 
     def _file(
         self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success_reward: float

@@ -9,7 +9,9 @@ import math
 import re
 from collections.abc import Mapping
 from numbers import Integral
+from typing import Any
 
+MAX_REWARD = 3.4028234663852886e38  # of float32
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
 _INTERVAL = re.compile(r"in ([\[(])(\S+), (\S+)([\])])")
 
@@ -41,6 +43,34 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         if value is not None and rule and not all(_holds(part, value) for part in rule.split(" and ")):
             also = " and finite" if value == math.inf and "finite" not in rule else ""
             raise ValueError(f"{setting} must be {rule}{also}, got {value}")
+
+
+def as_reward(value: Any) -> float:
+    """A reward as a float: of a bool, a number of Python, `decimal` or `fractions`, or a single one of numpy or torch.
+
+    A text is refused, even if it reads as a number: it is more often a judge's answer that was not parsed.
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: it is not finite, or beyond float32, in which rewards are trained on.
+    """
+    shown = f"{value!r:.200}"
+    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    size = getattr(value, "size", 1)
+    num_values = value.numel() if hasattr(value, "numel") else size
+    if not is_number or num_values != 1 or isinstance(value, str | bytes):
+        raise TypeError(f"{shown}, which is not a number")
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except OverflowError:
+        raise ValueError("a number that is too large; a reward must be finite, and at most 3.4e38") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{shown}, which is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{number}; a reward must be finite")
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{number}; a reward must be finite in float32, and at most 3.4e38")
+    return number
 
 
 def check_objects(owner: str, **settings: object) -> None:

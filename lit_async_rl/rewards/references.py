@@ -1,0 +1,211 @@
+"""Graders checked against their own references, at the start of a run and in the background.
+
+A reward that compares completions with `prompt.answer` may be unable to read some answers: then right completions get 0
+for ever, or wrong ones get 1. A reward that says how a completion with the reference answer looks (`References`) is run
+on a sample of them: each must have full marks for its own answer, and none for another's. Other rewards are never
+called, because a call may cost money.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lit_async_rl.errors import RewardError, StalledError, describe
+from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.rewards.answers import read_answer
+from lit_async_rl.rewards.awaiting import Awaiter
+from lit_async_rl.rewards.score import Reward, reward_name, score
+from lit_async_rl.types import Prompt
+
+NUM_SAMPLES = 64  # references of each source
+NUM_EXAMPLES = 3
+CLOSE_S = 5.0
+log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class References:
+    """The claim of a reward (its attribute `references`) that it grades by reference answers.
+
+    Attributes:
+        completion: a completion with the prompt's reference answer, which has full marks; None for a prompt without
+            one.
+        full_marks: reward of a right answer; also the default of `success_reward`.
+        partial_credit: whether another answer may have a reward between 0 and full marks.
+    """
+
+    completion: Callable[[Prompt], str | None]
+    full_marks: float = 1.0
+    partial_credit: bool = False
+
+
+def grades(completion: Callable[[Prompt], str | None], full_marks: float = 1.0, partial_credit: bool = False) -> Any:
+    """Decorator of a reward function or class that grades by reference answers; arguments as of `References`.
+
+    Example: `@grades(lambda prompt: f"The answer is {prompt.answer}")`.
+    """
+
+    def declare(reward: R) -> R:
+        reward.references = References(completion, full_marks, partial_credit)  # type: ignore[attr-defined]
+        return reward
+
+    return declare
+
+
+def references_of(reward: Any) -> References | None:
+    """Its claim to grade by references; None without one."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    found = getattr(reward, "references", None)
+    return found if isinstance(found, References) else None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A reference that is graded wrong.
+
+    Attributes:
+        prompt: its prompt.
+        problem: its grade, in words.
+    """
+
+    prompt: Prompt
+    problem: str
+
+
+def check_references(
+    reward: Reward,
+    references: References,
+    prompts: Sequence[Prompt],
+    wait: Callable[[Any], float] = Awaiter.once,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> list[Fault]:
+    """Grades each prompt's reference against itself and against the next prompt's with another answer.
+
+    Args:
+        reward: grader, plain or `async`.
+        references: its claim.
+        prompts: those without an answer are left out.
+        wait: returns the result of an `async` reward.
+        is_wanted: asked before each call; False ends the check.
+    """
+    known = [(prompt, text) for prompt in prompts if (text := references.completion(prompt)) is not None]
+    faults = []
+    for n, (prompt, own) in enumerate(known):
+        following = known[n + 1 :] + known[:n]
+        other = next((one for one in following if _differ(one[0].answer, prompt.answer)), None)
+        if not is_wanted():
+            break
+        try:
+            marks = score(reward, prompt, own, wait)
+            wrong = 0.0 if other is None else score(reward, prompt, other[1], wait)
+        except (RewardError, StalledError) as error:
+            faults.append(Fault(prompt, f"cannot be graded ({_cause(error)})"))
+            continue
+        if marks < references.full_marks:
+            faults.append(Fault(prompt, f"has {marks:g} of {references.full_marks:g} for itself"))
+        elif other is not None and (wrong >= references.full_marks or (wrong > 0 and not references.partial_credit)):
+            faults.append(Fault(prompt, f"has {wrong:g} for the answer {_short(other[0].answer)}"))
+    return faults
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    """Whether two answers are surely different: their numbers, where both are numbers, else their texts."""
+    if one is None or other is None:
+        return one is not other
+    first, second = read_answer(one), read_answer(other)
+    if first.number is not None and second.number is not None:
+        return first.number not in (second.number, second.number / 100, second.number * 100)
+    return one.strip().casefold() != other.strip().casefold() and (first.words or one) != (second.words or other)
+
+
+def _cause(error: Exception) -> str:
+    return describe(error.__cause__ if isinstance(error.__cause__, Exception) else error)[:200]
+
+
+def _short(answer: str | None) -> str:
+    text = repr(answer)
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
+
+
+class ReferenceCheck:
+    """Checks a grader in a thread of its own and warns in one line of what it grades wrong; never ends a run.
+
+    Args:
+        reward: grader, or another reward, which is not called.
+        timeout_s: limit of one call, for `async` rewards.
+    """
+
+    def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:
+        self._reward, self._timeout_s = reward, timeout_s
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, sources: Iterable[tuple[str, Sequence[Prompt]]]) -> None:
+        """Begins; `sources` are samples of prompts, each under the name of its setting."""
+        if references_of(self._reward) is None and not hasattr(self._reward, "ask_references"):
+            return
+        samples = [(name, list(prompts)) for name, prompts in sources]
+        self._thread = threading.Thread(target=self._run, args=(samples,), name="reference-check", daemon=True)
+        self._thread.start()
+
+    def _run(self, sources: list[tuple[str, list[Prompt]]]) -> None:
+        awaiter = Awaiter(self._timeout_s)
+        try:
+            references = references_of(self._reward) or self._reward.ask_references()
+            for setting, prompts in sources if references is not None else ():
+                faults = check_references(
+                    self._reward, references, prompts, awaiter.wait, lambda: not self._is_closed.is_set()
+                )
+                if faults and not self._is_closed.is_set():
+                    self._say(setting, faults, len(prompts))
+        except Exception as error:  # of a user's `completion`
+            log.warning("the references of %s could not be checked: %s", self._reward_name, describe(error))
+        finally:
+            awaiter.close()
+
+    @property
+    def _reward_name(self) -> str:
+        return getattr(self._reward, "name", None) or reward_name(self._reward)
+
+    def _say(self, setting: str, faults: list[Fault], num_checked: int) -> None:
+        examples = "; ".join(f"{_short(fault.prompt.answer)} {fault.problem}" for fault in faults[:NUM_EXAMPLES])
+        log.warning(
+            "%s grades %d of %d sampled references of %s wrong: %s%s. Such prompts teach nothing, or what is wrong: "
+            "rewrite these answers, leave them out, or use another reward",
+            self._reward_name,
+            len(faults),
+            num_checked,
+            setting,
+            examples,
+            "; ..." if len(faults) > NUM_EXAMPLES else "",
+        )
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the end of the check; returns whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the check after the call that runs. Safe to call twice."""
+        self._is_closed.set()
+        self.join(CLOSE_S)
+
+
+def sample_prompts(source: PromptSource, number: int = NUM_SAMPLES) -> list[Prompt]:
+    """Prompts spread evenly over a source; unusable ones, which the run names itself, are left out."""
+    size = len(source)
+    found = []
+    for n in sorted({n * size // min(number, size) for n in range(min(number, size))}):
+        try:
+            found.append(source[n])
+        except ValueError:
+            continue
+    return found

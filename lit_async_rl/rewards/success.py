@@ -1,0 +1,64 @@
+"""The reward from which a completion counts as right: in held-out accuracy and in the pass rates of a curriculum."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from lit_async_rl.rewards.references import references_of
+
+DEFAULT = 0.5  # tells 0 from 1, also where a reward has small terms besides them, and -1 from 1
+log = logging.getLogger(__name__)
+
+
+def success_threshold(setting: float | None, grader: Any) -> float:
+    """The setting; where it is None, full marks of a reward that declares itself a grader, else `DEFAULT`."""
+    if setting is not None:
+        return setting
+    references = references_of(grader)
+    return DEFAULT if references is None else references.full_marks
+
+
+class SuccessWatch:
+    """Says once, in one line, if rewards and the threshold do not fit.
+
+    Either no reward reaches it, so that every rate is 0; or the threshold is a default, and rewards other than 0 and 1
+    are told apart by it.
+
+    Args:
+        setting: name of the setting; `rates`: what it decides, for the line.
+        is_default: whether the setting is None.
+    """
+
+    def __init__(self, setting: str, rates: str, is_default: bool) -> None:
+        self._setting, self._rates, self._is_default = setting, rates, is_default
+        self._lowest, self._highest = float("inf"), float("-inf")
+        self._is_binary, self._has_spoken = True, False
+
+    def add(self, rewards: Iterable[float]) -> None:
+        """Adds rewards as they were given, before filters change them."""
+        for reward in rewards:
+            self._lowest, self._highest = min(self._lowest, reward), max(self._highest, reward)
+            self._is_binary = self._is_binary and reward in (-1.0, 0.0, 1.0)
+
+    def speak(self, threshold: float) -> None:
+        """Logs the line, if there is one to log and it was not logged before."""
+        if self._has_spoken or self._lowest == self._highest or self._highest == float("-inf"):
+            return
+        if self._highest >= threshold and (self._is_binary or not self._is_default):
+            return
+        self._has_spoken = True
+        seen = f"rewards so far lie between {self._lowest:.4g} and {self._highest:.4g}"
+        which = f"{self._setting}={threshold:g}" + (" (the default)" if self._is_default else "")
+        if self._highest < threshold:
+            log.warning(
+                "no reward reaches %s, so %s are 0: %s. Set it to that of a right answer", which, self._rates, seen
+            )
+        else:
+            log.warning(
+                "%s count a reward of at least %s as right: %s. Set it if a right answer has another reward",
+                self._rates,
+                which,
+                seen,
+            )
