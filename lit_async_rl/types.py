@@ -226,6 +226,13 @@ class RolloutBatch:
         """Copy of the batch with some fields changed."""
         return RolloutBatch(**{**vars(self), **changes})
 
+    def select(self, rows: Int[Tensor, " n"], length: int) -> RolloutBatch:
+        """Batch of some rows, of their first `length` positions."""
+        width = self.input_ids.shape[1]
+        chosen = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        has_positions = {name for name, value in chosen.items() if value.dim() > 1 and value.shape[1] == width}
+        return self.replace(**{n: v[:, :length] if n in has_positions else v for n, v in chosen.items()})
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RolloutBatch:
         """Copy of the batch on another device; dtypes are unchanged."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

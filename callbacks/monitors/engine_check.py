@@ -168,18 +168,14 @@ class EngineCheck(pl.Callback):
             rows = torch.zeros(1, dtype=torch.long, device=mask.device)
         mask = mask[rows]
         length = max(2, int(mask.any(0).nonzero().max()) + 1) if mask.any() else 2
-        ids, mask, groups = batch.input_ids[rows, :length], mask[:, :length], batch.group_index[rows]
-
-        def part_of(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows, :length]
-
+        few = batch.select(rows, length).replace(loss_mask=mask[:, :length])
+        mask = few.loss_mask
         with with_weights(module.policy, copies), trainer.precision_plugin.train_step_context():
-            stats = module.policy(ids, mask, batch.temperature, False, groups, head_ids=part_of(batch.head_ids))
-        of_rows = batch.replace(loss_mask=mask, head_logprobs=part_of(batch.head_logprobs))
-        behavior = batch.behavior_logprobs[rows, :length]
-        log_ratio = torch.where(mask, on_support(stats, of_rows).logprobs - behavior, 0.0)
+            asked = (few.input_ids, mask, few.temperature, False, few.group_index)
+            stats = on_support(module.policy(*asked, head_ids=few.head_ids), few)
+        log_ratio = torch.where(mask, stats.logprobs - few.behavior_logprobs, 0.0)
         if copies is not None:  # those of the present weights are the step's own
-            self.replayed.append((log_ratio[mask], behavior[mask]))
+            self.replayed.append((log_ratio[mask], few.behavior_logprobs[mask]))
         error = log_ratio.abs().float()
         return torch.stack([error.sum(), mask.sum().float(), error.max()])
 

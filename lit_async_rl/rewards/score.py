@@ -27,9 +27,10 @@ def reward_name(reward: Reward) -> str:
 def reward_identity(reward: Reward) -> str:
     """Name of a reward with the texts and numbers that it was made with; another identity is another reward.
 
-    Works for environments, too. Settings may be nested: lists, dictionaries, functions and objects with settings of
-    their own. Limits of time and memory (`timeout_s` and the like) are left out: they change no reward. Settings are what
-    a `functools.partial` binds, and the constructor's arguments that an object keeps under their names. They appear as a digest: one may be a key, and identities stand in checkpoints and messages.
+    Works for environments, too. Settings are what a `functools.partial` binds, and the constructor's arguments that an
+    object keeps under their names; they may be nested: lists, dictionaries, functions and objects with settings of
+    their own. Limits of time and memory (`timeout_s` and the like) are left out: they change no reward. Settings appear
+    as a digest: one may be a key, and identities stand in checkpoints and messages.
     """
     if isinstance(reward, functools.partial):
         name, given = reward_identity(reward.func), {str(n): value for n, value in enumerate(reward.args)}
