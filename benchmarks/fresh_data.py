@@ -19,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / part) for part in ("he
 
 
 def main() -> None:
+    """Runs the combinations that are not in the file yet, and prints how many held, were refused or broke."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)

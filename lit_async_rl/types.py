@@ -116,6 +116,11 @@ class Rollout:
         """Number of completion tokens that train, by `loss_mask`."""
         return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
 
+    @property
+    def num_policy_tokens(self) -> int:
+        """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
+        return self.num_trained_tokens or len(self.completion_ids)
+
     def add_reward(self, amount: float) -> Rollout:
         """Copy of the rollout with `amount` added to its reward and to that of its last turn."""
         if not amount:
@@ -167,6 +172,7 @@ class RolloutBatch:
         token_weights: weight of each token in the average; sums to 1 over all micro-batches and ranks of the *step*, 0
             where `loss_mask` is False. With streamed groups, only after multiplication by the `gradient_scale`.
         group_index: `RolloutGroup.index` of each row, -1 for padding rows.
+        lengths: tokens of each row's completion that the policy wrote, also where they do not train; None if unknown.
         temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
         truncated: whether the completions were sampled with top-k, top-p or min-p.
         gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the
@@ -190,6 +196,7 @@ class RolloutBatch:
         token_weights: Float[Tensor, "B T"],
         rewards: Float[Tensor, " B"],
         group_index: Int[Tensor, " B"],
+        lengths: Int[Tensor, " B"] | None = None,
         temperature: float = 1.0,
         truncated: bool = False,
         gradient_scale: float = 1.0,
@@ -211,6 +218,7 @@ class RolloutBatch:
         self.token_weights = token_weights
         self.rewards = rewards
         self.group_index = group_index
+        self.lengths = lengths
         self.temperature = temperature
         self.truncated = truncated
         self.gradient_scale = gradient_scale

@@ -48,7 +48,8 @@ class RolloutMonitor(StepMonitor):
         signals: Any = pl_module.stabilizer_signals
         self.reward.update(batch.rewards[real].cpu())
         self.reward_square.update(batch.rewards[real].square().cpu())
-        self.length.update(batch.loss_mask[real].sum(-1).float().cpu())
+        lengths = batch.loss_mask.sum(-1) if batch.lengths is None else batch.lengths
+        self.length.update(lengths[real].float().cpu())
         self.no_signal.update((batch.advantages[real] == 0).all(-1).float().cpu())
         self.entropy.update(signals["entropy"][batch.loss_mask].cpu())
         self.loss.update(signals["loss"].cpu().nan_to_num(nan=torch.inf))  # the metric would leave NaN out
@@ -71,7 +72,7 @@ class RolloutMonitor(StepMonitor):
             "rollout/length_mean": length,
             "rollout/no_signal_share": no_signal,
         }
-        if length > 0:
+        if not entropy.isnan():  # a token trained
             values |= {"policy/entropy": entropy, "policy/loss": loss}
         if reference_kl is not None and not reference_kl.isnan():
             values["policy/reference_kl"] = reference_kl

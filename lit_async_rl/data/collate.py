@@ -146,6 +146,7 @@ def _pad(
         token_weights=torch.where(loss_mask, weights, 0.0),
         rewards=torch.tensor([row.rollout.reward for row in rows] or [0.0]),
         group_index=torch.tensor([row.group_index for row in rows] or [-1]),
+        lengths=torch.tensor([rollout.num_policy_tokens for rollout in rollouts] or [0]),
         temperature=temperature,
         truncated=truncated,
         max_staleness=torch.tensor(bounds),

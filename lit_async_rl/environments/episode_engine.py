@@ -195,7 +195,7 @@ class EpisodeEngine(EngineWrapper):
     @property
     def scoring_identity(self) -> str:
         """See `RolloutEngine`: of the environment, and how many turns it may answer."""
-        return f"{reward_identity(self.environment)}, max_turns={self.max_turns}"  # type: ignore[arg-type]
+        return f"{reward_identity(self.environment)}, max_turns={self.max_turns}"
 
     def setup(self, model: str) -> None:
         self._codec = TextCodec(model, self.special_tokens)

@@ -17,14 +17,14 @@ LIMITS = ("timeout_s", "max_memory_gb", "latency_s")
 Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
 
 
-def reward_name(reward: Reward) -> str:
+def reward_name(reward: Any) -> str:
     """Dotted name of a reward function, or of the class of a callable object."""
     if hasattr(reward, "__qualname__"):
         return f"{reward.__module__}.{reward.__qualname__}"
     return f"{type(reward).__module__}.{type(reward).__qualname__}"
 
 
-def reward_identity(reward: Reward) -> str:
+def reward_identity(reward: Any) -> str:
     """Name of a reward with the texts and numbers that it was made with; another identity is another reward.
 
     Works for environments, too. Settings are what a `functools.partial` binds, and the constructor's arguments that an

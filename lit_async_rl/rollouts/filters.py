@@ -77,7 +77,8 @@ class DynamicSampling(GroupFilter):
 class OverlongPenalty(GroupFilter):
     """R <- R - factor min(1, max(0, L - (max_tokens - buffer_tokens)) / buffer_tokens). DAPO, arXiv:2503.14476, eq. 13.
 
-    L is the number of trained tokens. The penalty of a multi-turn rollout is added to its last turn.
+    L is the number of tokens that the policy wrote, whether or not a filter masks them. The penalty of a multi-turn
+    rollout is added to its last turn.
 
     Args:
         max_tokens: length of the full penalty, usually `data.sampling.max_tokens`.
@@ -98,7 +99,7 @@ class OverlongPenalty(GroupFilter):
         return replace(group, rollouts=tuple(self._penalised(rollout) for rollout in group.rollouts))
 
     def _penalised(self, rollout: Rollout) -> Rollout:
-        excess = rollout.num_trained_tokens - (self.max_tokens - self.buffer_tokens)
+        excess = rollout.num_policy_tokens - (self.max_tokens - self.buffer_tokens)
         return rollout.add_reward(-self.factor * min(1.0, max(0, excess) / self.buffer_tokens))
 
 

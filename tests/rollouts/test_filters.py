@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from flow import fit, make_data, make_module
-from groups import group, simulated
+from groups import collate, group, simulated
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,3 +104,20 @@ def test_filters_act_in_their_order():
     assert accuracy_first.pass_rates.of(0) == 1.0
     shaped_first.trained(kept, 0, 0)
     assert shaped_first.pass_rates.of(0) == 1.0, "a pass rate is that of rewards before they were shaped"
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["filter_first", "penalty_first"])
+def test_a_cut_completion_is_penalised_and_masked_in_either_order(order):
+    filters = [OverlongFilter(), OverlongPenalty(max_tokens=10, buffer_tokens=4)][order]
+    found = group([1.0, 1.0, 1.0], [3, 8, 10], reasons=["stop", "stop", "length"])
+    for one in filters:
+        found = one(found)
+    assert [rollout.reward for rollout in found.rollouts] == [1.0, 0.5, 0.0]
+    assert [rollout.num_trained_tokens for rollout in found.rollouts] == [3, 8, 0]
+
+
+def test_masked_completions_count_in_the_mean_length():
+    found = OverlongFilter()(group([1.0, 0.0], [3, 10], reasons=["stop", "length"]))
+    (batch,) = collate([found], 1)
+    assert sorted(batch.lengths.tolist()) == [3, 10]
+    assert int(batch.loss_mask.sum()) == 3

@@ -1,0 +1,100 @@
+"""A resume with another reward, other answers or another environment samples again, or keeps rewards if asked."""
+
+import lightning.pytorch as pl
+import pytest
+from flow import fit, make_data, make_module
+
+import lit_async_rl as rl
+
+
+def constant(prompt, completion, value=1.0):
+    """A reward with a setting."""
+    return value + 0.01 * len(completion)
+
+
+class Scale:
+    """A reward whose setting is nested."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def __call__(self, prompt, completion):
+        return self.settings["value"] + 0.01 * len(completion)
+
+
+class Episode(rl.Episode):
+    def __init__(self, value):
+        self.value = value
+
+    async def step(self, completion):
+        return rl.Observation(reward=self.value + 0.01 * len(completion), done=True)
+
+
+class Room(rl.Environment):
+    """An environment of one turn, with a setting."""
+
+    def __init__(self, value):
+        self.value = value
+
+    async def start(self, prompt):
+        return Episode(self.value)
+
+
+def data_of(kind, value, keep):
+    answers = [str(value) if kind == "answers" else "1"] * 12
+    prompts = [{"prompt": f"{n}=", "answer": answer} for n, answer in enumerate(answers, 10)]
+    rewards = {
+        "reward": Scale({"value": value, "others": [1, 2]}),
+        "answers": lambda prompt, completion: float(prompt.answer) + 0.01 * len(completion),
+        "environment": None,
+    }
+    settings = dict(engine=rl.EpisodeEngine(rl.EmbeddedEngine(), Room(value))) if kind == "environment" else {}
+    return make_data(
+        prompts=prompts,
+        reward=rewards[kind],
+        groups_per_step=1,
+        group_size=2,
+        max_staleness=3,
+        sampling=rl.SamplingParams(max_tokens=4),
+        resume_rewards="keep" if keep else "anew",
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])
+@pytest.mark.parametrize("kind", ["reward", "answers", "environment"])
+def test_finished_groups_do_not_keep_what_another_reward_gave_unless_asked(kind, keep, tmp_path, caplog):
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(float(batch.rewards.mean()))
+
+        def on_train_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    first = data_of(kind, 1.0, keep)
+    fit(make_module(), first, 2, [Watch()], enable_checkpointing=True)
+    assert all(value < 2 for value in seen)
+    seen.clear()
+    fit(make_module(), data_of(kind, 5.0, keep), 8, [Watch()], str(tmp_path / "last.ckpt"), enable_checkpointing=True)
+    if keep:
+        assert "saved rewards are kept (data.scoring.resume_rewards: keep)" in caplog.text
+        assert seen[-1] > 5
+    else:
+        assert "groups of the checkpoint are sampled anew" in caplog.text
+        assert all(value > 5 for value in seen), seen
+
+
+def test_the_same_settings_keep_their_groups(tmp_path, caplog):
+    data = data_of("reward", 1.0, keep=False)
+
+    class Save(pl.Callback):
+        def on_train_end(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    fit(make_module(), data, 2, [Save()], enable_checkpointing=True)
+    fit(
+        make_module(), data_of("reward", 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt"), enable_checkpointing=True
+    )
+    assert "sampled anew" not in caplog.text
