@@ -108,6 +108,46 @@ CASES = [
 ]
 every_loss = pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.loss))
 
+# settings under which nothing is cut; losses that stand in neither table cut nothing
+NO_CLIP = {"clip_low": math.inf, "clip_high": math.inf}
+WITHOUT_BOUNDS: dict[type[PolicyLoss], dict[str, float | None]] = {
+    PPOClip: NO_CLIP | {"dual_clip": None},
+    MiniRL: NO_CLIP,
+    ASPO: NO_CLIP | {"cap": math.inf},
+    OPSM: NO_CLIP | {"delta": math.inf},
+    CISPO: NO_CLIP,
+    GSPO: NO_CLIP,
+    GSPOToken: NO_CLIP,
+    TOPR: {"negative_low": 0.0, "negative_high": math.inf},
+    DPPO: {"max_increase": math.inf, "max_decrease": math.inf},
+    IPO: {"threshold": math.inf},
+    DPPOBinaryKL: {"threshold": math.inf, "cap": math.inf},
+    M2PO: {"budget": math.inf},
+    M2POAdaptiveClip: {"budget": math.inf},
+    MinPRO: {"cap": math.inf},
+    PNPO: NO_CLIP,
+    SAT: NO_CLIP,
+    ESTR: NO_CLIP | {"tau": math.inf},
+    ScoreCentering: {"low": 0.0, "high": math.inf, "cap": math.inf},
+}
+
+
+def slowly_cut(case: Case, inputs: LossInputs) -> Tensor:
+    """Tokens whose gradient is another than without bounds, by the slow references."""
+    loss, reference = case.loss, case.reference
+    batch = as_batch(inputs)
+    values, grads = reference(batch, loss)
+    if isinstance(loss, BAPO | BAPOReleased):  # its bounds cannot be infinite
+        free_values, free_grads = slow.ppo_clip(batch, PPOClip(clip_low=math.inf, clip_high=math.inf))
+    else:
+        bounds = WITHOUT_BOUNDS.get(type(loss), {})
+        if isinstance(loss, TOPR) and loss.positive_low != loss.positive_high:  # equal: weights that are no ratios
+            bounds = bounds | {"positive_low": 0.0, "positive_high": math.inf}
+        free_values, free_grads = reference(batch, replace(loss, **bounds))  # type: ignore[type-var]
+    if isinstance(loss, GSPO):  # a token's gradient is spread over its completion; its value is its own
+        return torch.tensor(values) != torch.tensor(free_values)
+    return torch.tensor(grads, dtype=torch.float64) != torch.tensor(free_grads, dtype=torch.float64)
+
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 7))
 spreads = st.sampled_from([0.001, 0.1, 0.5, 2.0])
@@ -122,6 +162,24 @@ def test_values_and_gradients_equal_the_slow_reference(case: Case, seed: int, sh
     values, grads = case.reference(as_batch(inputs), case.loss)
     assert_close(output.per_token.detach(), values)
     assert_close(grad, grads)
+    trains = inputs.loss_mask & (inputs.advantages != 0)  # without an advantage there is no gradient to cut
+    assert torch.equal(output.clipped & trains, slowly_cut(case, inputs) & trains)
+
+
+@every_loss
+def test_clipped_tokens_occur_in_every_loss_that_has_bounds(case: Case) -> None:
+    found = torch.zeros(4, 6, dtype=torch.bool)
+    for seed in range(8):
+        found |= run(case.loss, make_inputs(seed, spread=2.0))[0].clipped
+    infinite = {
+        PPOClip(clip_low=math.inf, clip_high=math.inf),
+        MinPRO(cap=math.inf),
+        TOPR(positive_low=0.0, positive_high=math.inf, negative_high=math.inf),
+    }
+    has_bounds = type(case.loss) in {*WITHOUT_BOUNDS, BAPO, BAPOReleased} and case.loss not in infinite
+    if isinstance(case.loss, ScoreCentering):
+        has_bounds = case.loss.weight in {ImportanceWeight.TRUNCATED, ImportanceWeight.MASKED}
+    assert bool(found.any()) is has_bounds
 
 
 @every_loss

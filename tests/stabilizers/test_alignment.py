@@ -65,3 +65,16 @@ def test_a_projection_that_would_leave_only_noise_is_a_skip():
 def test_senseless_thresholds_are_refused(low, high):
     with pytest.raises(ValueError, match=r"GradientAlignmentControl\.(low|high) must be in \["):
         GradientAlignmentControl(low=low, high=high)
+
+
+@given(st.floats(0.0, 0.9), st.floats(0.01, 0.999), st.floats(0.01, 1.0), st.sampled_from(RESIDUALS))
+def test_what_a_projection_leaves_is_at_least_the_smallest_share_of_the_gradient(low, cosine, smallest, residual):
+    """The gradient has length 1; along the direction it has c, of which the projection keeps a share."""
+    if cosine <= low:
+        return
+    share = residual.share(cosine, low)
+    left = math.hypot(share * cosine, math.sqrt(1 - cosine**2))
+    if math.isclose(left, smallest, rel_tol=1e-9):
+        return
+    regime, _ = rule(low=low, residual=residual, min_remainder=smallest).decide(cosine, 0)
+    assert regime == (Regime.PROJECT if left > smallest else Regime.SKIP)

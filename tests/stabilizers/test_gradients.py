@@ -52,6 +52,13 @@ def test_squares_beyond_float32_do_not_overflow():
     assert space.norms(space.gradients()).item() == pytest.approx(5e34, rel=1e-6)
 
 
+def test_one_group_beyond_float32_spoils_neither_its_own_norm_nor_another_groups():
+    small, large = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    small.grad, large.grad = torch.tensor([3.0, 4.0]), torch.tensor([3e20, 4e20])
+    space = GradSpace(nn.Module(), [[small], [large]])
+    assert space.norms(space.gradients()).tolist() == pytest.approx([5.0, 5e20], rel=1e-6)
+
+
 def test_long_vectors_keep_their_digits():
     p = nn.Parameter(torch.zeros(4 * CHUNK + 3))
     p.grad = torch.rand_like(p) + 1

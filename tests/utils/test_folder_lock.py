@@ -7,13 +7,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from lit_async_rl.api.run_folders import set_aside
 from lit_async_rl.cli.commands import main
 from lit_async_rl.replay.tape_writer import TapeWriter
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.csv_logger import CSVLog
-from lit_async_rl.utils.folder_lock import FolderLock, part_name, remove_stale_parts
+from lit_async_rl.utils.folder_lock import FolderLock, lock_path, part_name, remove_stale_parts
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -45,6 +46,17 @@ def test_two_runs_in_one_folder_the_second_is_told_of_the_first(tmp_path, monkey
     lock = FolderLock(runs, "x")  # the kernel took it back
     FolderLock(runs, "y").release()
     lock.release()
+
+
+def test_a_folder_is_free_after_the_last_of_its_owners_in_one_process_and_not_before(tmp_path):
+    owners = [FolderLock(tmp_path, f"owner {n}") for n in range(3)]
+    for owner in owners:
+        with pytest.raises(Timeout):
+            FileLock(lock_path(tmp_path)).acquire(timeout=0)
+        owner.release()
+        owner.release()  # once more changes nothing
+    with FileLock(lock_path(tmp_path)).acquire(timeout=0):
+        pass
 
 
 def test_parts_of_processes_that_are_gone_are_removed(tmp_path):
