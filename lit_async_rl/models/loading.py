@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -71,10 +72,11 @@ def load_policy(
     elif random_init:
         lm = AutoModelForCausalLM.from_config(config, **kwargs)
     else:
-        with announced(f"model {model!r} to be read, or downloaded"):
-            lm = load_pretrained(AutoModelForCausalLM, model, **kwargs)
-        if getattr(lm, "_hf_peft_config_loaded", False):
-            _take_adapters_out(lm, merge=adapter == "merge")
+        with announced(f"model {model!r} to be read, or downloaded"), _without_adapter(model) as plain:
+            lm = load_pretrained(AutoModelForCausalLM, plain, **kwargs)
+        if has_adapter(model) and adapter == "merge":
+            lm = _with_adapter_merged(lm, model)
+        lm.config.name_or_path = model
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     choose_attention(lm, attn_implementation)
     _remove_dropout(lm)
@@ -152,17 +154,26 @@ def base_of(model: str) -> str:
     return str(base)
 
 
-def _take_adapters_out(lm: Any, merge: bool) -> None:
-    """Puts the plain layers back in place of those with adapters, whose changes are added to the weights or dropped."""
-    for name, layer in list(lm.named_modules()):
-        if not hasattr(layer, "get_base_layer"):
-            continue
-        if merge:
-            layer.merge()
-        parent, _, leaf = name.rpartition(".")
-        setattr(lm.get_submodule(parent), leaf, layer.get_base_layer())
-    lm._hf_peft_config_loaded = False
-    lm.requires_grad_(True)  # PEFT froze what is below adapters
+@contextmanager
+def _without_adapter(model: str) -> Iterator[str]:
+    """Name or folder of the weights below an adapter: transformers would put the adapter's layers into the model."""
+    if not has_adapter(model) or base_of(model) != model:
+        yield base_of(model)
+        return
+    with TemporaryDirectory(prefix="without_adapter_") as folder:
+        for path in Path(model).iterdir():
+            if not path.name.startswith("adapter_"):
+                Path(folder, path.name).symlink_to(path.resolve())
+        yield folder
+
+
+def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """The model with the changes of the folder's adapter in its weights, of whatever kind PEFT can merge."""
+    import peft
+
+    adapted: Any = peft.PeftModel.from_pretrained(lm, folder)
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged.requires_grad_(True)
 
 
 def load_config(model: str) -> PreTrainedConfig:

@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from lit_async_rl.models.policy import CausalPolicy, TokenStats
 
 
+PLAIN_SETTINGS = (  # of PEFT, in which an adapter that is trained further must have the defaults
+    "bias",
+    "lora_bias",
+    "modules_to_save",
+    "use_dora",
+    "use_bdlora",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Low-rank adapters (needs `pip install "lit-async-rl[peft]"`); the engine receives the merged weights.
@@ -112,10 +126,13 @@ def _continued(lm: nn.Module, folder: str | None) -> nn.Module:
     config = peft.PeftConfig.from_pretrained(folder)
     if not isinstance(config, peft.LoraConfig):
         raise SetupError(f"{setting}: the adapter is of the type {config.peft_type}, and only LoRA can be continued")
-    if config.modules_to_save or config.bias != "none":
+    # what is sent to engines is a layer's weight with the product of two factors added to it
+    plain = peft.LoraConfig()
+    others = [name for name in PLAIN_SETTINGS if getattr(config, name, None) != getattr(plain, name, None)]
+    if others:
         raise SetupError(
-            f"{setting}: the adapter also holds whole layers or biases (modules_to_save={config.modules_to_save}, "
-            f"bias={config.bias!r}); leave continue_adapter out, and it is merged"
+            f"{setting}: the adapter changes more than weights by two factors ({', '.join(others)} in its "
+            "adapter_config.json); leave continue_adapter out, and it is merged"
         )
     config.lora_dropout = 0.0  # ratios would not be 1 on fresh data
     config.inference_mode = False

@@ -53,7 +53,7 @@ def load_policies(
     continued = lora is not None and lora.continue_adapter
     adapter: Any = "leave_out" if continued else "merge"
     lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu", adapter=adapter)
-    if has_adapter(model):
+    if has_adapter(model) and not load.get("random_init"):
         done = "trained further" if continued else "merged into the weights"
         log.warning("model.model=%r holds an adapter, which is %s (model.lora.continue_adapter)", model, done)
     reference = None

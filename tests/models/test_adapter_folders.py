@@ -6,6 +6,7 @@ import shutil
 import peft
 import pytest
 import torch
+from every_family import model_types, tiny_config
 from flow import fit, make_data, make_module
 from tiny_models import save, tiny_qwen2, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import lit_async_rl as rl
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import load_policy
+from lit_async_rl.models.lora import add_lora
 from lit_async_rl.models.received import LORA_A, LORA_B
 from lit_async_rl.models.weights import stream_weights
 
@@ -103,9 +105,10 @@ def test_what_cannot_be_continued_is_refused_by_name(folders, tmp_path):
         make_module(model=folders["base"], lora=rl.LoRA(continue_adapter=True))
     path = tmp_path / "both" / "adapter_config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"bias": "all"}))
-    with pytest.raises(SetupError, match="also holds whole layers or biases"):
-        make_module(model=folders["both"], lora=rl.LoRA(continue_adapter=True))
+    for changed in ({"bias": "all"}, {"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}):
+        path.write_text(json.dumps(config | changed))
+        with pytest.raises(SetupError, match=rf"changes more than weights by two factors \({next(iter(changed))} in"):
+            make_module(model=folders["both"], lora=rl.LoRA(continue_adapter=True))
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="holds an adapter beside them"):
         make_module(model=folders["both"], sharding=rl.Sharding(meta_device=True))
@@ -123,3 +126,34 @@ def test_a_model_with_code_of_its_own_is_refused_at_once_and_nothing_is_executed
     with pytest.raises(ValueError, match=r"needs Python code of its own \(trust_remote_code\)"):
         make_module(model=folders["base"])
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("kind", ["adapter", "both"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"use_rslora": True}],
+    ids=str,
+)
+def test_adapters_of_every_kind_are_merged_as_peft_computes_them(kind, settings, tmp_path):
+    base = save(tiny_qwen2(vocab=70, hidden=16, layers=1), tmp_path / "base", tiny_tokenizer(64))
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    tuned = peft.get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    expected = tuned(IDS).logits
+    folder = tmp_path / "adapter"
+    tuned.save_pretrained(folder)
+    if kind == "both":
+        shutil.copytree(base, folder, dirs_exist_ok=True)
+    torch.testing.assert_close(load_policy(str(folder))(IDS).logits, expected, rtol=0, atol=1e-4)
+    _, seen = run(str(folder), steps=1)
+    reference = load_policy(str(folder))
+    assert seen[0].keys() == dict(reference.named_parameters()).keys()
+
+
+def test_fused_experts_are_refused_by_name(tmp_path):
+    lm = AutoModelForCausalLM.from_config(tiny_config(model_types()["qwen3_moe"], vocab_size=64))
+    with pytest.raises(ValueError, match=r"model\.lora\.target_modules='all-linear' adapts Qwen3MoeExperts"):
+        add_lora(lm, rl.LoRA(rank=2, target_modules="all-linear"))
