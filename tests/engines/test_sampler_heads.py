@@ -142,6 +142,8 @@ def test_a_wrong_head_is_the_engines_fault():
     positive = SamplerHead(head.entropy, head.ids, head.logprobs + 50)
     for broken in (
         None,
+        (head.entropy, head.ids, head.logprobs),
+        "no head",
         SamplerHead(*(values[:1] for values in head.tensors)),
         unlikely,
         positive,
