@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hostile_engines import changed
 import pytest
 import torch
 from replays import assert_exact, groups_of, requests_of
@@ -192,8 +193,10 @@ def test_wrong_choices_are_the_engines_fault() -> None:
     completion, choices = results[0][0], choices_of(results[0][0])
     checks = dict(versions=(None, None), vocab_size=64, max_model_len=64, scores=False, is_partial=False)
     assert find_fault(completion, requests[0], **checks) == ""
-    for broken in (None, choices.experts, ExpertChoices(choices.experts[1:]), ExpertChoices(choices.experts - 9)):
+    for broken in (None, ExpertChoices(choices.experts[1:]), ExpertChoices(choices.experts - 9)):
         assert "experts" in find_fault(replace(completion, experts=broken), requests[0], **checks)
+    (wrong,) = changed(experts=choices.experts)(completion)
+    assert "must be ExpertChoices" in find_fault(wrong, requests[0], **checks)
     not_asked = replace(requests[0], sampling=replace(requests[0].sampling, experts=False))
     assert "experts" in find_fault(completion, not_asked, **checks)
 

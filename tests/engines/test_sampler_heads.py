@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from hostile_engines import changed
 import pytest
 import torch
 from replays import groups_of, requests_of
@@ -142,14 +143,15 @@ def test_a_wrong_head_is_the_engines_fault():
     positive = SamplerHead(head.entropy, head.ids, head.logprobs + 50)
     for broken in (
         None,
-        (head.entropy, head.ids, head.logprobs),
-        "no head",
         SamplerHead(*(values[:1] for values in head.tensors)),
         unlikely,
         positive,
         SamplerHead(head.entropy, head.ids[:, :3], head.logprobs[:, :3]),
     ):
         assert "head" in find_fault(replace(completion, head=broken), requests[0], **checks)
+    for broken in (head.tensors, "no head", 7):
+        (wrong,) = changed(head=broken)(completion)
+        assert "must be a SamplerHead" in find_fault(wrong, requests[0], **checks)
     not_asked = replace(requests[0], sampling=SamplingParams(max_tokens=14))
     assert "head" in find_fault(completion, not_asked, **checks)
 

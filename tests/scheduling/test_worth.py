@@ -80,6 +80,17 @@ def test_more_slots_where_the_engine_limits_while_rollouts_wait_for_one():
     assert advise(work, ess_ratio=None, present=1, num_slots=64, waiting_rollouts=32.0).num_slots is None
 
 
+@pytest.mark.parametrize(("train_s", "core_s"), [(0.2, 0.9), (0.9, 0.2)])
+def test_no_more_slots_where_training_or_the_cores_limit_already(train_s, core_s):
+    work = StepWork(train_s=train_s, engine_s=0.8, waits=[1.0], busy_share=1.0, groups_per_step=4, core_s=core_s)
+    assert advise(work, ess_ratio=None, present=1, num_slots=8, waiting_rollouts=64.0).num_slots is None
+
+
+def test_as_many_slots_as_bring_the_engine_to_the_slower_of_training_and_cores():
+    work = StepWork(train_s=0.2, engine_s=0.8, waits=[1.0], busy_share=1.0, groups_per_step=4, core_s=0.4)
+    assert advise(work, ess_ratio=None, present=1, num_slots=8, waiting_rollouts=64.0).num_slots == 16
+
+
 @pytest.mark.slow
 def test_a_run_says_what_asynchrony_is_worth_at_its_end(capsys):
     judge = BottleneckVerdict()
