@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hostile_engines import changed
 import pytest
 import torch
+from hostile_engines import changed
 from replays import assert_exact, groups_of, requests_of
 from tiny_models import SPARSE, tiny_llama, tiny_olmoe, tiny_qwen3_moe
 from torch import Tensor, nn

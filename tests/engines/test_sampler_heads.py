@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hostile_engines import changed
 import pytest
 import torch
+from hostile_engines import changed
 from replays import groups_of, requests_of
 from tiny_models import tiny_llama
 

@@ -10,7 +10,7 @@ NEEDED = ("state_dict", "version", "updated")
 @pytest.mark.parametrize("missing", [*((name,) for name in NEEDED), NEEDED[:2], NEEDED])
 def test_a_checkpoint_that_lacks_any_needed_key_is_refused(missing):
     saved = {name: 0 for name in NEEDED if name not in missing} | {"epoch": 3}
-    with pytest.raises(ValueError, match="there is not a checkpoint of a PolicyModule.*holds .*epoch"):
+    with pytest.raises(ValueError, match=r"there is not a checkpoint of a PolicyModule.*holds .*epoch"):
         check_content(saved, "there", NEEDED)
 
 
