@@ -103,14 +103,15 @@ def _bad_length(completion: Completion, request: GenerationRequest, max_model_le
         return f"has {num_tokens} token_ids, more than max_tokens={limit}" if num_tokens > limit else ""
     if len(request.prompt_ids) + num_tokens > max_model_len:
         return f"has {num_tokens} token_ids and {len(request.prompt_ids)} of the prompt, more than {max_model_len=}"
-    if problem := _bad_turns(completion.turns, num_tokens):
+    if problem := _bad_turns(completion.turns, num_tokens, is_partial):
         return problem
     mask = mask or (True,) * num_tokens
     longest = max(_written_in_turns(mask, completion.turns), default=0)
     return f"has {longest} token_ids in one turn, more than max_tokens={limit}" if longest > limit else ""
 
 
-def _bad_turns(turns: Any, num_tokens: int) -> str:
+def _bad_turns(turns: Any, num_tokens: int, is_partial: bool) -> str:
+    """Turns follow each other; the last one ends with the completion, unless that is not finished."""
     if turns is None:
         return ""
     if type(turns) is not tuple or not all(isinstance(turn, Turn) for turn in turns):
@@ -122,6 +123,8 @@ def _bad_turns(turns: Any, num_tokens: int) -> str:
         if not _is_finite(turn.reward):
             return f"has turns[{n}].reward={show(turn.reward)}, must be a finite number"
         begin = turn.end
+    if turns and not is_partial and begin != num_tokens:
+        return f"has turns[{len(turns) - 1}].end={begin}, must be {num_tokens}: the last turn ends with the last token"
     return ""
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hostile_engines import changed
 from replays import assert_exact, groups_of, requests_of
 from tiny_models import SPARSE, tiny_llama, tiny_olmoe, tiny_qwen3_moe
 from torch import Tensor, nn
@@ -194,6 +195,8 @@ def test_wrong_choices_are_the_engines_fault() -> None:
     assert find_fault(completion, requests[0], **checks) == ""
     for broken in (None, ExpertChoices(choices.experts[1:]), ExpertChoices(choices.experts - 9)):
         assert "experts" in find_fault(replace(completion, experts=broken), requests[0], **checks)
+    (wrong,) = changed(experts=choices.experts)(completion)
+    assert "must be ExpertChoices" in find_fault(wrong, requests[0], **checks)
     not_asked = replace(requests[0], sampling=replace(requests[0].sampling, experts=False))
     assert "experts" in find_fault(completion, not_asked, **checks)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hostile_engines import changed
 from replays import groups_of, requests_of
 from tiny_models import tiny_llama
 
@@ -148,6 +149,9 @@ def test_a_wrong_head_is_the_engines_fault():
         SamplerHead(head.entropy, head.ids[:, :3], head.logprobs[:, :3]),
     ):
         assert "head" in find_fault(replace(completion, head=broken), requests[0], **checks)
+    for broken in (head.tensors, "no head", 7):
+        (wrong,) = changed(head=broken)(completion)
+        assert "must be a SamplerHead" in find_fault(wrong, requests[0], **checks)
     not_asked = replace(requests[0], sampling=SamplingParams(max_tokens=14))
     assert "head" in find_fault(completion, not_asked, **checks)
 

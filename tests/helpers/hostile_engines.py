@@ -106,6 +106,11 @@ COMPLETIONS: dict[str, tuple[Any, str]] = {
     "reason a list": (changed(finish_reason=["stop"]), r"finish_reason=\['stop'\], must be"),
     "reward not asked for": (changed(reward=100.0), r"reward=100\.0, but the engine does not score"),
     "turns not turns": (changed(turns=((1, 2.0, 3),)), "turns=.*, must be a tuple of Turn"),
+    "turns with one that is none": (changed(turns=(Turn(2, 0.0, 0), (5, 0.0, 0))), "turns=.*, must be a tuple of Turn"),
+    "turn before the end": (
+        changed(turns=(Turn(2, 1.0, 0), Turn(4, 0.0, 0))),
+        r"turns\[1\]\.end=4, must be 5: the last turn ends with the last token",
+    ),
     "turn behind the end": (changed(turns=(Turn(99, 0.0, 0),)), r"turns\[0\]\.end=99, must be from 1 to 5"),
     "turn reward nan": (changed(turns=(Turn(5, float("nan"), 0),)), r"turns\[0\]\.reward=nan, must be a finite"),
     "a tuple": (lambda c: [dataclasses.astuple(c)], "instead of a Completion"),

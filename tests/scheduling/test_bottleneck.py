@@ -36,7 +36,8 @@ def test_the_limit_is_named(measured, side, won_s, efficiency):
     assert verdict.side == side
     assert verdict.won_s == pytest.approx(won_s)
     assert measured.overlap_efficiency == pytest.approx(efficiency)
-    assert side in str(verdict) or side in ("staleness bound", "both sides")
+    said = {"staleness bound": "they wait for each other, up to", "both sides": "neither waits for the other"}
+    assert said.get(side, f"the {side} is the bottleneck, up to") in str(verdict)
 
 
 def test_the_words_say_shares_time_and_setting():

@@ -1,5 +1,6 @@
 """Worth of asynchrony: the formula against simulation, and advice that is checked by a sweep of the bound."""
 
+import math
 import random
 
 import pytest
@@ -53,23 +54,31 @@ def test_it_is_worth_nothing_where_one_side_has_all_the_work_or_the_cores():
 
 
 # unseen: none of these was used when the formula was chosen
-UNSEEN = [(LogNormal(0.7, 1.4), 0.25), (Pareto(0.5, 1.8), 0.1), (Stragglers(0.3, 0.05, 6.0), 0.15)]
+# the last number is how far the formula may be from the simulation: 400 draws know the tail of Pareto(1.8) badly
+UNSEEN = [
+    (LogNormal(0.7, 1.4), 0.25, 0.13),
+    (Pareto(0.5, 1.8), 0.1, 0.38),
+    (Stragglers(0.3, 0.05, 6.0), 0.15, 0.03),
+]
 
 
-@pytest.mark.parametrize(("latency", "train_s"), UNSEEN)
-def test_the_advised_bound_has_nine_tenths_of_the_best_of_a_sweep(latency, train_s):
+@pytest.mark.parametrize(("latency", "train_s", "off"), UNSEEN)
+def test_the_advised_bound_has_nine_tenths_of_the_best_of_a_sweep(latency, train_s, off):
     advice = advise(measured(latency, train_s), ess_ratio=None, present=0, bounds=SWEEP)
     seconds = {bound: step_s(latency, train_s, bound) for bound in SWEEP}
     assert min(seconds.values()) / seconds[advice.max_staleness] >= 0.9
-    assert seconds[0] / seconds[advice.max_staleness] == pytest.approx(advice.worth, rel=0.4)
+    assert seconds[0] / seconds[advice.max_staleness] == pytest.approx(advice.worth, rel=off)
 
 
 def test_a_small_effective_sample_size_is_paid_for_with_the_rate_or_a_lower_bound():
     work = measured(Constant(0.4), 0.2)
     healthy, stale = (advise(work, ess_ratio=ess, present=2) for ess in (0.95, 0.2))
-    assert healthy.rate_scale == 1.0
-    assert stale.max_staleness < healthy.max_staleness or stale.rate_scale < 1.0
-    assert stale.worth < healthy.worth
+    assert (healthy.max_staleness, healthy.rate_scale) == (2, 1.0)
+    assert (stale.max_staleness, stale.rate_scale) == (1, 1.0)
+    assert (healthy.worth, stale.worth) == pytest.approx((3.0, 2.0))
+    only = advise(work, ess_ratio=0.2, present=2, bounds=(2,))  # at the bound that 0.2 was measured at
+    assert only.rate_scale == pytest.approx(math.sqrt(math.log(0.5) / math.log(0.2)))
+    assert only.worth == pytest.approx(3.0 * only.rate_scale)
     longer = advise(measured(Constant(4.0), 0.1), ess_ratio=0.3, present=8, bounds=(0, 8))
     assert "times the present model.learning_rate" in longer.text()
 
@@ -78,6 +87,17 @@ def test_more_slots_where_the_engine_limits_while_rollouts_wait_for_one():
     work = StepWork(train_s=0.2, engine_s=0.8, waits=[1.0], busy_share=1.0, groups_per_step=4)
     assert advise(work, ess_ratio=None, present=1, num_slots=8, waiting_rollouts=64.0).num_slots == 32
     assert advise(work, ess_ratio=None, present=1, num_slots=64, waiting_rollouts=32.0).num_slots is None
+
+
+@pytest.mark.parametrize(("train_s", "core_s"), [(0.2, 0.9), (0.9, 0.2)])
+def test_no_more_slots_where_training_or_the_cores_limit_already(train_s, core_s):
+    work = StepWork(train_s=train_s, engine_s=0.8, waits=[1.0], busy_share=1.0, groups_per_step=4, core_s=core_s)
+    assert advise(work, ess_ratio=None, present=1, num_slots=8, waiting_rollouts=64.0).num_slots is None
+
+
+def test_as_many_slots_as_bring_the_engine_to_the_slower_of_training_and_cores():
+    work = StepWork(train_s=0.2, engine_s=0.8, waits=[1.0], busy_share=1.0, groups_per_step=4, core_s=0.4)
+    assert advise(work, ess_ratio=None, present=1, num_slots=8, waiting_rollouts=64.0).num_slots == 16
 
 
 @pytest.mark.slow

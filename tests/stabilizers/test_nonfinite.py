@@ -43,6 +43,24 @@ def test_a_gradient_with_nan_changes_neither_weights_nor_moments_nor_version(gua
     assert len(said(caplog, "the gradient contains NaN or infinity, so this update is dropped")) == 2
 
 
+class NumSkipped(pl.Callback):
+    """Notes the logged number after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        number = trainer.callback_metrics.get("grad/num_skipped")
+        self.seen.append(None if number is None else float(number))
+
+
+@pytest.mark.parametrize(("steps", "expected"), [({2, 3}, [None, None, 1, 2, 2]), (set(), [None] * 2)])
+def test_the_number_of_dropped_updates_is_logged_once_there_is_one(steps, expected):
+    noted = NumSkipped()
+    fit(make_module(), make_data(groups_per_step=2), len(expected), [NaNs(steps), SkipNonFinite(), noted])
+    assert noted.seen[: len(expected)] == expected
+
+
 def test_too_many_nans_in_a_row_end_the_run_with_a_checkpoint(tmp_path, caplog):
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
     guards = [NaNs(range(2, 99)), SkipNonFinite(max_in_a_row=2), keep, SaveOnFailure()]
