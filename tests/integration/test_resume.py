@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 import time
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.errors import ProducerError, RewardError, StalledError
 from lit_async_rl.rollouts.serialization import unpack_groups
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_same_model
@@ -229,3 +231,40 @@ def test_a_prompt_that_cannot_be_scored_is_left_out_and_another_takes_its_place(
     assert len(said) == 2
     assert any("KeyError" in line for line in said)
     assert any("did not return within data.scoring.timeout_s=0.3" in line for line in said)
+
+
+def test_a_save_that_waits_for_scores_that_never_come_raises_and_writes_nothing(tmp_path):
+    """A checkpoint of a run in order holds all groups under way; without their scores the run could not be repeated."""
+    hangs, released, errors = threading.Event(), threading.Event(), []
+
+    def reward(prompt, completion):
+        if hangs.is_set():
+            released.wait(60)
+        return float(len(completion))
+
+    class Save(pl.Callback):
+        def on_train_batch_start(self, *_):
+            hangs.set()
+
+        def on_train_batch_end(self, trainer, *_):
+            try:
+                trainer.save_checkpoint(tmp_path / "incomplete.ckpt")
+            except Exception as error:
+                errors.append(error)
+                raise
+            finally:
+                released.set()
+
+    data = make_data(
+        reward=reward,
+        reward_timeout_s=0.5,
+        max_staleness=1,
+        schedule="fixed_lag",
+        engine=barrier_engine(),
+        groups_per_step=1,
+        group_size=2,
+    )
+    with pytest.raises((ProducerError, StalledError, RewardError)):
+        fit(make_module(), data, 6, [Save()], enable_checkpointing=True)
+    assert len(errors) == 1
+    assert not (tmp_path / "incomplete.ckpt").exists()
