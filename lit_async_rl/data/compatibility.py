@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import replace
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted
 from lit_async_rl.advantages.turns import TurnAdvantageEstimator
@@ -25,8 +24,8 @@ log = logging.getLogger(__name__)
 def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> SamplingParams:
     """The sampling parameters of training completions, which record what a truncated sampler could choose.
 
-    Without it importance ratios would compare a distribution over a few tokens with one over all. Says in one line that
-    `head` was set. Engines that make tokens up are left alone.
+    Without it importance ratios would compare a distribution over a few tokens with one over all. Says in one line
+    what was set. Engines that make tokens up are left alone.
 
     Raises:
         ValueError: sampling is truncated, and the engine does not record what it samples from.
@@ -41,10 +40,15 @@ def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> Samp
             "sampler can choose: the importance ratios of fresh data would not be 1. Use EmbeddedEngine or vLLM, or "
             "leave it out."
         )
-    head = sampling.truncated_head
-    if head != sampling.head:
-        log.info("%s: of each distribution the %s likeliest tokens are recorded (data.sampling.head)", names, head)
-    return replace(sampling, head=head)
+    recorded = sampling.recorded
+    if recorded != sampling:
+        log.warning(
+            "%s: of each distribution the %s likeliest tokens are recorded (data.sampling.head=%s)%s",
+            names,
+            *(recorded.head, recorded.head),
+            "" if sampling.top_k else ", and tokens are chosen among these (data.sampling.top_k; or set a larger head)",
+        )
+    return recorded
 
 
 def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPolicy, sampling: SamplingParams) -> None:

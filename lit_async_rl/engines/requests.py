@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import FinishReason, Prompt, Turn
 from lit_async_rl.utils.checks import check_range
 
-SUPPORT_TOKENS = 64  # recorded of a support of unknown size, half a kilobyte for each sampled token
+SUPPORT_TOKENS = 128  # recorded of a support of any size: one kilobyte for each sampled token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class SamplingParams:
             tokenizer and chat template name; None is their union, an empty list lets nothing end a completion.
         head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
             likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
-            and the replay of truncated supports need it. Training samples with `top_p`, `top_k` or `min_p` have at
-            least `truncated_head` of them unless it says another number.
+            and the replay of truncated supports need it: training samples with `top_p`, `top_k` or `min_p` always have
+            it, see `recorded`.
         experts: record the experts that the model's routers choose for every token of prompt and completion; the
             trainer then uses the same (router replay).
         stop: strings that end the completion, at the token that completes the first of them. All tokens train,
@@ -79,12 +79,19 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
-    def truncated_head(self) -> int | None:
-        """Tokens to record of a truncated distribution: `top_k`, which is all of it, or `SUPPORT_TOKENS` without.
+    def recorded(self) -> SamplingParams:
+        """The same parameters with a head that holds all tokens that a truncated sampler can choose.
 
-        `head` if that is positive, or if nothing is truncated.
+        With `top_k` these are at most that many, and `head` becomes as large. Without, top-p and min-p leave any
+        number: they then choose among the `head` likeliest (`SUPPORT_TOKENS` unless it is positive), which becomes
+        `top_k`. Unchanged if nothing is truncated.
         """
-        return self.head if self.head or not self.truncates else self.top_k or SUPPORT_TOKENS
+        if not self.truncates:
+            return self
+        if self.top_k:
+            return replace(self, head=max(self.top_k, self.head or 0))
+        width = self.head or SUPPORT_TOKENS
+        return replace(self, head=width, top_k=width)
 
     @property
     def distribution(self) -> dict[str, float]:
