@@ -73,6 +73,7 @@ class VirtualScorer(Scorer):
     def __init__(self, max_tries: int | None) -> None:
         self.reward, self.max_tries, self.timeout_s, self.num_workers = _reward, max_tries, 1.0, 1
         self.identity = None
+        self.keeps_rewards = False
         self.clock = VirtualClock()
         self.jobs: list[Any] = []
         self.given_up: list[int] = []  # groups

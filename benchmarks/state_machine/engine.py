@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.models.end_tokens import EndTokens
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt
@@ -54,6 +55,9 @@ class NumberCodec(TextCodec):
     """Tokenizer of numbers."""
 
     vocab_size = 2**62
+    special_tokens = "none"
+    model = ""
+    ends = EndTokens(ids=())
 
     def __init__(self) -> None:
         """Needs no tokenizer."""
@@ -61,7 +65,7 @@ class NumberCodec(TextCodec):
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         return (int(prompt.text),)
 
-    def decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+    def decode(self, token_ids: Sequence[int], stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> str:
         return ",".join(map(str, token_ids))
 
 

@@ -61,7 +61,7 @@ class FreshStatistics(NamedTuple):
     slope_error: float
 
     def faults(self, bounds: Bounds) -> list[str]:
-        """What is further from the identity than the bounds allow, in words."""
+        """Identities that the bounds do not allow, in words."""
         found = []
         if not abs(self.ratio - 1) <= 3 * self.ratio_error + bounds.ratio:  # NaN is a fault
             found.append(f"their mean importance ratio is {self.ratio:.6g} +- {self.ratio_error:.1g}, and must be 1")

@@ -60,8 +60,7 @@ class Timeline(pl.Callback):
     """
 
     def __init__(self, max_mb: float = 50.0, flush_s: float = 1.0) -> None:
-        check_range("Timeline", "> 0", max_mb=max_mb)
-        check_range("Timeline", "positive", flush_s=flush_s)
+        check_range("Timeline", "positive", max_mb=max_mb, flush_s=flush_s)
         self.max_mb, self.flush_s = max_mb, flush_s
         self._spans: Spans | None = None
         self._lane: Lane | None = None  # of the trainer

@@ -118,7 +118,7 @@ class RolloutEngine(ABC):
 
     @property
     def scoring_identity(self) -> str | None:
-        """What the rewards depend on that come with completions, for resumes; None where nothing is known of it."""
+        """Digest of the settings that the engine's rewards depend on, for resumes; None where it is not known."""
         return None
 
     @property

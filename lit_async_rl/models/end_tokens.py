@@ -94,7 +94,7 @@ def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndToken
     named = {GENERATION: stated, "config": configured}
     first = next((ids for ids in named.values() if ids is not None), None)
     if first == ():
-        return EndTokens(ids=())
+        return EndTokens(ids=(), named={place: ids for place, ids in named.items() if ids == ()})
     kept = list(first or ())
     found = _of_tokenizer(model, _modified(model)) if model else None
     if found is not None:
@@ -124,7 +124,7 @@ def _ids(config: Any) -> tuple[int, ...] | None:
 
 
 def _or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
-    if not ends.ids:
+    if not ends.ids and not ends.named:  # an empty list is meant
         log.warning(
             "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends "
             "a text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",

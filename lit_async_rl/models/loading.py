@@ -137,7 +137,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
 
 def has_adapter(model: str) -> bool:
     """Whether the folder holds an adapter of PEFT."""
-    return Path(model, ADAPTER).is_file()
+    return bool(model) and Path(model, ADAPTER).is_file()
 
 
 def base_of(model: str) -> str:

@@ -105,7 +105,7 @@ def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
     """Name of a parameter or buffer in the model without adapters and wrappers; None for what adapters add.
 
     PEFT wraps a layer, so that its weight and bias become `LAYER.base_layer.weight` and `.bias`, beside its own
-    `LAYER.lora_A...`. Whoever receives weights (engines, exports, copies for validation) knows them by this name.
+    `LAYER.lora_A...`. Engines, exports and copies for validation know weights by this name.
 
     Args:
         name: as in `named_parameters`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -68,7 +69,8 @@ class UsablePrompts:
             number in self  # noqa: B015  for what it raises and remembers
         if size > limit:
             for number in range(0, size, max(1, size // NUM_DIGESTED)):
-                self._digest(self._source[number])
+                with contextlib.suppress(ValueError):  # a bad prompt, which is found when its turn comes
+                    self._digest(self._source[number])
         self.answers_digest = self._answers.hexdigest()[:16]
 
     def _digest(self, prompt: Prompt) -> None:

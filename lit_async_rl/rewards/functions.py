@@ -155,7 +155,7 @@ class IsolatedReward:
 
 
 def final_part(answer: str) -> str:
-    """What follows the last `####` of a worked solution in the format of GSM8K; else the whole answer."""
+    """Text after the last `####` of a worked solution in the format of GSM8K; else the whole answer."""
     return answer.rpartition("####")[2].strip()
 
 

@@ -210,6 +210,8 @@ def test_an_engine_that_is_replaced_while_environments_work_is_not_blamed_on_the
     working, is_open, quick = threading.Event(), threading.Event(), []
 
     class Patient(Calculator):
+        references = None  # nothing but training starts its episodes
+
         async def start(self, prompt):
             if len(quick) < 4 and prompt.text not in quick:
                 quick.append(prompt.text)

@@ -92,8 +92,7 @@ def test_a_tape_without_what_is_to_be_replayed_is_refused(tmp_path: Path) -> Non
     writer = TapeWriter(tmp_path)
     writer.append(0, 0, [group([0.0, 1.0], [2, 3], 0)])
     writer.close(1.0)
-    make_data(tape=str(tmp_path), sampling=SamplingParams(max_tokens=10, top_p=0.9))
-    for asked in (dict(head=16, top_p=0.9), dict(head=0), dict(experts=True)):
+    for asked in (dict(top_p=0.9), dict(head=16, top_p=0.9), dict(head=0), dict(experts=True)):
         said = rf"data\.sampling\.(head|experts)=\w+ with data\.admission\.folder='{tmp_path}': .* recorded without"
         with pytest.raises(ValueError, match=said):
             make_data(tape=str(tmp_path), sampling=SamplingParams(max_tokens=10, **asked))

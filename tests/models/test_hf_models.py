@@ -156,8 +156,8 @@ def test_every_end_token_is_known():
     ("generation", "config", "tokenizer", "expected"),
     [
         ({"eos_token_id": [3, 1]}, 5, "<eos>", (3, 1)),
-        ({"temperature": 0.7}, 5, "<eos>", (5,)),  # as many models on the hub
-        (None, [5, 6], "<eos>", (5, 6)),
+        ({"temperature": 0.7}, 5, "<eos>", (5, 1)),  # as many models on the hub
+        (None, [5, 6], "<eos>", (5, 6, 1)),
         ({}, None, "<eos>", (1,)),
         (None, None, "<eos>", (1,)),
         ({}, None, None, ()),
