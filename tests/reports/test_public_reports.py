@@ -412,7 +412,7 @@ def test_prime_3332_a_resumed_run_goes_on_in_the_prompts(tmp_path):
             max_staleness=0,
             sampling=rl.SamplingParams(max_tokens=4),
         )
-        fit(make_module(), data, steps, [Seen()], ckpt_path=ckpt_path, enable_checkpointing=True)
+        fit(make_module(), data, steps, [Seen()], ckpt_path=ckpt_path)
         return seen
 
     first = trained(None, 3)
@@ -465,7 +465,7 @@ def test_prime_3123_validation_that_was_due_at_the_step_of_a_checkpoint(tmp_path
             advantage=rl.Raw(),
             sampling=rl.SamplingParams(max_tokens=3),
         )
-        more = dict(val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0, enable_checkpointing=True)
+        more = dict(val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0)
         fit(make_module(), data, steps, [When()], ckpt_path=ckpt_path, check_val_every_n_epoch=None, **more)
 
     go(4)
@@ -490,13 +490,13 @@ def test_areal_1345_a_resumed_run_admits_no_more_than_its_bound(tmp_path):
     def data():
         return make_data(groups_per_step=2, group_size=2, max_staleness=1, sampling=rl.SamplingParams(max_tokens=4))
 
-    fit(make_module(), data(), 6, [Ages()], enable_checkpointing=True)
+    fit(make_module(), data(), 6, [Ages()])
 
     class RunAhead(pl.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             time.sleep(0.2)  # sampling runs ahead as far as it may
 
-    more = dict(ckpt_path=str(tmp_path / "last.ckpt"), enable_checkpointing=True)
+    more = dict(ckpt_path=str(tmp_path / "last.ckpt"))
     fit(make_module(), data(), 10, [Ages(), RunAhead()], **more)
     assert len(ages) == 10
     assert max(ages) == 1
@@ -660,7 +660,7 @@ def test_nemo_3605_a_checkpoint_right_after_a_validation_holds_the_trained_weigh
                     trainer.save_checkpoint(self.path)
 
         more = dict(val_check_interval=1, check_val_every_n_epoch=None, limit_val_batches=int(validates))
-        fit(module, data, 4, [Save(path)], enable_checkpointing=True, num_sanity_val_steps=0, **more)
+        fit(module, data, 4, [Save(path)], num_sanity_val_steps=0, **more)
         weights[validates] = parameters(module)
         files[validates] = torch.load(path, weights_only=True)["state_dict"]
     assert torch.equal(weights[False], weights[True])

@@ -74,10 +74,10 @@ def test_finished_groups_do_not_keep_what_another_reward_gave_unless_asked(kind,
             trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     first = data_of(kind, 1.0, keep)
-    fit(make_module(), first, 2, [Watch()], enable_checkpointing=True)
+    fit(make_module(), first, 2, [Watch()])
     assert all(value < 2 for value in seen)
     seen.clear()
-    fit(make_module(), data_of(kind, 5.0, keep), 8, [Watch()], str(tmp_path / "last.ckpt"), enable_checkpointing=True)
+    fit(make_module(), data_of(kind, 5.0, keep), 8, [Watch()], str(tmp_path / "last.ckpt"))
     if keep:
         assert "saved rewards are kept (data.scoring.resume_rewards: keep)" in caplog.text
         assert seen[-1] > 5
@@ -93,8 +93,8 @@ def test_the_same_settings_keep_their_groups(tmp_path, caplog):
         def on_train_end(self, trainer, module):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
 
-    fit(make_module(), data, 2, [Save()], enable_checkpointing=True)
+    fit(make_module(), data, 2, [Save()])
     fit(
-        make_module(), data_of("reward", 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt"), enable_checkpointing=True
+        make_module(), data_of("reward", 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt")
     )
     assert "sampled anew" not in caplog.text
