@@ -46,7 +46,7 @@ def test_a_resumed_fixed_lag_run_ends_bit_for_bit_where_the_unbroken_one_does(tm
         return make_data(**schedule, groups_per_step=2, engine=barrier_engine())
 
     whole, unbroken = make_module(), Watch()
-    fit(whole, data(), 6, [unbroken, saving(tmp_path)])
+    fit(whole, data(), 6, [unbroken, saving(tmp_path)], enable_checkpointing=True)
     resumed, rest = make_module(), Watch()
     fit(resumed, data(), 6, [rest], ckpt_path=str(tmp_path / f"step={at}.ckpt"))
     assert rest.trained == unbroken.trained[2 * at :]
@@ -57,7 +57,7 @@ def test_a_resumed_fixed_lag_run_ends_bit_for_bit_where_the_unbroken_one_does(tm
 def test_a_checkpoint_that_is_saved_after_the_run_says_that_it_does_not_repeat_it(tmp_path, caplog):
     for schedule in ("fixed_lag", "free"):
         data = make_data(schedule=schedule, max_staleness=1, groups_per_step=2)
-        trainer = fit(make_module(), data, 2, default_root_dir=tmp_path)
+        trainer = fit(make_module(), data, 2, enable_checkpointing=True, default_root_dir=tmp_path)
         trainer.save_checkpoint(tmp_path / f"{schedule}.ckpt")
     (line,) = [record.getMessage() for record in caplog.records if "bit for bit" in record.getMessage()]
     assert "after the engine was closed" in line
@@ -76,7 +76,7 @@ def test_after_a_resume_every_prompt_is_trained_on_once_and_within_the_bound(tmp
         return chance.random()
 
     first, second = Watch(), Watch()
-    fit(make_module(), data(), 4, [first, saving(tmp_path)])
+    fit(make_module(), data(), 4, [first, saving(tmp_path)], enable_checkpointing=True)
     before = first.trained[: 2 * 3]
     resumed = data()
     fit(make_module(), resumed, 12, [second], ckpt_path=str(tmp_path / "step=3.ckpt"))
@@ -117,7 +117,7 @@ def test_partial_completions_go_on_from_where_they_were(tmp_path):
         return make_data(max_staleness=3, groups_per_step=1, engine=engine(num_slots=1), sampling=sampling)
 
     still = dict(learning_rate=1e-12)
-    fit(make_module(**still), data(Interrupted), 1, [saving(tmp_path)])
+    fit(make_module(**still), data(Interrupted), 1, [saving(tmp_path)], enable_checkpointing=True)
     saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)["RolloutDataModule"]
     groups = {group.index: group for group in unpack_groups(saved["groups"])}
     partial = [c for group in groups.values() for c in group.completions if c.finish_reason == "abort"]
@@ -196,7 +196,7 @@ def test_the_checkpoint_of_another_model_is_refused_by_name():
 
 
 def test_settings_that_cannot_go_on_are_refused_and_others_sample_anew(tmp_path, caplog):
-    fit(make_module(), make_data(groups_per_step=2, max_staleness=0), 1, [saving(tmp_path)])
+    fit(make_module(), make_data(groups_per_step=2, max_staleness=0), 1, [saving(tmp_path)], enable_checkpointing=True)
     path = str(tmp_path / "step=1.ckpt")
     with pytest.raises(ValueError, match=r"data\.intake\.seed is 5, and was 0"):
         fit(make_module(), make_data(groups_per_step=2, max_staleness=0, seed=5), 2, ckpt_path=path)
