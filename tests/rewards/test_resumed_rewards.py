@@ -94,7 +94,5 @@ def test_the_same_settings_keep_their_groups(tmp_path, caplog):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     fit(make_module(), data, 2, [Save()])
-    fit(
-        make_module(), data_of("reward", 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt")
-    )
+    fit(make_module(), data_of("reward", 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt"))
     assert "sampled anew" not in caplog.text
