@@ -42,8 +42,6 @@ def read_cell(folder: Path, cell: Cell) -> pd.DataFrame:
     result = json.loads((folder / RESULT).read_text())
     path = folder / "metrics.csv"
     raw = pd.read_csv(path) if path.is_file() and path.stat().st_size > 1 else pd.DataFrame({"step": []})
-    if "val/pass@1" in raw:  # Lightning numbers the evaluation after n steps n - 1, but the one before training 0
-        raw.loc[raw["val/pass@1"].notna() & (raw["val/pass@1"].notna().cumsum() > 1), "step"] += 1
     steps = pd.DataFrame(index=pd.Index(sorted(set(raw["step"])), name="step"))
     for column, name in COLUMNS.items():
         values = raw[["step", column]].dropna().groupby("step")[column] if column in raw else None

@@ -47,7 +47,7 @@ class GradientClipping(pl.Callback):
     def __init__(
         self, max_norm: float = 1.0, optimizer: int | str | None = None, max_in_a_row: int | None = 10
     ) -> None:
-        check_range("GradientClipping", "> 0", max_norm=max_norm)
+        check_range("GradientClipping", "positive", max_norm=None if max_norm == math.inf else max_norm)
         self.max_norm = max_norm
         self.optimizer = optimizer
         self.max_in_a_row = max_in_a_row

@@ -43,7 +43,7 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
         with _without_bar():
             # without `trust_remote_code=False` transformers asks on the terminal whether to run a model's own code
             return loader.from_pretrained(model, trust_remote_code=False, **kwargs)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, TypeError, SafetensorError) as error:  # TypeError: a file is not there
         if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
             raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
         if "trust_remote_code" in str(error):
