@@ -10,6 +10,7 @@ from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.expert_choices import OWN_CHOICE, ExpertChoices
 from lit_async_rl.sampler_head import SamplerHead
 from lit_async_rl.types import Turn
+from lit_async_rl.utils.checks import MAX_REWARD
 
 MAX_LOGPROB = 1e-4  # log(softmax(x)) of a nearly certain token, rounded in float32, may be a little more than 0
 MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws what is less likely
@@ -121,7 +122,7 @@ def _bad_turns(turns: Any, num_tokens: int, is_partial: bool) -> str:
         if type(turn.end) is not int or not begin < turn.end <= num_tokens:
             return f"has turns[{n}].end={show(turn.end)}, must be from {begin + 1} to {num_tokens}"
         if not _is_finite(turn.reward):
-            return f"has turns[{n}].reward={show(turn.reward)}, must be a finite number"
+            return f"has turns[{n}].reward={show(turn.reward)}, must be a finite number in float32"
         begin = turn.end
     if turns and not is_partial and begin != num_tokens:
         return f"has turns[{len(turns) - 1}].end={begin}, must be {num_tokens}: the last turn ends with the last token"
@@ -196,8 +197,14 @@ def _bad_reward(completion: Completion, scores: bool) -> str:
     reward = completion.reward
     if not scores:
         return "" if reward is None else f"has reward={show(reward)}, but the engine does not score"
-    return "" if _is_finite(reward) else f"has reward={show(reward)}, must be a finite number"
+    return "" if _is_finite(reward) else f"has reward={show(reward)}, must be a finite number in float32"
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    """True for a number that is finite in float32, in which rewards are trained on."""
+    if not isinstance(value, Real):
+        return False
+    try:
+        return abs(float(value)) <= MAX_REWARD  # false for NaN
+    except OverflowError:  # an integer of more than 308 digits
+        return False

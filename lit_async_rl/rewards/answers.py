@@ -17,16 +17,18 @@ MAX_EXPONENT = 400
 SMALL = Fraction(1, 1000)  # the library compares six digits after the point, which are few below this
 
 _DECIMAL = r"(?:\d{1,3}(?:(?:,|\{,\}| |_)\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?"
-_WORD = r"(?:[A-Za-zµμΩ°€£²³]+\.?(?:\^?\{?-?[1-9]\}?)?)"
-_UNIT = rf"{_WORD}(?:\s*[\s/*·-]\s*{_WORD})*"
+_EXPONENT = r"\^?\{?-?[1-9]\}?|[²³]"
+_WORD = rf"[A-Za-zµμΩ°]+(?:{_EXPONENT})?"
+_UNIT = rf"{_WORD}(?:(?:\s*[/*·]\s*|\s+|-){_WORD})*"
+# Units that may follow a number without a space: `5m` and `3s/t` are algebra.
+_CLOSE = rf"(?:°[CF]?|km/h|cm/s|m/s|ft/s|kWh|mph|kHz|MHz|GHz|Hz|GB|MB|kB|km|cm|mm|kg|mg|mL|ml)(?:{_EXPONENT})?"
 _QUANTITY = re.compile(
     r"(?P<sign>[-+−])?\s*(?:\\?[$€£])?\s*(?P<sign2>[-−])?"
-    rf"(?:(?P<whole>\d+)(?:\s+|-)(?P<over>\d+)\s*/\s*(?P<under>\d+)"
-    rf"|(?P<top>\d+)\s*/\s*(?P<bottom>\d+)"
+    r"(?:(?P<whole>\d+)(?P<gap>\s+|-)(?P<over>\d+)\s*/\s*(?P<under>\d+)"
+    r"|(?P<top>\d+)\s*/\s*(?P<bottom>\d+)"
     rf"|(?P<decimal>{_DECIMAL}))"
-    rf"(?:\s*(?P<percent>\\?%|percent\b)|\s*\\?[$€£]|\s+(?P<unit>{_UNIT})|(?P<close>°[CF]?|[a-zµμΩ]{{1,3}}/[a-z]{{1,3}}|"
-    rf"(?:[kcmµμ]?m|[kmµμ]?g|ml|mL|kWh|km/h|mph|Hz|kHz|MHz|GHz|GB|MB|kB)(?:\^?[23²³])?))?"
-    r"\s*(?:\([^()\d]*\))?"
+    rf"(?:\s*(?P<percent>\\?%|percent\b)|\s*\\?[$€£]|\s*(?P<close>{_CLOSE})|(?:\s+|-)(?P<unit>{_UNIT})\.?)?"
+    r"(?:\s+\((?P<remark>[A-Za-z][A-Za-z -]{2,})\))?"
 )
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _NOT_WORDS = re.compile(r"\\(?:begin|end)\s*\{\w+\}|\\(?:mathbb|mathcal|operatorname)\s*\{\w+\}|\\[A-Za-z]+")
@@ -74,7 +76,19 @@ _FUNCTIONS = frozenset(
     ]
 )
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?(?=[.):,\s]|$)")
-_ALGEBRA = frozenset("xyzabcnkptrqijuvw")  # letters that multiply a number, where `5 m` and `3 s` are quantities
+# Units without a vowel, of few letters, or with the name of a function; any other word of a unit is one of a language.
+# Single letters only where algebra seldom has them: `5 m` and `3 s` are quantities, `5 x` and `4 n` are not.
+_ABBREVIATIONS = frozenset(
+    [
+        *("m", "s", "g", "h", "A", "C", "F", "J", "K", "L", "N", "V", "W", "Ω", "°", "°C", "°F"),
+        *("km", "cm", "mm", "dm", "nm", "µm", "μm", "kg", "mg", "µg", "μg", "mL", "ml", "dL", "cL", "kL", "cc"),
+        *("in", "ft", "yd", "yds", "mi", "lb", "lbs", "oz", "pt", "qt", "gal", "sq", "cu", "mph", "km/h", "fps"),
+        *("sec", "secs", "min", "mins", "ms", "ns", "hr", "hrs", "wk", "yr", "yrs", "deg", "rad", "rpm"),
+        *("Hz", "kHz", "MHz", "GHz", "Pa", "kPa", "kJ", "kW", "MW", "kWh", "mA", "mV", "kV", "kN", "eV", "cal", "mol"),
+        *("B", "kB", "MB", "GB", "TB", "KB", "USD", "EUR", "GBP", "per", "of", "a", "an", "the"),
+    ]
+)
+_VARIABLES_WITH_POWERS = frozenset("sghACFJKLNVWaB")  # `5 s^2` is algebra, `5 m^2` an area
 
 
 @dataclass(frozen=True)
@@ -84,12 +98,14 @@ class Answer:
     Attributes:
         math: its LaTeX, to be compared as a value; None for words.
         number: of a number, quantity or percentage, whose unit or percent sign is left out; None for anything else.
+        unit: that was left out, as written; None without one.
         is_percentage: it has a percent sign: 50% is 50 and 1/2.
         words: normalised text, to be compared as it is; None for mathematics.
     """
 
     math: str | None = None
     number: Fraction | None = None
+    unit: str | None = None
     is_percentage: bool = False
     words: str | None = None
 
@@ -97,13 +113,53 @@ class Answer:
 def read_answer(text: str) -> Answer:
     r"""Reads the text of a final answer, without `\boxed{}`."""
     text = bare_formula(text.strip())
-    plain = _TEXT.sub(r" \1 ", text) if "\\" in text else text
-    plain = " ".join(plain.replace("\\,", " ").replace("\\ ", " ").replace("~", " ").split())
-    if (number := read_quantity(plain)) is not None:
+    if (number := read_quantity(_plain(text))) is not None:
         return number
-    if _is_words(text, plain):
-        return Answer(words=normal_words(plain))
-    return Answer(math=text)
+    formula = _without_unit(text)
+    if _is_words(formula, _plain(formula)):
+        return Answer(words=normal_words(_plain(text)))
+    return Answer(math=as_latex(formula))
+
+
+def _plain(latex: str) -> str:
+    """Text without the commands around words, and with single spaces."""
+    text = _TEXT.sub(r" \1 ", latex) if "\\" in latex else latex
+    return " ".join(text.replace("\\,", " ").replace("\\ ", " ").replace("~", " ").split())
+
+
+def as_latex(text: str) -> str:
+    r"""A formula in which `sqrt(x)` and `pi` are LaTeX commands: the library reads `5 sqrt(x)` as 5."""
+    text = re.sub(r"(?<!\\)\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    return re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
+
+
+def has_variables(latex: str) -> bool:
+    """Whether a formula has letters besides those of commands."""
+    return re.search(r"[A-Za-z]", _NOT_WORDS.sub(" ", latex)) is not None
+
+
+def _without_unit(text: str) -> str:
+    r"""A formula without the unit at its end: `2 pi cm`, `3\sqrt{2} \text{ feet}`."""
+    found = re.fullmatch(
+        rf"(?s)(.*(?:\d|[)}}]|pi))\s*"
+        rf"(?:\s({_UNIT})\.?|\\(?:text|mathrm|mbox)\s*\{{\s*({_UNIT})\.?\s*\}}(?:{_EXPONENT})?)",
+        text,
+    )
+    if found is None or _is_words(found[1], found[1]):
+        return text
+    unit = found[2] or found[3]
+    return found[1].strip() if _is_unit(unit) and (found[2] is None or len(unit) > 1) else text
+
+
+def read_as_quantity(text: str, unit: str | None) -> Answer:
+    """Reads an answer to a question whose reference has that unit, so that it may follow without a space: `5m`."""
+    answer = read_answer(text)
+    if answer.number is not None or unit is None:
+        return answer
+    plain = _plain(bare_formula(text.strip()))
+    if not plain.endswith(unit):
+        return answer
+    return read_quantity(plain[: -len(unit)].strip()) or answer
 
 
 def read_quantity(text: str) -> Answer | None:
@@ -111,9 +167,11 @@ def read_quantity(text: str) -> Answer | None:
     if len(text) > MAX_LENGTH or (found := _QUANTITY.fullmatch(text.strip().rstrip("."))) is None:
         return None
     unit = found["unit"]
-    if unit is not None and len(unit) == 1 and unit in _ALGEBRA:
+    if unit is not None and not _is_unit(unit):
         return None
-    if unit is not None and set(unit.lower().split()) & {"and", "or", "to", "x"}:
+    if found["remark"] is not None and not _is_unit(found["remark"]):
+        return None
+    if found["gap"] == "-" and unit is None and found["close"] is None:  # a difference, unless a quantity
         return None
     sign = -1 if (found["sign"] or found["sign2"] or "+") in "-−" else 1
     if found["decimal"] is not None:
@@ -132,7 +190,23 @@ def read_quantity(text: str) -> Answer | None:
         latex = rf"{'-' if sign < 0 else ''}\frac{{{over}}}{{{under}}}"
     if found["percent"] is not None:
         return Answer(math=latex + r"\%", number=value, is_percentage=True)
-    return Answer(math=latex, number=value)
+    return Answer(math=latex, number=value, unit=unit or found["close"])
+
+
+def _is_unit(text: str) -> bool:
+    """Whether the words after a number are a unit or what was counted, and no algebra or function."""
+    words = re.split(r"\s*[/*·-]\s*|\s+", text)
+    bare = [re.sub(_EXPONENT, "", word) for word in words]
+    if all(word in ("a", "an", "of", "per", "the") for word in bare):
+        return False
+    for word, whole in zip(bare, words, strict=True):
+        if word in _ABBREVIATIONS and not (whole != word and word in _VARIABLES_WITH_POWERS):
+            continue
+        if len(word) < 3 or word.lower() in _FUNCTIONS or not re.search("(?i)[aeiouy]|[^a-z]", word):
+            return False
+        if set(word) <= set("xyz"):
+            return False
+    return True
 
 
 def final_answer(completion: str) -> str | None:
@@ -168,6 +242,7 @@ def is_right_in_words(reference: str, answer: str) -> bool:
 def normal_words(text: str) -> str:
     """Lower case, single spaces, without markup, quotes and punctuation around it; of a choice its letter alone."""
     text = " ".join(text.replace("\\", " ").replace("**", " ").replace("$", " ").split()).casefold()
+    text = re.sub(r"(?<=\d)(?::00)?\s*([ap])\.?\s?m\b\.?", r" \1m", text)  # of a time, 9:00 a.m.
     text = text.strip(" .,;:!?\"'`*_")
     choice = re.fullmatch(r"\(?([a-z])\)?[.:]?", text)
     return choice[1] if choice else text
@@ -202,7 +277,15 @@ def _is_words(text: str, plain: str) -> bool:
         return True
     if len(_TEXT.findall(text)) == 1 and re.search(r"\d", _TEXT.sub("", text)):
         plain = _TEXT.sub(" ", text)  # the unit of a formula
+    if re.search(r"(?i)\d\s*[ap]\.?\s?m\.?$", plain):
+        return True
     words = re.findall(r"[^\W\d_]+", _NOT_WORDS.sub(" ", plain))
-    return any(
-        len(word) > 1 and word.lower() not in _FUNCTIONS and re.search("(?i)[aeiou]|[^a-z]", word) for word in words
-    )
+    has_digits = re.search(r"\d", plain) is not None
+    return any(_is_word(word, has_digits) for word in words if word.lower() not in _FUNCTIONS)
+
+
+def _is_word(letters: str, has_digits: bool) -> bool:
+    """Whether letters are a word and no product of variables, such as `xy`."""
+    if len(letters) == 2:  # `7 ab` is algebra; `no` and `Au` are words
+        return not has_digits and (letters == "no" or letters[0].isupper())
+    return len(letters) > 2 and re.search("(?i)[aeiou]|[^a-z]", letters) is not None

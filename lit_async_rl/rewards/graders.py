@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lit_async_rl.rewards import answers
@@ -26,6 +26,10 @@ def math_grader() -> Callable[[str, str], bool | None]:
 
     # no timeouts of the library: they are signals, which cannot interrupt native code
     parse = functools.partial(math_verify.parse, parsing_timeout=None)
+    config = math_verify.LatexExtractionConfig()
+    # The library takes letters for units that it leaves out: it reads `7ab` as 7, and `5m` as 5.
+    keeps_letters = replace(config, normalization_config=replace(config.normalization_config, units=False))
+    parse_algebra = functools.partial(parse, extraction_config=[keeps_letters, math_verify.ExprExtractionConfig()])
 
     def grade(reference: str, completion: str) -> bool | None:
         right = answers.read_answer(reference)
@@ -34,13 +38,19 @@ def math_grader() -> Callable[[str, str], bool | None]:
                 return None
             return answers.is_right_in_words(right.words, answers.final_words(completion))
         formula = right.math or ""
-        gold = parse(formula if "$" in formula or "\\[" in formula or "\\(" in formula else f"${formula}$")
+        is_algebra = answers.has_variables(formula)
+        is_text = "$" in formula or "\\[" in formula or "\\(" in formula
+        gold = (parse_algebra if is_algebra else parse)(formula if is_text else f"${formula}$")
         if not gold:
             return None
         boxed = answers.final_answer(completion)
-        given = None if boxed is None else answers.read_answer(boxed)
+        given = None if boxed is None else answers.read_as_quantity(boxed, right.unit)
         if given is None or given.number is None:
-            return bool(math_verify.verify(gold, parse(answers.improper(completion)), timeout_seconds=None))
+            if boxed is not None and (latex := answers.as_latex(boxed)) != boxed:
+                completion = f"\\boxed{{{latex}}}"
+            completion = answers.improper(completion)
+            parsers = (parse_algebra, parse) if is_algebra else (parse,)  # its answer may have a unit
+            return any(math_verify.verify(gold, read(completion), timeout_seconds=None) for read in parsers)
         if right.number is not None and not right.is_percentage and not given.is_percentage:
             larger = max(abs(right.number), abs(given.number))
             if right.number == given.number or larger < answers.SMALL:
@@ -77,7 +87,7 @@ def load_reward(path: str) -> Callable[..., Any]:
     reward: Callable[..., Any] = getattr(importlib.import_module(module), name)
 
     references = references_of(reward)
-    wants_ids = "token_ids" in inspect.signature(reward).parameters
+    wants_ids = importlib.import_module("lit_async_rl.rewards.score").wants_token_ids(reward)
 
     def call(prompt: Any, completion: str | None, token_ids: tuple[int, ...] = ()) -> Any:
         if prompt is None or completion is None:

@@ -157,7 +157,7 @@ def _file(producer: Producer, groups: list[SavedGroup]) -> None:
 
 _ENVIRONMENT = "the environment of data.engine"
 _ANSWERS = "the digest of the answers of data.prompts"
-_REWARD_SETTINGS = "data.reward", _ENVIRONMENT, _ANSWERS
+_REWARD_SETTINGS = "data.reward", "data.scoring.special_tokens", _ENVIRONMENT, _ANSWERS
 # Of sampling: settings that older checkpoints do not have.
 _LATER_SETTINGS = {"stop": (), "head": None, "experts": False, "end_token_ids": None}
 
@@ -191,7 +191,7 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
                 "could not go on. " + START_ANEW
             )
     before, after = _flat(saved), _flat(now)
-    unknown = {name for name in _REWARD_SETTINGS[1:] if name not in saved}  # to older checkpoints
+    unknown = {name for name in (_ENVIRONMENT, _ANSWERS) if name not in saved}  # to older checkpoints
     if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
         unknown.add(_ANSWERS)
     found = {

@@ -29,7 +29,7 @@ SHORT |= {"val_prompts": "prompts", "num_val_samples": "num_samples", "val_sampl
 NAMES = {
     "admission": {"async_ratio", "redundant_groups"},
     "intake": {"stream_groups", "replicate_prompts", "seed"},
-    "scoring": {"reward_workers", "reward_timeout_s", "reward_tries", "resume_rewards"},
+    "scoring": {"reward_workers", "reward_timeout_s", "reward_tries", "resume_rewards", "special_tokens"},
     "validation": {"val_prompts", "num_val_samples", "val_sampling", "success_reward"},
     "limits": {"rollout_timeout_s", "rank_timeout_s", "engine_restarts"},
 }

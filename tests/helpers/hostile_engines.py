@@ -119,6 +119,8 @@ COMPLETIONS: dict[str, tuple[Any, str]] = {
 REWARDS: dict[str, tuple[Any, str]] = {
     "reward nan": (changed(reward=float("nan")), "reward=nan, must be a finite number"),
     "reward inf": (changed(reward=float("inf")), "reward=inf, must be a finite number"),
+    "reward too large": (changed(reward=6e38), r"reward=6e\+38, must be a finite number in float32"),
+    "reward beyond all floats": (changed(reward=10**400), "must be a finite number in float32"),
     "reward missing": (changed(reward=None), "reward=None, must be a finite number"),
     "reward a text": (changed(reward="1.0"), r"reward='1\.0', must be a finite number"),
 }

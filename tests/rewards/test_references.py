@@ -13,6 +13,7 @@ from lit_async_rl.rewards.functions import IsolatedReward, MathVerify, exact_mat
 from lit_async_rl.rewards.references import ReferenceCheck, check_references, grades, references_of
 from lit_async_rl.tasks.calculator import Calculator
 from lit_async_rl.types import Prompt
+from lit_async_rl.utils.isolation import IsolatedCallError
 
 
 def prompts_of(answers):
@@ -78,6 +79,11 @@ def test_an_isolated_grader_is_asked_in_its_process():
     references = reward.ask_references()
     assert [f.prompt.answer for f in check_references(reward, references, prompts_of(["1", "x2", "3"]))] == ["x2"]
     assert IsolatedReward("os.path.join", timeout_s=60.0).ask_references() is None
+
+
+def test_an_isolated_function_without_a_signature_is_called_as_any_other():
+    with pytest.raises(IsolatedCallError, match="TypeError"):  # of the call: the process has started
+        IsolatedReward("math.hypot", timeout_s=60.0)(Prompt(text="q"), "5")
 
 
 def paid_judge(prompt, completion):

@@ -96,3 +96,21 @@ def test_the_same_settings_keep_their_groups(tmp_path, caplog):
     fit(make_module(), data, 2, [Save()])
     fit(make_module(), data_of("reward", 1.0, keep=False), 4, [], str(tmp_path / "last.ckpt"))
     assert "sampled anew" not in caplog.text
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])
+def test_other_texts_for_the_reward_count_as_another_reward(keep, tmp_path, caplog):
+    path = tmp_path / "last.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_end(self, trainer, module):
+            trainer.save_checkpoint(path)
+
+    def data(special_tokens):
+        scoring = dict(special_tokens=special_tokens, resume_rewards="keep" if keep else "anew")
+        return make_data(groups_per_step=1, group_size=2, max_staleness=3, **scoring)
+
+    fit(make_module(), data("none"), 2, [Save()])
+    fit(make_module(), data("all"), 3, [], str(path))
+    assert ("data.scoring.special_tokens is 'all' and was 'none', and saved rewards are kept" in caplog.text) == keep
+    assert ("the pass rates of prompts are measured anew" in caplog.text) == (not keep)
