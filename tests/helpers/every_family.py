@@ -220,8 +220,10 @@ def _decode(lm: PreTrainedModel, folder: Path) -> None:
     params = SamplingParams(max_tokens=longest - 4)
     prompts = [tuple(random_tokens(lm, length, seed=length)) for length in (1, 4, 3, 2, 1)]
     requests = [GenerationRequest(id=n, prompt_ids=p, num_samples=2, sampling=params) for n, p in enumerate(prompts)]
-    # recurrent layers are computed in another form for single tokens than for a sequence: 1.9e-4 on some processors
-    bounds = dict(atol=3e-4, rtol=0) if other_layers(lm) else dict(atol=1e-5, rtol=1e-5)
+    # recurrent layers are computed in another form for single tokens than for a sequence: those of Qwen3.5 differed by
+    # 1.9e-4 on an AMD processor, before and after all changes to attention
+    atol = 3e-4 if lm.config.model_type.startswith("qwen3_5") else 1e-4
+    bounds = dict(atol=atol, rtol=0) if other_layers(lm) else dict(atol=1e-5, rtol=1e-5)
     for one in (engine, EmbeddedEngine.from_module(lm, num_slots=4)):
         for request, completions in zip(requests, one.run(requests), strict=True):
             for c in completions:
