@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.log_limit import LimitedLog
 
@@ -90,7 +89,7 @@ class Retries:
 
     def __init__(self, policy: TryPolicy) -> None:
         self.policy = policy
-        self._left_out: list[Prompt] = []  # since the last success
+        self._left_out: list[object] = []  # since the last success
         self._tries_log = LimitedLog(log)
         self._log = LimitedLog(log)  # of its own: what is left out is said however many tries fail
 
@@ -98,7 +97,7 @@ class Retries:
         """A call has succeeded."""
         self._left_out = []
 
-    def may_try_again(self, prompt: Prompt, num_failed: int, error: Exception) -> bool:
+    def may_try_again(self, prompt: object, num_failed: int, error: Exception) -> bool:
         """Whether to try a call again after `num_failed` failures; otherwise its prompt is left out.
 
         Raises:
