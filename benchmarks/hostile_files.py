@@ -26,8 +26,7 @@ import yaml
 from hostile_configs import mutate
 from hostile_makers import Files
 
-from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.cli.commands import command
+from lit_async_rl.cli.app import AsyncRLCLI, command
 
 ROOT = Path(__file__).parent.parent
 EXECUTED: list[str] = []

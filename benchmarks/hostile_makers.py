@@ -20,8 +20,7 @@ import torch
 
 from lit_async_rl.assets import asset
 from lit_async_rl.prompts.sources import JsonlPrompts
-from lit_async_rl.replay.tape import Tape
-from lit_async_rl.replay.tape_writer import TapeWriter
+from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup

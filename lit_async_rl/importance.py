@@ -75,7 +75,8 @@ def ess_of_sums(sums: Float64[Tensor, "R 3"]) -> Float64[Tensor, ""]:
     """
     top = sums[:, 0].max()
     shift = torch.where(sums[:, 0] > -torch.inf, (sums[:, 0] - top).exp(), 0.0)
-    weights, squares = (sums[:, 1] * shift).sum(), (sums[:, 2] * shift.square()).sum()
+    weights = (sums[:, 1] * shift).sum()
+    squares = (sums[:, 2] * shift.square()).sum()
     return torch.where(squares > 0, weights.square() / squares, 0.0)
 
 

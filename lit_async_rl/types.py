@@ -7,18 +7,239 @@ and position 0 never trains.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.expert_choices import ExpertChoices
-from lit_async_rl.messages import checked_messages
-from lit_async_rl.sampler_head import SamplerHead
+from lit_async_rl.utils.checks import check_range
+
+# -- Experts that the routers of a mixture-of-experts model chose while a completion was sampled ----------------------
+# A text has P + L tokens, prompt and completion; the model has n routers, each of which chooses k experts for each
+# token.
+
+
+OWN_CHOICE = -1  # in place of an expert: nothing was recorded, and a replaying router chooses itself
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertChoices:
+    """The experts of the P + L - 1 tokens of a text that the model has read; the last token is only sampled.
+
+    On the CPU, as small integers.
+
+    Attributes:
+        experts: in the order of the text; `OWN_CHOICE` where nothing is known.
+    """
+
+    experts: Int[Tensor, "length n k"]
+
+    def __post_init__(self) -> None:
+        if self.experts.dim() != 3:
+            raise InvariantError(f"chosen experts have shape {tuple(self.experts.shape)}")
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def __eq__(self, other: object) -> bool:
+        return torch.equal(self.experts, other.experts) if isinstance(other, ExpertChoices) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.experts.shape))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Routers of the model, and experts that each chooses."""
+        return self.experts.shape[1], self.experts.shape[2]
+
+    def continued(self, later: ExpertChoices) -> ExpertChoices:
+        """The first recording of each token; `later` was recorded for a text that begins with this one."""
+        return ExpertChoices(torch.cat([self.experts, later.experts[len(self) :]]))
+
+    def padded(self, length: int) -> ExpertChoices:
+        """With further tokens about which nothing is known, `length` in all."""
+        unknown = self.experts.new_full((length - len(self), *self.shape), OWN_CHOICE)
+        return ExpertChoices(torch.cat([self.experts, unknown]))
+
+
+def pack_choices(choices: Sequence[ExpertChoices | None]) -> dict[str, Tensor]:
+    """Choices of R completions as flat tensors of a checkpoint: `expert_lengths` [R], -1 without, and `expert_ids`."""
+    known = [one.experts for one in choices if one is not None]
+    if not known:
+        return {}
+    return {
+        "expert_lengths": torch.tensor([-1 if one is None else len(one) for one in choices]),
+        "expert_ids": torch.cat(known),
+    }
+
+
+def unpack_choices(packed: dict[str, Tensor], number: int) -> list[ExpertChoices | None]:
+    """Inverse of `pack_choices`, for `number` completions."""
+    if "expert_lengths" not in packed:
+        return [None] * number
+    lengths = packed["expert_lengths"].tolist()
+    parts = packed["expert_ids"].split([max(0, length) for length in lengths])
+    return [None if length < 0 else ExpertChoices(part.clone()) for length, part in zip(lengths, parts, strict=True)]
+
+
+# -- Conversations, the input of chat templates -----------------------------------------------------------------------
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
+    """Validates a conversation that a completion can follow, and drops keys that are None (as tables have them).
+
+    Raises:
+        ValueError: it is malformed, or ends with a system or developer message.
+    """
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, got {str(messages)[:80]!r}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise ValueError(f"message {number} must have a role, one of {', '.join(ROLES)}: {str(message)[:80]!r}")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"message {number} must have text as its content: {str(message)[:80]!r}")
+    if messages[-1]["role"] in ("system", "developer"):
+        raise ValueError(f"the last message must be from the user, a tool or the assistant, not {messages[-1]['role']}")
+    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
+
+
+# -- Head of the sampling distribution: the likeliest tokens of each position, as the engine recorded them ------------
+# L tokens of one completion, k = `sampling.head`. B rows, T positions of a batch.
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerHead:
+    """The k likeliest tokens of the distribution that each token of a completion was sampled from, and its entropy.
+
+    On the CPU. Temperature and truncation (top-k, top-p, min-p) are applied; tokens outside of the support have a
+    log-probability of -inf. Not normalised over the head: the rest of the probability belongs to other tokens.
+
+    Attributes:
+        entropy: in nats, over the whole vocabulary; NaN where the engine does not compute it.
+        ids: token ids, by falling probability.
+        logprobs: their log-probabilities.
+    """
+
+    entropy: Float[Tensor, " L"]
+    ids: Int[Tensor, "L k"]
+    logprobs: Float[Tensor, "L k"]
+
+    def __post_init__(self) -> None:
+        if not len(self.entropy) == len(self.ids) == len(self.logprobs) or self.ids.shape != self.logprobs.shape:
+            shapes = ", ".join(str(tuple(v.shape)) for v in (self.entropy, self.ids, self.logprobs))
+            raise InvariantError(f"entropy, ids and logprobs of a head have shapes {shapes}")
+
+    def __len__(self) -> int:
+        return len(self.entropy)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SamplerHead):
+            return NotImplemented
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.ids.shape))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Entropy, ids and log-probabilities."""
+        return self.entropy, self.ids, self.logprobs
+
+    def first(self, length: int) -> SamplerHead:
+        """Head of the first `length` tokens."""
+        return SamplerHead(*(values[:length] for values in self.tensors))
+
+    @property
+    def width(self) -> int:
+        """k, the number of tokens per position."""
+        return self.ids.shape[1]
+
+
+class Support(NamedTuple):
+    """Tokens that a truncated sampler (top-k, top-p, min-p) chose from: those of `ids` where `known` is True."""
+
+    ids: Int[Tensor, "B T k"]
+    known: Bool[Tensor, "B T k"]
+
+
+def known_support(
+    head_logprobs: Float[Tensor, "B T k"], mask: Bool[Tensor, "B T"], truncated: bool = False
+) -> Bool[Tensor, "B T k"]:
+    """Marks the tokens of the recorded heads that the truncated sampler could choose.
+
+    All False outside of `mask`. Where the support is not smaller than the head, it may have more tokens than these;
+    without truncation there is then no support to know, and nothing is marked.
+
+    Args:
+        head_logprobs: of the recorded heads; -inf outside of the support.
+        mask: sampled tokens.
+        truncated: whether the sampler was set to truncate.
+    """
+    possible = head_logprobs > -math.inf
+    has_support = mask if truncated else ~possible.all(-1) & mask
+    return possible & has_support[..., None]
+
+
+def log_mass(logprobs: Float[Tensor, "*shape k"], known: Bool[Tensor, "*shape k"]) -> Float[Tensor, "*shape"]:
+    """Logarithm of the sum of pi over the known support, from log-probabilities of the head; 0 where none is known."""
+    is_known = known.any(-1, keepdim=True)
+    inside = torch.where(known, logprobs, -math.inf)
+    total = torch.where(is_known, inside, 0.0).logsumexp(-1)  # a row of -inf has no gradient
+    return torch.where(is_known[..., 0], total, 0.0)
+
+
+def blank_head(length: int, width: int) -> SamplerHead:
+    """Head of tokens that were not sampled (a tool's answer): nothing is known, entropy NaN."""
+    return SamplerHead(
+        torch.full((length,), torch.nan),
+        torch.zeros(length, width, dtype=torch.int32),
+        torch.full((length, width), -torch.inf),
+    )
+
+
+def join_heads(heads: Sequence[SamplerHead]) -> SamplerHead:
+    """Heads of consecutive parts of one completion, as one."""
+    return SamplerHead(*(torch.cat(parts) for parts in zip(*(head.tensors for head in heads), strict=True)))
+
+
+def pack_heads(heads: Sequence[SamplerHead | None]) -> dict[str, Tensor]:
+    """Heads of several completions as flat tensors of a checkpoint; empty if there are none.
+
+    R completions, N tokens of those with a head: `head_lengths` [R], -1 without a head, and the tensors of all heads.
+    """
+    known = [head for head in heads if head is not None]
+    if not known:
+        return {}
+    whole = join_heads(known)
+    return {
+        "head_lengths": torch.tensor([-1 if head is None else len(head) for head in heads]),
+        "head_entropy": whole.entropy,
+        "head_ids": whole.ids,
+        "head_logprobs": whole.logprobs,
+    }
+
+
+def unpack_heads(packed: dict[str, Tensor], number: int) -> list[SamplerHead | None]:
+    """Inverse of `pack_heads`, for `number` completions."""
+    if "head_lengths" not in packed:
+        return [None] * number
+    lengths = packed["head_lengths"].tolist()
+    sizes = [max(0, length) for length in lengths]
+    parts = zip(*(packed[f"head_{name}"].split(sizes) for name in ("entropy", "ids", "logprobs")), strict=True)
+    return [
+        None if length < 0 else SamplerHead(*(value.clone() for value in part))
+        for length, part in zip(lengths, parts, strict=True)
+    ]
+
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -223,9 +444,13 @@ class RolloutBatch:
         self.truncated = truncated
         self.gradient_scale = gradient_scale
         self.max_staleness = max_staleness
-        self.head_ids, self.head_logprobs, self.behavior_entropy = head_ids, head_logprobs, behavior_entropy
+        self.head_ids = head_ids
+        self.head_logprobs = head_logprobs
+        self.behavior_entropy = behavior_entropy
         self.experts = experts
-        self.step, self.micro_batch, self.num_micro_batches = step, micro_batch, num_micro_batches
+        self.step = step
+        self.micro_batch = micro_batch
+        self.num_micro_batches = num_micro_batches
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -257,3 +482,149 @@ class PromptBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:
         """Returns the batch itself: it holds no tensors."""
         return self
+
+
+# -- Input and output of an engine: sampling parameters, requests, completions ----------------------------------------
+
+
+SUPPORT_TOKENS = 128  # recorded of a support of any size: one kilobyte for each sampled token
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of completions.
+
+    Args:
+        temperature: divides the logits; 0 means greedy (log-probabilities are then those of temperature 1).
+        top_p: keep the smallest set of tokens with at least this probability; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+        max_tokens: at most this many completion tokens.
+        stop_token_ids: end the completion (the stop token is its last token); added to the model's end tokens.
+        end_token_ids: end tokens of the model, in place of those that its generation_config.json, config.json,
+            tokenizer and chat template name; None is their union, an empty list lets nothing end a completion.
+        head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
+            likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
+            and the replay of truncated supports need it: training samples with `top_p`, `top_k` or `min_p` always have
+            it, see `recorded`.
+        experts: record the experts that the model's routers choose for every token of prompt and completion; the
+            trainer then uses the same (router replay).
+        stop: strings that end the completion, at the token that completes the first of them. All tokens train,
+            including that one; the reward gets the text before the stop string.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    head: int | None = None
+    experts: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"sampling.stop must be a list of non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        check_range("sampling", "integer >= 0", top_k=self.top_k)
+        check_range("sampling", ">= 0", temperature=self.temperature)
+        check_range("sampling", "finite", temperature=self.temperature)
+        check_range("sampling", "in (0, 1]", top_p=self.top_p)
+        check_range("sampling", "in [0, 1]", min_p=self.min_p)
+        check_range("sampling", "integer >= 1", max_tokens=self.max_tokens)
+        for name in ("stop_token_ids", "end_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if any(token < 0 for token in ids):
+                raise ValueError(f"sampling.{name} must be >= 0, got {list(ids)}")
+            object.__setattr__(self, name, tuple(ids))
+        check_range("sampling", "integer >= 0", head=self.head)
+
+    def ends(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Tokens that end a completion of a model with the end tokens `eos_token_ids`."""
+        own = tuple(eos_token_ids) if self.end_token_ids is None else self.end_token_ids
+        return own + self.stop_token_ids
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from fewer than the whole vocabulary: top-p, top-k or min-p."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def recorded(self) -> SamplingParams:
+        """The same parameters with a head that holds all tokens that a truncated sampler can choose.
+
+        With `top_k` these are at most that many, and `head` becomes as large. Without, top-p and min-p leave any
+        number: they then choose among the `head` likeliest (`SUPPORT_TOKENS` unless it is positive), which becomes
+        `top_k`. Unchanged if nothing is truncated.
+        """
+        if not self.truncates:
+            return self
+        if self.top_k:
+            return replace(self, head=max(self.top_k, self.head or 0))
+        width = self.head or SUPPORT_TOKENS
+        return replace(self, head=width, top_k=width)
+
+    @property
+    def distribution(self) -> dict[str, float]:
+        """Settings that log-probabilities depend on."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """Request for `num_samples` completions of one prompt; `id` is unique among the requests an engine holds.
+
+    `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
+    serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
+    `prompt_ids` belong to the completion: an interrupted run sampled them, and a stop string may begin in them.
+
+    With a `seed` >= 0, random numbers of the embedded engine depend on `seed` + sample and the token's position alone,
+    whatever else is sampled, and in whichever order. Other engines do not read it.
+
+    Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
+    servers send them where that beginning is cached.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    sampling: SamplingParams
+    prompt: Prompt | None = None
+    priority: int = 0
+    num_resumed: int = 0
+    session: int | None = None
+    seed: int | None = None
+
+    @property
+    def resumed_ids(self) -> tuple[int, ...]:
+        """Tokens of the completion that are already in the prompt."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_resumed :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished sample of a request; `logprobs` and `versions` have one entry per token.
+
+    `head` has the recorded distributions if `sampling.head` is set, `experts` the experts that were chosen for prompt
+    and completion if `sampling.experts` is.
+    An engine with an environment also sets `loss_mask` (tokens written by the policy), `turns` and `reward`.
+    """
+
+    request_id: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    loss_mask: tuple[bool, ...] | None = None
+    reward: float | None = None
+    turns: tuple[Turn, ...] | None = None
+    head: SamplerHead | None = None
+    experts: ExpertChoices | None = None

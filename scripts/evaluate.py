@@ -5,7 +5,7 @@
 `--data.validation.num_samples 8` adds pass@8. Without `--ckpt_path` the untrained model is measured.
 """
 
-from lit_async_rl.cli.commands import evaluate
+from lit_async_rl.cli.app import evaluate
 
 if __name__ == "__main__":
     evaluate()

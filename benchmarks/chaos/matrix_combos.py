@@ -106,7 +106,7 @@ def _config(combo: Combo, folder: Path, steps: int) -> dict[str, Any]:
         trainer |= {"val_check_interval": 2 * combo.micro_batches, "check_val_every_n_epoch": None}
     if combo.trigger == "epoch":
         trainer["limit_train_batches"] = 3 * combo.micro_batches
-    trainer["logger"] = _part("lit_async_rl.training.csv_logger.CSVLog", save_dir=str(folder), name="log")
+    trainer["logger"] = _part("lit_async_rl.training.trackers.CSVLog", save_dir=str(folder), name="log")
     trainer["callbacks"] = [
         _part("lightning.pytorch.callbacks.ModelCheckpoint", dirpath=str(folder / "checkpoints"), **_when(combo)),
         _part("RolloutTape", folder=str(folder / "tape")),

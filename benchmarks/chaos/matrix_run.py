@@ -90,7 +90,7 @@ class MatrixRun:
             if self.combo.ranks > 1:
                 os.environ |= _torchrun(rank, self.combo.ranks, port)
             sys.argv = ["scripts/train.py", *arguments]
-            from lit_async_rl.cli.commands import main
+            from lit_async_rl.cli.app import main
 
             main()
             code = 0

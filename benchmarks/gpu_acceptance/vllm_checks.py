@@ -11,7 +11,7 @@ from measuring import Skip, mismatch, model, requests, require, timed
 from transformers import LlamaForCausalLM
 
 import lit_async_rl
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 
 
 def _started(lm: LlamaForCausalLM, **settings: Any) -> lit_async_rl.VLLMEngine:

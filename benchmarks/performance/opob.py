@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from lit_async_rl.assets import asset
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import SequenceTruncatedIS
-from lit_async_rl.corrections.proximal import CurrentProximal
+from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch

@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.rollouts.engine_listener import EngineCalls
 
 ROOT = Path(__file__).parents[2]
 CASES = {"LoRA, bfloat16 engine": (True, "bfloat16"), "LoRA, float32 engine": (True, "float32")}

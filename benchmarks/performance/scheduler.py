@@ -19,9 +19,8 @@ from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal
-from lit_async_rl.simulation.run import no_reward
+from lit_async_rl.simulation.run import SimulatedEngine, no_reward
 from lit_async_rl.simulation.virtual import VirtualRun
 from lit_async_rl.tasks import SortDigits
 

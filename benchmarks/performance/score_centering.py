@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_async_rl.advantages.group import GroupMean
-from lit_async_rl.corrections.proximal import BehaviorProximal
+from lit_async_rl.corrections.weights import BehaviorProximal
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine

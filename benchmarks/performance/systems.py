@@ -69,7 +69,7 @@ class Run:
         """Arguments of `scripts/train.py`."""
         configs = [flag for path in [QUICKSTART, *SYSTEMS[self.system]] for flag in ("--config", path)]
         place = {"save_dir": str(self.folder), "name": "", "version": "", "flush_logs_every_n_steps": 10}
-        logger = {"class_path": "lit_async_rl.training.csv_logger.CSVLog", "init_args": place}
+        logger = {"class_path": "lit_async_rl.training.trackers.CSVLog", "init_args": place}
         flags = {
             "trainer.logger": json.dumps(logger),
             "trainer.max_steps": self.num_steps,

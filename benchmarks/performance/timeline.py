@@ -33,9 +33,8 @@ from benchmarks.common.measurement import measurement, write_measurement
 from benchmarks.common.meter import Meter
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.rewards.score_spans import ScoreSpans
-from lit_async_rl.utils.spans import Lane, Spans
-from lit_async_rl.utils.trace_file import TraceWriter
+from lit_async_rl.rewards.scorer import ScoreSpans
+from lit_async_rl.utils.spans import Lane, Spans, TraceWriter
 
 Watch = TypeVar("Watch", bound=pl.Callback)
 WARM_UP, DIRECT_RUNS = 5, 3  # steps, runs

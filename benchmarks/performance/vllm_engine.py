@@ -24,7 +24,7 @@ from engine import build, compare, make_parser, own_engine, run_generate, worklo
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 
 

@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common.measurement import measurement, write_measurement
 from lit_async_rl.engines.base import GenerationRequest
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.installation import CPU_VARIABLES, VARIABLES
+from lit_async_rl.engines.vllm.engine_arguments import CPU_VARIABLES, VARIABLES
 from lit_async_rl.models.loading import load_policy
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from lit_async_rl import asset
 from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import SequenceTruncatedIS
-from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal
+from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.importance import ess_ratio, masked
 from lit_async_rl.losses import CISPO, PPOClip, Reinforce
@@ -35,7 +35,7 @@ from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards import exact_match
 from lit_async_rl.tasks.sorting import SortDigits
 from lit_async_rl.training.objective import Objective
-from lit_async_rl.training.schedules import Cosine, OneCycle, RateSchedule, StableDecay
+from lit_async_rl.training.optimizer import Cosine, OneCycle, RateSchedule, StableDecay
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
 NUM_GROUPS, GROUP_SIZE, MAX_TOKENS, MAX_NORM = 32, 8, 12, 0.5

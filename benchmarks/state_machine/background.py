@@ -10,13 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_async_rl.errors import InvariantError, RewardError
-from lit_async_rl.rewards.score import score
-from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rewards.scorer import Scorer, score
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.rollouts.group_wait import GroupWait
-from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.rollouts.producer import GroupWait, Producer
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.clocks import AwakeClock
+from lit_async_rl.utils.guarded_calls import AwakeClock
 from lit_async_rl.utils.tries import Retries, TryPolicy
 
 

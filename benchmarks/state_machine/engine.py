@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.models.end_tokens import EndTokens
+from lit_async_rl.models.loading import EndTokens
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.types import Prompt

@@ -19,16 +19,13 @@ from lit_async_rl.advantages.group import Raw
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.data.rollout_source import RolloutSource
+from lit_async_rl.data.rollout_source import RolloutSource, SharedSource, StepBatches
 from lit_async_rl.data.settings import Limits
-from lit_async_rl.data.shared_source import SharedSource
-from lit_async_rl.data.step_batches import StepBatches
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, Drop, FixedLag, Retry, Ring
+from lit_async_rl.scheduling.admission import Admission, AdmissionPolicy, Bounded, Drop, FixedLag, Retry, Ring
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import RolloutBatch

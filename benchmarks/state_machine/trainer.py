@@ -23,7 +23,7 @@ from benchmarks.state_machine.modules import (
     gradient_of,
     rows_of,
 )
-from lit_async_rl.data.dataloaders import StepFeed
+from lit_async_rl.data.rollout_source import StepFeed
 from lit_async_rl.types import RolloutBatch
 
 MODEL = "RolloutDataModule"  # key of the data module's state

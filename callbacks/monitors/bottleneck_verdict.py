@@ -3,27 +3,254 @@
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import time
-from dataclasses import asdict
+from collections import deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, stabilizing_setting, what_to_turn
-from lit_async_rl.callbacks.monitors.staleness_advice import StalenessAdvice
 from lit_async_rl.callbacks.parts import rollout_data, run_folder
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.scheduling.bottleneck import NOTHING, Intervals, Verdict, diagnose
-from lit_async_rl.scheduling.worth import Advice
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.rewards.functions import IsolatedReward
+from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.scheduling.admission import Bounded
+from lit_async_rl.scheduling.bottleneck import (
+    NOTHING,
+    Advice,
+    Intervals,
+    Setting,
+    Settings,
+    StepWork,
+    Verdict,
+    advise,
+    diagnose,
+)
 from lit_async_rl.stabilizers.collapse import CollapseTrend
+from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import append, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-ESS, REWARD, NO_SIGNAL = "importance/ess_ratio", "reward/mean", "rollout/no_signal_share"
+# -- Settings to change, for each possible bottleneck and for a collapsing run ----------------------------------------
+
+
+MUCH_PADDING = 0.25  # share of the positions in a training pass
+MUCH_COMPUTING = 0.5  # share of the time of a reward; below, its workers mostly wait
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container (cgroup v2): microseconds of processor time, and of the period
+
+
+@dataclass
+class StepLoad:
+    """Load counters of a window of steps."""
+
+    began: Intervals = NOTHING
+    num_steps: int = 0
+    num_unfinished: int = 0  # sum over steps
+    fewest_queued: int = 0
+    num_tokens: int = 0
+    num_positions: int = 0  # with padding
+    scoring_cpu_share: float = 0.0
+
+    def add(self, batch: RolloutBatch) -> None:
+        self.num_tokens += int(batch.attention_mask.sum())
+        self.num_positions += batch.attention_mask.numel()
+
+    def look(self, stats: ProducerStats) -> None:
+        self.fewest_queued = min(self.fewest_queued, stats.num_queued) if self.num_steps else stats.num_queued
+        self.num_unfinished += stats.num_unfinished
+        self.scoring_cpu_share = stats.scoring_cpu_share
+        self.num_steps += 1
+
+
+def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, num_ranks: int = 1) -> Settings:
+    """For each side, a setting that can still be changed.
+
+    Args:
+        data: data module of the run.
+        pl_module: module in training.
+        load: load counters of the window.
+        num_ranks: training processes on this machine.
+    """
+    sync_steps = data.weight_sync_steps
+    is_spare = num_busy_threads(data, pl_module, num_ranks) + num_ranks <= num_cores()
+    return Settings(
+        engine=_engine_setting(data, load.num_unfinished / max(1, load.num_steps), is_spare),
+        trainer=_trainer_setting(data, pl_module, 1 - load.num_tokens / max(1, load.num_positions), is_spare),
+        reward=_reward_setting(data, load.scoring_cpu_share, is_spare),
+        weight_sync=Setting(name="data.weight_sync_steps", present=sync_steps, suggested=2 * sync_steps),
+        staleness=_staleness_setting(data),
+        fresher=_fresher_setting(data, load.fewest_queued),
+    )
+
+
+def stabilizing_setting(trainer: AnyTrainer, pl_module: AnyModule) -> str:
+    """Advice for a collapsing run: VCPO, or a smaller learning rate or staleness bound if VCPO is in use."""
+    if isinstance(pl_module, PolicyModule) and pl_module.objective.baseline is None:
+        return "add --config configs/stabilizers/vcpo.yaml, and resume from a checkpoint before the collapse"
+    data = trainer.datamodule
+    bound = f" (now {data.max_staleness})" if isinstance(data, RolloutDataModule) else ""
+    return f"lower model.learning_rate or data.max_staleness{bound}, and resume from a checkpoint before the collapse"
+
+
+def num_cores() -> int:
+    """Number of CPU cores available to this process, by affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def num_busy_threads(data: RolloutDataModule, pl_module: AnyModule, num_ranks: int) -> int:
+    """Number of threads competing for cores: trainers, engine and reward workers."""
+    trainers = num_ranks * (torch.get_num_threads() if pl_module.device.type == "cpu" else 1)
+    return trainers + _engine_threads(data.engine) + data.scoring.workers
+
+
+def _engine_threads(engine: RolloutEngine) -> int:
+    if isinstance(engine, EpisodeEngine):
+        return 1 + _engine_threads(engine.engine)
+    threads = getattr(engine, "num_threads", 1)  # of vLLM: of each worker on a CPU
+    return torch.get_num_threads() if threads is None else threads
+
+
+def _engine_setting(data: RolloutDataModule, unfinished: float, is_spare: bool) -> Setting | None:
+    prefix = "data.engine"
+    engine = data.engine
+    needs = _naming(data.engine)
+    if isinstance(engine, EpisodeEngine):
+        prefix = "data.engine.init_args.engine.init_args"
+        engine = engine.engine
+        needs = ()
+    slots = getattr(engine, "num_slots", None)  # vLLM has none: its limit is the memory
+    if slots is not None and unfinished * data.group_size > slots:  # some always wait for a slot
+        return Setting(name=f"{prefix}.num_slots", present=slots, suggested=2 * slots, needs=needs)
+    if not isinstance(engine, EmbeddedEngine) or engine.num_threads is None or not is_spare:
+        return None
+    if engine.device in ("auto", "cpu") and not torch.cuda.is_available():
+        threads = engine.num_threads
+        return Setting(name=f"{prefix}.num_threads", present=threads, suggested=threads + 1, needs=needs)
+    return None
+
+
+def _naming(engine: RolloutEngine) -> tuple[str, ...]:
+    """Arguments that name the default engine, which the command line must know before it takes settings of it."""
+    if type(engine) is not EmbeddedEngine:
+        return ()
+    in_order = () if engine.in_flight_weight_updates else ("--data.engine.in_flight_weight_updates", "false")
+    return ("--data.engine", "EmbeddedEngine", *in_order)
+
+
+def _reward_setting(data: RolloutDataModule, cpu_share: float, is_spare: bool) -> Setting | None:
+    """More workers, for a reward that waits or has a core left; threads that compute would only take turns."""
+    computes = cpu_share > MUCH_COMPUTING
+    if computes or (isinstance(data.reward, IsolatedReward) and not is_spare):
+        return None
+    workers = data.scoring.workers
+    return Setting(name="data.scoring.workers", present=workers, suggested=2 * workers)
+
+
+def _trainer_setting(data: RolloutDataModule, pl_module: AnyModule, padding: float, is_spare: bool) -> Setting | None:
+    parts = data.micro_batches_per_step
+    if padding > MUCH_PADDING and not data.keep_groups_whole:  # shorter runs of rollouts sorted by length
+        return Setting(name="data.micro_batches_per_step", present=parts, suggested=2 * parts)
+    if parts > 1 and padding < MUCH_PADDING / 2:
+        return Setting(name="data.micro_batches_per_step", present=parts, suggested=parts // 2)
+    if isinstance(pl_module, PolicyModule) and pl_module.policy.causal_lm.is_gradient_checkpointing:
+        return Setting(name="model.gradient_checkpointing", present=True, suggested=False)
+    threads = torch.get_num_threads()
+    if pl_module.device.type == "cpu" and is_spare:
+        return Setting(name="num_threads", present=threads, suggested=threads + 1)
+    return None
+
+
+def _staleness_setting(data: RolloutDataModule) -> Setting | None:
+    bound = data.max_staleness
+    if bound and data.admission.in_order:
+        return Setting(name="data.admission", present=type(data.admission).__name__, suggested="Bounded")
+    ratio = data.admission.async_ratio if isinstance(data.admission, Bounded) else None
+    if ratio is not None and ratio < bound:
+        return Setting(name="data.admission.async_ratio", present=ratio, suggested=min(bound, max(1, 2 * ratio)))
+    if bound and not data.engine.in_flight_weight_updates:
+        return Setting(name="data.engine.in_flight_weight_updates", present=False, suggested=True)
+    if bound != data.configured_bound:  # a callback has lowered it, for which the setting is the upper limit
+        return None
+    return Setting(name="data.max_staleness", present=bound, suggested=max(1, 2 * bound))
+
+
+def _fresher_setting(data: RolloutDataModule, fewest_queued: int) -> Setting | None:
+    """A smaller staleness bound, if more than one round was always ready."""
+    bound = data.max_staleness
+    spare = fewest_queued // data.groups_per_round - 1
+    if bound != data.configured_bound:
+        return None
+    suggested = max(1, bound - spare)
+    return Setting(name="data.max_staleness", present=bound, suggested=suggested) if 0 < suggested < bound else None
+
+
+# -- Collects what `scheduling.worth` needs of a run: waits of its groups, effective sample sizes, processor time
+
+
+KEPT = 4096  # groups and steps
+FEWEST = 8  # steps before anything is said
+
+
+class StalenessAdvice:
+    """Recommends a staleness bound for runs like this one."""
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=KEPT)
+        self._ess: deque[float] = deque(maxlen=KEPT)
+
+    def observe(self, data: RolloutDataModule, ess_ratio: float | None) -> None:
+        """Takes in one optimizer step."""
+        self._waits.extend(group.generation_s for group in data.last_step_groups)
+        if ess_ratio is not None:
+            self._ess.append(ess_ratio)
+
+    def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
+        """The recommendation; None if the run was too short, or its admission does not wait at a bound that stayed."""
+        steps = load.num_steps
+        if steps < FEWEST or not self._waits or not isinstance(data.admission, Bounded):
+            return None
+        if data.max_staleness != data.configured_bound:
+            return None
+        engine = data.engine.engine if isinstance(data.engine, EpisodeEngine) else data.engine
+        cpu_s = run.cpu_s if pl_module.device.type == "cpu" else 0.0
+        if cpu_s and getattr(engine, "own_process", False):  # it computes while it is busy, on each of its threads
+            cpu_s += run.engine_busy_s * (getattr(engine, "num_threads", None) or torch.get_num_threads())
+        work = StepWork(
+            train_s=run.trainer_s / steps,
+            engine_s=run.engine_busy_s / steps,
+            waits=tuple(self._waits),
+            busy_share=run.engine_busy_s / run.wall_s,
+            groups_per_step=data.groups_per_step,
+            core_s=cpu_s / num_cores() / steps,
+        )
+        return advise(
+            work,
+            ess_ratio=statistics.median(self._ess) if self._ess else None,
+            present=data.max_staleness,
+            num_slots=getattr(engine, "num_slots", None),
+            waiting_rollouts=load.num_unfinished / steps * data.group_size,
+        )
+
+
+ESS = "importance/ess_ratio"
+REWARD = "reward/mean"
+NO_SIGNAL = "rollout/no_signal_share"
 WITHOUT_SIGNAL = 10  # steps in a row from which a run is told that it learns nothing
 
 
@@ -59,7 +286,8 @@ class BottleneckVerdict(pl.Callback):
         self.verdict: Verdict | None = None
         self.collapse: str | None = None
         self.advice: Advice | None = None
-        self._trend, self._staleness = CollapseTrend(), StalenessAdvice()
+        self._trend = CollapseTrend()
+        self._staleness = StalenessAdvice()
         self._left_out = self._validation_began = NOTHING
         self._run: StepLoad | None = None
         self._window = StepLoad()
@@ -69,9 +297,14 @@ class BottleneckVerdict(pl.Callback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "BottleneckVerdict")
-        self._left_out, self._step, self._run = NOTHING, trainer.global_step, None
-        self._trend, self.collapse, self._without_signal = CollapseTrend(), None, 0
-        self._staleness, self.advice = StalenessAdvice(), None
+        self._left_out = NOTHING
+        self._step = trainer.global_step
+        self._run = None
+        self._trend = CollapseTrend()
+        self.collapse = None
+        self._without_signal = 0
+        self._staleness = StalenessAdvice()
+        self.advice = None
         folder = run_folder(trainer)  # a collective: asked for on all ranks
         self._folder = folder if trainer.is_global_zero else None
 
@@ -82,7 +315,8 @@ class BottleneckVerdict(pl.Callback):
         data = rollout_data(trainer, "BottleneckVerdict")
         if self._run is None and data.tape is None and data.stats() is not None:  # this rank has the producer
             began = self._totals(trainer)
-            self._run, self._window = StepLoad(began), StepLoad(began)
+            self._run = StepLoad(began)
+            self._window = StepLoad(began)
             self._run_began_at = self._window_began_at = time.time()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,7 +345,8 @@ class BottleneckVerdict(pl.Callback):
         self._record(trainer, pl_module, self._judge(trainer, pl_module, self._run), whole_run=True)
         verdict = self._judge(trainer, pl_module, self._window)
         self._record(trainer, pl_module, verdict, whole_run=False)
-        self._window, self._window_began_at = StepLoad(self._totals(trainer)), time.time()
+        self._window = StepLoad(self._totals(trainer))
+        self._window_began_at = time.time()
         for name, value in _metrics(verdict).items():
             pl_module.log(name, value)
         _print(trainer, f"step {self._step}: {self._words(trainer, pl_module, verdict)}")

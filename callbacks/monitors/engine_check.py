@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data
-from lit_async_rl.engines.logprob_error import default_bound
+from lit_async_rl.engines.base import default_bound
 from lit_async_rl.errors import EngineError
 from lit_async_rl.importance import sum_over_ranks
-from lit_async_rl.models.weight_copies import copy_weights, num_bytes, with_weights
-from lit_async_rl.models.weights import is_wrapped
+from lit_async_rl.models.weights import copy_weights, is_wrapped, num_bytes, with_weights
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.training.objective import on_support
 from lit_async_rl.training.probe import can_be_called, compute_dtype
-from lit_async_rl.training.support import on_support
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -76,30 +75,42 @@ class EngineCheck(pl.Callback):
     ) -> None:
         check_range("EngineCheck", "integer >= 1", every_n_updates=every_n_updates, num_rollouts=num_rollouts)
         check_range("EngineCheck", "> 0", bound=bound)
-        self.every_n_updates, self.num_rollouts = every_n_updates, num_rollouts
-        self.bound, self.on_error = bound, on_error
+        self.every_n_updates = every_n_updates
+        self.num_rollouts = num_rollouts
+        self.bound = bound
+        self.on_error = on_error
         self._copies: dict[int, dict[str, Tensor] | None] = {}  # versions to check; None before they are copied
-        self._is_on, self.num_checks = False, 0
-        self._version, self._published_at, self._last = -1, -1, -1
+        self._is_on = False
+        self.num_checks = 0
+        self._version = -1
+        self._published_at = -1
+        self._last = -1
         self._found: dict[str, float] = {}
         self.replayed: list[tuple[Tensor, Tensor]] = []
         self._num_restarts = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Plans the check of the first version."""
-        module, data = policy_module(pl_module, "EngineCheck"), rollout_data(trainer, "EngineCheck")
+        module = policy_module(pl_module, "EngineCheck")
+        data = rollout_data(trainer, "EngineCheck")
         self._is_on = data.tape is None and data.engine.has_model and can_be_called(module)
-        self._copies, self._found, self._version, self._last = {}, {}, -1, -1
-        self._num_restarts, self.num_checks = data.shared_source.num_restarts, 0
+        self._copies = {}
+        self._found = {}
+        self._version = -1
+        self._last = -1
+        self._num_restarts = data.shared_source.num_restarts
+        self.num_checks = 0
         if module.is_changed:  # a resume: what was sampled before came from older weights with the same number
-            self._version, self._last = module.version, module.version
+            self._version = module.version
+            self._last = module.version
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Replays rollouts of the versions to be checked. A collective, once per step."""
         self.replayed = []
         if not self._is_on or not isinstance(batch, RolloutBatch) or batch.micro_batch != 0:
             return
-        module, data = policy_module(pl_module, "EngineCheck"), rollout_data(trainer, "EngineCheck")
+        module = policy_module(pl_module, "EngineCheck")
+        data = rollout_data(trainer, "EngineCheck")
         if module.version != self._version:
             self._plan(trainer, module, data.max_staleness)
         if data.shared_source.num_restarts != self._num_restarts:  # it has the present weights under the last's number
@@ -139,7 +150,8 @@ class EngineCheck(pl.Callback):
 
     def _plan(self, trainer: AnyTrainer, module: PolicyModule, max_staleness: int) -> None:
         """Notes that a new version was published, and whether it is to be checked."""
-        self._version, self._published_at = module.version, trainer.global_step
+        self._version = module.version
+        self._published_at = trainer.global_step
         room = max(1, SMALL_BYTES // num_bytes(module.policy))  # copies
         every = self.every_n_updates or (1 if max_staleness < room else RARELY)
         late = [version for version in self._copies if version < module.version - 2 * max_staleness - 1]
@@ -147,7 +159,8 @@ class EngineCheck(pl.Callback):
             del self._copies[version]
         is_due = self._last < 0 or module.version - self._last >= every
         if is_due and len(self._copies) < room:
-            self._last, self._copies[module.version] = module.version, None
+            self._last = module.version
+            self._copies[module.version] = None
 
     def _is_current(self, trainer: AnyTrainer, module: PolicyModule) -> bool:
         """Whether the weights are those that were published last. The same on every rank."""

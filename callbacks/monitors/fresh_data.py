@@ -47,7 +47,8 @@ class Bounds(NamedTuple):
     slope: float = 0.1
 
 
-FLOAT32, HALF = Bounds(1e-5, -1e-5), Bounds(2e-3, -1e-2)
+FLOAT32 = Bounds(1e-5, -1e-5)
+HALF = Bounds(2e-3, -1e-2)
 
 
 class FreshStatistics(NamedTuple):
@@ -74,8 +75,10 @@ class FreshStatistics(NamedTuple):
 
 def moments(log_ratio: Float[Tensor, " N"], behavior: Float[Tensor, " N"]) -> Float64[Tensor, " 8"]:
     """Sums over tokens, of which those of several batches and ranks can be added; see `statistics`. On the CPU."""
-    difference, behavior = log_ratio.detach().cpu().double(), behavior.detach().cpu().double()
-    ratio, middle = safe_exp(difference), behavior + difference / 2
+    difference = log_ratio.detach().cpu().double()
+    behavior = behavior.detach().cpu().double()
+    ratio = safe_exp(difference)
+    middle = behavior + difference / 2
     values = (torch.ones_like(ratio), ratio, ratio.square(), difference, difference.square())
     return torch.stack([v.sum() for v in (*values, middle, middle.square(), middle * difference)])
 
@@ -139,27 +142,36 @@ class FreshDataMonitor(pl.Callback):
         check_range("FreshDataMonitor", "integer >= 1", num_tokens=num_tokens)
         if on_error not in ("warn", "stop"):
             raise ValueError(f"FreshDataMonitor.on_error must be 'warn' or 'stop', got {on_error!r}")
-        self.num_tokens, self.on_error = num_tokens, on_error
-        self._is_on, self._is_current = False, False
-        self._step, self._version, self._published_at = -1, -1, -1
+        self.num_tokens = num_tokens
+        self.on_error = on_error
+        self._is_on = False
+        self._is_current = False
+        self._step = -1
+        self._version = -1
+        self._published_at = -1
         self._micro = self._window = torch.zeros(8, dtype=torch.float64)
-        self.broken, self.num_judged = "", 0
+        self.broken = ""
+        self.num_judged = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Begins with no tokens."""
-        module, data = policy_module(pl_module, "FreshDataMonitor"), rollout_data(trainer, "FreshDataMonitor")
+        module = policy_module(pl_module, "FreshDataMonitor")
+        data = rollout_data(trainer, "FreshDataMonitor")
         self._is_on = data.tape is None and data.engine.has_model and data.sampling.temperature > 0
-        self._step, self._is_current = trainer.global_step, False
+        self._step = trainer.global_step
+        self._is_current = False
         self._version = module.version if module.is_changed else -1  # a resume: that number names older weights, too
         self._published_at = -1
         self._micro = self._window = torch.zeros(8, dtype=torch.float64)
-        self.broken, self.num_judged = "", 0
+        self.broken = ""
+        self.num_judged = 0
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         """Notes whether the weights are those that were published last."""
         module = policy_module(pl_module, "FreshDataMonitor")
         if module.version != self._version:
-            self._version, self._published_at = module.version, trainer.global_step
+            self._version = module.version
+            self._published_at = trainer.global_step
         self._is_current = trainer.global_step == self._published_at and not module.is_changed
 
     def on_train_batch_end(
@@ -198,7 +210,8 @@ class FreshDataMonitor(pl.Callback):
 
     def _over_ranks(self, trainer: AnyTrainer, module: PolicyModule) -> Float64[Tensor, " 8"]:
         """Sums of the step over all ranks, on the CPU."""
-        sums, self._micro = self._micro, torch.zeros(8, dtype=torch.float64)
+        sums = self._micro
+        self._micro = torch.zeros(8, dtype=torch.float64)
         return sums if trainer.world_size == 1 else sum_over_ranks(sums.to(module.device)).cpu()
 
     def _judge(self, trainer: AnyTrainer, module: PolicyModule, found: FreshStatistics) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_async_rl.stabilizers.alignment import ReferenceGradients, cosine
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces, Pieces
-from lit_async_rl.stabilizers.reference_gradients import ReferenceGradients, cosine
 from lit_async_rl.stabilizers.step_lr import metric_suffix, optimizer_index, raw_optimizer, unscale_gradients
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -25,7 +25,7 @@ class GradientMonitor(pl.Callback):
 
     A small gradient is copied, and its cosine is exact. Of a larger one a random projection is kept (256 kB, and 4 MB
     for its signs), from which the cosine is estimated with a standard error of 0.004 to 0.0055, see
-    `lit_async_rl.stabilizers.sketch`; the norm is always exact.
+    `lit_async_rl.stabilizers.gradients`; the norm is always exact.
 
     Args:
         cosine: False logs the norm only, and keeps nothing.
@@ -37,11 +37,13 @@ class GradientMonitor(pl.Callback):
 
     def __init__(self, cosine: bool = True, max_copied: int = 4_000_000) -> None:
         check_range("GradientMonitor", "integer >= 0", max_copied=max_copied)
-        self.cosine, self.max_copied = cosine, max_copied
+        self.cosine = cosine
+        self.max_copied = max_copied
         self._begin()
 
     def _begin(self) -> None:
-        self._spaces, self._previous = GradSpaces(), ReferenceGradients()
+        self._spaces = GradSpaces()
+        self._previous = ReferenceGradients()
         self._sketches: dict[int, tuple[GradSpace, list[Tensor], float]] = {}  # by optimizer, with the squared norm
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

@@ -20,20 +20,18 @@ from torch.optim import Optimizer
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.parts import rollout_data
 from lit_async_rl.callbacks.run.progress import REFRESH_HZ, Display, Lines, Progress
-from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 WINDOW_S = 10.0  # of the shares of time
 MAX_STALENESS_ROWS = 8
 WIDTH = 30
-WAITS, TRAINS, OPTIMIZES, VALIDATES, SAVES = (
-    "waits for rollouts",
-    "forward and backward",
-    "optimizer, publication",
-    "validation",
-    "saves a checkpoint",
-)
+WAITS = "waits for rollouts"
+TRAINS = "forward and backward"
+OPTIMIZES = "optimizer, publication"
+VALIDATES = "validation"
+SAVES = "saves a checkpoint"
 
 
 class LiveView(Progress):
@@ -65,12 +63,14 @@ class LiveView(Progress):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "LiveView")
-        self._module, self.phase = pl_module, WAITS
+        self._module = pl_module
+        self.phase = WAITS
         self._history.clear()
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
-        self.phase, self._version = TRAINS, int(getattr(pl_module, "version", 0))
+        self.phase = TRAINS
+        self._version = int(getattr(pl_module, "version", 0))
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -83,7 +83,8 @@ class LiveView(Progress):
         for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
             self._tokens[age] = self._tokens.get(age, 0) + count
         if trainer.global_step > self.num_steps:
-            self.staleness, self._tokens = self._tokens, {}
+            self.staleness = self._tokens
+            self._tokens = {}
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.phase = WAITS
 
@@ -124,7 +125,8 @@ class LiveView(Progress):
 
     def _add_time(self, table: Table) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        stats, now = data.stats(), time.monotonic()
+        stats = data.stats()
+        now = time.monotonic()
         if stats is None:
             table.add_row("engine", "starts")
             return

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from lit_async_rl.callbacks.monitors.bottleneck_verdict import BottleneckVerdict
 from lit_async_rl.callbacks.monitors.fresh_data import FreshDataMonitor
-from lit_async_rl.callbacks.monitors.staleness_monitor import StalenessMonitor
+from lit_async_rl.callbacks.monitors.step_monitor import StalenessMonitor
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.rollouts.stats import ProducerStats
+from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import what_is_saved
 
@@ -47,18 +47,24 @@ class RunSummary(pl.Callback):
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Forgets an earlier fit, but not a validation since, which is the accuracy before this one."""
-        self.accuracy, self._num_before = self.accuracy[self._num_before :][-1:], 0
-        self.stats, self.wall_s, self.num_steps, self._began = None, 0.0, 0, None
+        self.accuracy = self.accuracy[self._num_before :][-1:]
+        self._num_before = 0
+        self.stats = None
+        self.wall_s = 0.0
+        self.num_steps = 0
+        self._began = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._began, self.num_steps = time.monotonic(), -trainer.global_step
+        self._began = time.monotonic()
+        self.num_steps = -trainer.global_step
         self._folder = run_folder(trainer)  # a collective: asked for on all ranks
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Reads clock and statistics before the engine is closed."""
         if self._began is None:  # without `on_train_start` there is nothing to summarize
             return
-        self.wall_s, self._began = time.monotonic() - self._began, None
+        self.wall_s = time.monotonic() - self._began
+        self._began = None
         self._num_before = len(self.accuracy)
         self.num_steps += trainer.global_step
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -78,13 +84,15 @@ class RunSummary(pl.Callback):
             is_of_the_end = self._measured_at == trainer.global_step  # SIGTERM leaves no time to measure again
             when = "after" if is_of_the_end else f"at step {self._measured_at}"
             table.add_row(f"held-out accuracy before, {when}", f"{self.accuracy[0]:.3f}, {self.accuracy[-1]:.3f}")
-        step, last = trainer.global_step, trainer.max_steps
+        step = trainer.global_step
+        last = trainer.max_steps
         none_left = f"0: step {step} of trainer.max_steps={last} was reached before"
         table.add_row("optimizer steps", none_left if not self.num_steps and 0 <= last <= step else str(self.num_steps))
         table.add_row("wall time", f"{self.wall_s:.1f} s")
         for monitor in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(monitor, StalenessMonitor) and self.num_steps:
-                mean, most = float(monitor.run_mean.compute()), float(monitor.run_max.compute())
+                mean = float(monitor.run_mean.compute())
+                most = float(monitor.run_max.compute())
                 if math.isnan(mean):  # no token was trained on
                     continue
                 table.add_row("staleness mean, max", f"{mean:.2f}, {most:.0f} versions")

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
-from torchmetrics import Metric
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
+from torchmetrics.aggregation import CatMetric
 
 from lit_async_rl.callbacks.parts import rollout_data
-from lit_async_rl.distributed.ranks import cpu_group
+from lit_async_rl.distributed.ranks import cpu_group, data_parallel
+from lit_async_rl.importance import ess_ratio, kl_k1, kl_k2, kl_k3, safe_exp, sequence_log_ratio
+from lit_async_rl.rollouts.intake import TRAINED, FateTotals
+from lit_async_rl.rollouts.producer import ProducerStats
+from lit_async_rl.types import RolloutBatch
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
@@ -57,3 +69,380 @@ class StepMonitor(pl.Callback):
             self._step = trainer.global_step
             for name, value in self.compute(trainer, pl_module).items():
                 pl_module.log(name, value, prog_bar=name in self.prog_bar)
+
+
+# -- Rewards, lengths and entropy of rollouts -------------------------------------------------------------------------
+
+
+class RolloutMonitor(StepMonitor):
+    """Logs rewards, lengths and entropy of a step.
+
+    * `reward/mean`, `reward/std`: of the rollouts that are trained on. Filters (dynamic sampling) have dropped some, so
+      this is not how good the policy is.
+    * `reward/mean_sampled`: mean over all groups that were scored since the step before, ahead of any filter.
+    * `sample/dropped_share`: share of those groups that filters dropped.
+    * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
+    * `policy/loss`: of the step, with all penalties, as the optimizer minimises it; its value says little, because the
+      surrogates of policy gradients are right in their gradients only.
+    * `policy/reference_kl`: KL(policy || reference) per token, estimated without bias from stale tokens, too: the mean
+      of pi / mu (ref / pi - 1 - log(ref / pi)).
+    * `rollout/no_signal_share`: share of rollouts whose advantage is 0: they cost time and teach nothing.
+    """
+
+    prog_bar = ("reward/mean",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward = MeanMetric()
+        self.reward_square = MeanMetric()
+        self.length = MeanMetric()
+        self.no_signal = MeanMetric()
+        self.entropy = MeanMetric()
+        self.loss = SumMetric()
+        self.reference_kl = MeanMetric()
+        self._before = ProducerStats.zero()
+        self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
+        self._gradient_scale = 1.0
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        real = batch.group_index >= 0
+        signals: Any = pl_module.stabilizer_signals
+        self.reward.update(batch.rewards[real].cpu())
+        self.reward_square.update(batch.rewards[real].square().cpu())
+        lengths = batch.loss_mask.sum(-1) if batch.lengths is None else batch.lengths
+        self.length.update(lengths[real].float().cpu())
+        self.no_signal.update((batch.advantages[real] == 0).all(-1).float().cpu())
+        self.entropy.update(signals["entropy"][batch.loss_mask].cpu())
+        self.loss.update(signals["loss"].cpu().nan_to_num(nan=torch.inf))  # the metric would leave NaN out
+        self._gradient_scale = batch.gradient_scale  # of the whole step in its last micro-batch
+        if (reference_log_ratio := signals.get("ref_log_ratio")) is not None:
+            kl = safe_exp(signals["log_ratio"]) * kl_k3(-reference_log_ratio)
+            self.reference_kl.update(kl[batch.loss_mask].cpu())
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        mean, square, length, no_signal, entropy = (metric.compute() for metric in self._metrics)
+        loss = self.loss.compute() * self._gradient_scale
+        reference_kl = self.reference_kl.compute() if self.reference_kl.update_called else None
+        for metric in (*self._metrics, self.loss, self.reference_kl):
+            metric.reset()
+        if length.isnan():  # no rollout in the whole step
+            return {}
+        values = self._sampled(trainer) | {
+            "reward/mean": mean,
+            "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
+            "rollout/length_mean": length,
+            "rollout/no_signal_share": no_signal,
+        }
+        if not entropy.isnan():  # a token trained
+            values |= {"policy/entropy": entropy, "policy/loss": loss}
+        if reference_kl is not None and not reference_kl.isnan():
+            values["policy/reference_kl"] = reference_kl
+        return values
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Steps are counted from here, and groups from the start of the engine."""
+        super().on_train_start(trainer, pl_module)
+        rollout_data(trainer, "RolloutMonitor")
+        self._before = ProducerStats.zero()  # the first step has what was scored before this
+
+    def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
+        """Of the groups scored since the last step, on the rank that has the producer."""
+        now = rollout_data(trainer, "RolloutMonitor").stats()
+        before = self._before
+        self._before = now or self._before
+        if now is None or now.num_sampled <= before.num_sampled:
+            return {}
+        number = now.num_sampled - before.num_sampled
+        return {
+            "reward/mean_sampled": (now.sampled_reward - before.sampled_reward) / number,
+            "sample/dropped_share": (now.num_dropped - before.num_dropped) / number,
+        }
+
+
+# -- Staleness of trained tokens --------------------------------------------------------------------------------------
+
+
+class StalenessMonitor(StepMonitor):
+    """Logs `sample/staleness_{mean,p95,max}` over the tokens of a step, in versions, and `sample/mixed_version_share`.
+
+    `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). The age of a
+    rollout has two parts, logged as means over rollouts (the lags of ESTR, arXiv:2607.22186):
+    `sample/inter_rollout_lag`, the version in training less that of its newest token, and `sample/intra_rollout_lag`,
+    the version of its newest token less that of its oldest. `run_mean` and `run_max` accumulate over the whole run,
+    for `RunSummary`.
+    """
+
+    prog_bar = ("sample/staleness_mean",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = CatMetric()
+        self.mixed = MeanMetric()
+        self.inter = MeanMetric()
+        self.intra = MeanMetric()
+        self.run_mean = MeanMetric()
+        self.run_max = MaxMetric()
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        signals: Any = pl_module.stabilizer_signals
+        staleness = signals["staleness"][batch.loss_mask].float().cpu()
+        self.tokens.update(staleness)
+        self.run_mean.update(staleness)
+        self.run_max.update(staleness)
+        # not -1: the versions of a tape that begins later than the run are negative
+        newest = batch.versions.masked_fill(~batch.loss_mask, torch.iinfo(batch.versions.dtype).min).amax(-1)
+        oldest = torch.where(batch.loss_mask, batch.versions, newest[:, None]).amin(-1)
+        has_tokens = batch.loss_mask.any(-1)
+        self.inter.update((signals["version"] - newest)[has_tokens].float().cpu())
+        self.intra.update((newest - oldest)[has_tokens].float().cpu())
+        self.mixed.update((newest > oldest)[batch.group_index >= 0].float().cpu())
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        tokens = torch.as_tensor(self.tokens.compute())
+        mixed, inter, intra = (part.compute() for part in (self.mixed, self.inter, self.intra))
+        for part in (self.tokens, self.mixed, self.inter, self.intra):
+            part.reset()
+        if not len(tokens):
+            return {}
+        in_order = tokens.sort().values  # torch.quantile takes no more than 16M values
+        return {
+            "sample/staleness_mean": tokens.mean(),
+            "sample/staleness_p95": in_order[math.ceil(0.95 * (len(tokens) - 1))],
+            "sample/staleness_max": tokens.max(),
+            "sample/mixed_version_share": mixed,
+            "sample/inter_rollout_lag": inter,
+            "sample/intra_rollout_lag": intra,
+        }
+
+
+# -- Importance ratios and KL divergence between current and behavior policy ------------------------------------------
+
+
+class ImportanceMonitor(StepMonitor):
+    """Logs statistics of the importance ratios pi / mu over a step.
+
+    * `importance/ess_ratio`: effective sample size of whole rollouts, as a share of their number (VCPO's definition).
+    * `importance/ess_ratio_token`: the same over tokens (PipelineRL's definition); the two are not comparable.
+    * `importance/kl_{k1,k2,k3}`: estimates of KL(mu || pi) per token.
+    * `importance/ratio_max`, `importance/clip_fraction`: largest token ratio; share of clipped tokens.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequences = CatMetric()
+        self.tokens = CatMetric()
+        self.clipped = MeanMetric()
+        self.largest = MaxMetric()
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        signals: Any = pl_module.stabilizer_signals
+        log_ratio = signals["log_ratio"].cpu()
+        mask = signals["mask"].cpu()
+        self.sequences.update(sequence_log_ratio(log_ratio, mask)[batch.group_index.cpu() >= 0])
+        self.tokens.update(log_ratio[mask])
+        self.clipped.update(signals["clipped"].cpu()[mask].float())
+        self.largest.update(log_ratio[mask])
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        sequences = torch.as_tensor(self.sequences.compute())
+        tokens = torch.as_tensor(self.tokens.compute())
+        largest = self.largest.compute()
+        clipped = self.clipped.compute()
+        for metric in (self.sequences, self.tokens, self.clipped, self.largest):
+            metric.reset()
+        if not tokens.numel():
+            return {}
+        return {
+            "importance/ess_ratio": ess_ratio(sequences.reshape(-1)),
+            "importance/ess_ratio_token": ess_ratio(tokens.reshape(-1)),
+            "importance/kl_k1": kl_k1(tokens).mean(),
+            "importance/kl_k2": kl_k2(tokens).mean(),
+            "importance/kl_k3": kl_k3(tokens).mean(),
+            "importance/ratio_max": largest.exp(),
+            "importance/clip_fraction": clipped,
+        }
+
+
+# -- Statistics of the replay buffer ----------------------------------------------------------------------------------
+
+
+class ReplayMonitor(StepMonitor):
+    """Logs `replay/*`, the fields of `ReplayStats`, and `sample/off_policy_share`, the share of stale tokens.
+
+    Raises:
+        ValueError: the run has no replay buffer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.off_policy = MeanMetric()
+
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        if rollout_data(trainer, "ReplayMonitor").replay is None:
+            raise ValueError("ReplayMonitor: data.replay is not set, so there is nothing to monitor")
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        """Adds the tokens that train."""
+        signals: Any = pl_module.stabilizer_signals
+        self.off_policy.update((signals["staleness"][batch.loss_mask] > 0).float().cpu())
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        replay = trainer.datamodule.replay  # type: ignore[attr-defined]
+        values = {f"replay/{name}": float(value) for name, value in asdict(replay.stats()).items()}
+        share = float(self.off_policy.compute())
+        self.off_policy.reset()
+        return values if math.isnan(share) else values | {"sample/off_policy_share": share}
+
+
+# -- Throughput, and idle shares of trainer and engine ----------------------------------------------------------------
+
+
+class ThroughputMonitor(StepMonitor):
+    """Logs seconds and tokens per second of each step, and idle shares of trainer and engine.
+
+    * `perf/step_s`, `perf/tokens_per_s`: completion tokens trained on, of all ranks.
+    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: the trainer waited for rollouts.
+    * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
+    * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
+    * `sample/total_tokens`: generated since the run began, before a resume, too.
+    * `sample/lost`: groups dropped in the step, redundant ones (`redundant_groups`) or by a full `ring`.
+
+    A replay of a tape has neither engine nor queue: `perf/engine_idle_share` and other `sample/*` are left out.
+    """
+
+    prog_bar = ("perf/tokens_per_s",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = SumMetric()
+        self._began = 0.0
+        self._before: ProducerStats | None = None
+        self._total_tokens = 0
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._began = time.monotonic()
+        self._before = None
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        self.tokens.update(batch.loss_mask.sum().cpu())
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        now = time.monotonic()
+        step_s = now - self._began
+        tokens = float(self.tokens.compute()) * data_parallel(trainer)[0] / trainer.world_size  # not of copies
+        self.tokens.reset()
+        values = {"perf/step_s": step_s, "perf/tokens_per_s": tokens / step_s}
+        data = rollout_data(trainer, "ThroughputMonitor")
+        stats = data.stats()
+        if stats is not None:
+            before = self._before or ProducerStats.zero()
+            wait_s = stats.wait_s - before.wait_s  # clocks may be coarse
+            run_s = max(1e-9, stats.run_s - before.run_s)
+            self._total_tokens += stats.num_tokens - before.num_tokens
+            values["sample/total_tokens"] = float(self._total_tokens)
+            values |= {"perf/rollout_wait_s": wait_s, "perf/trainer_wait_share": wait_s / run_s}
+            if data.tape is None:
+                values |= {
+                    "perf/engine_idle_share": max(0.0, 1 - (stats.engine_busy_s - before.engine_busy_s) / run_s),
+                    "sample/queue_size": float(stats.num_queued),
+                    "sample/unfinished": float(stats.num_unfinished),
+                    "sample/lost": float(stats.num_lost - before.num_lost),
+                }
+        self._began = now
+        self._before = stats
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total_tokens": self._total_tokens}
+
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+        """Counts what was generated since the last step, too: the checkpoint has it."""
+        stats = rollout_data(trainer, "ThroughputMonitor").stats()
+        if stats is not None and self.state_key in checkpoint.get("callbacks", {}):
+            since = stats.num_tokens - (self._before or ProducerStats.zero()).num_tokens
+            checkpoint["callbacks"][self.state_key] = {"total_tokens": self._total_tokens + since}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._total_tokens = state_dict["total_tokens"]
+
+
+# -- Length, duration and difficulty of dropped groups compared with trained ones -------------------------------------
+
+
+class LengthBiasMonitor(StepMonitor):
+    """Compares dropped groups with trained ones over the last `window` steps; warns once about a length bias.
+
+    For each fate of groups (`trained`; `expired` at the staleness bound; `unbegun`: expired before its first token;
+    `no_signal`) it logs:
+
+    * `intake/<fate>_share`: share of all completed groups.
+    * `intake/<fate>_length`: mean tokens per rollout; aborted groups count the tokens sampled so far, so a bias is
+      underestimated.
+    * `intake/<fate>_s`: mean seconds from admission to their last token.
+    * `intake/<fate>_pass_rate`: mean measured pass rate of their prompts, if known.
+
+    Args:
+        window: optimizer steps per window.
+        ratio: ratio of mean lengths, dropped to trained, from which it warns.
+        min_groups: smallest number of dropped groups in the window for a warning.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(self, window: int = 20, ratio: float = 1.25, min_groups: int = 32) -> None:
+        super().__init__()
+        check_range("LengthBiasMonitor", "integer >= 1", window=window, min_groups=min_groups)
+        check_range("LengthBiasMonitor", "> 1", ratio=ratio)
+        self.window = window
+        self.ratio = ratio
+        self.min_groups = min_groups
+        self._totals: deque[Mapping[str, FateTotals]] = deque(maxlen=window + 1)
+        self._has_warned = False
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._totals.clear()
+        self._totals.append({})
+
+    def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
+        """Does nothing: groups are counted where they are dropped."""
+
+    def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
+        stats = rollout_data(trainer, "LengthBiasMonitor").stats()
+        if stats is None:
+            return {}
+        self._totals.append(stats.fates)
+        before = self._totals[0]
+        changes = {fate: totals - before.get(fate, FateTotals()) for fate, totals in stats.fates.items()}
+        self._warn(changes)
+        return values(changes)
+
+    def _warn(self, changes: Mapping[str, FateTotals]) -> None:
+        trained = changes.get(TRAINED, FateTotals())
+        for fate, dropped in changes.items():
+            if self._has_warned or fate == TRAINED or not trained.length or dropped.num_groups < self.min_groups:
+                continue
+            times = (dropped.length / dropped.num_groups) / (trained.length / trained.num_groups)
+            if times >= self.ratio:
+                self._has_warned = True
+                rank_zero_warn(
+                    f"LengthBiasMonitor: groups dropped as `{fate}` are {times:.2f} times as long as those trained on: "
+                    "training is biased towards short completions. With data.admission=null (wait) no group "
+                    "expires; a larger data.max_staleness drops fewer."
+                )
+
+
+def values(changes: Mapping[str, FateTotals]) -> dict[str, float]:
+    """Metrics of each fate: share of groups, mean length, seconds and pass rate."""
+    num_groups = sum(totals.num_groups for totals in changes.values())
+    result = {}
+    for fate, totals in changes.items():
+        result[f"intake/{fate}_share"] = totals.num_groups / max(1, num_groups)
+        if totals.num_groups:
+            result[f"intake/{fate}_length"] = totals.length / totals.num_groups
+            result[f"intake/{fate}_s"] = totals.seconds / totals.num_groups
+        if totals.num_measured:
+            result[f"intake/{fate}_pass_rate"] = totals.pass_rate / totals.num_measured
+    return result

@@ -19,8 +19,7 @@ from lit_async_rl.distributed.ranks import cpu_group
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-from lit_async_rl.utils.spans import TRAINER, WINDOW_S, Lane, Spans
-from lit_async_rl.utils.trace_file import TraceWriter
+from lit_async_rl.utils.spans import TRAINER, WINDOW_S, Lane, Spans, TraceWriter
 
 FOLDER = "timeline"
 WINDOWS_PER_STEP = 10  # merged spans of a lane
@@ -61,11 +60,13 @@ class Timeline(pl.Callback):
 
     def __init__(self, max_mb: float = 50.0, flush_s: float = 1.0) -> None:
         check_range("Timeline", "positive", max_mb=max_mb, flush_s=flush_s)
-        self.max_mb, self.flush_s = max_mb, flush_s
+        self.max_mb = max_mb
+        self.flush_s = flush_s
         self._spans: Spans | None = None
         self._lane: Lane | None = None  # of the trainer
         self._writer: TraceWriter | None = None
-        self._step, self._stride = 0, 1
+        self._step = 0
+        self._stride = 1
         self._step_began = self._batch_began = self._validation_began = 0.0
         self._optimizer_began: float | None = None
         self._optimizer_ended = 0.0
@@ -78,7 +79,8 @@ class Timeline(pl.Callback):
         """Begins before `WeightSync` starts the engine."""
         if next(c for c in trainer.callbacks if isinstance(c, Timeline)) is not self:  # type: ignore[attr-defined]
             return
-        data, folder = rollout_data(trainer, "Timeline"), run_folder(trainer)  # a collective: asked for on all ranks
+        data = rollout_data(trainer, "Timeline")  # a collective: asked for on all ranks
+        folder = run_folder(trainer)
         offset_s = clock_offset(trainer)
         if folder is None:
             return
@@ -89,7 +91,9 @@ class Timeline(pl.Callback):
         self._lane = self._spans.lane(rank, TRAINER, "trainer", "trainer", merges=False)
         data.shared_source.observe(self._spans, rank)
         self._writer = TraceWriter(folder / FOLDER / f"rank{rank}.json", self._spans, self.flush_s)
-        self._step, self._stride, self._step_began = trainer.global_step, 1, time.monotonic()
+        self._step = trainer.global_step
+        self._stride = 1
+        self._step_began = time.monotonic()
         self._hooks = [optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers]
 
     def _prepare(self, trainer: AnyTrainer, folder: Path) -> None:
@@ -117,12 +121,15 @@ class Timeline(pl.Callback):
                 log.warning("%d events of the timeline were lost: its disk was too slow", self._spans.num_lost)
         for hook in self._hooks:
             hook.remove()
-        self._writer, self._lane, self._hooks = None, None, []
+        self._writer = None
+        self._lane = None
+        self._hooks = []
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
-        self._batch_began, self._optimizer_began = time.monotonic(), None
+        self._batch_began = time.monotonic()
+        self._optimizer_began = None
         self._version = int(getattr(pl_module, "version", 0))
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -162,7 +169,8 @@ class Timeline(pl.Callback):
         """Adapts the windows to the length of steps, and leaves steps out when the file grows long."""
         if self._spans is None or self._writer is None or self._lane is None:
             return
-        seconds, self._step_began = now - self._step_began, now
+        seconds = now - self._step_began
+        self._step_began = now
         self._spans.window_s = max(WINDOW_S, 0.9 * self._spans.window_s + 0.1 * seconds / WINDOWS_PER_STEP)
         share = self._writer.num_bytes / (1e6 * self.max_mb)
         stride = next((number for limit, number in STRIDES if share < limit), 0)

@@ -15,8 +15,7 @@ from lit_async_rl.data.compatibility import check_ends
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.prompts.in_memory import as_source
-from lit_async_rl.prompts.records import Records
+from lit_async_rl.prompts.sources import Records, as_source
 from lit_async_rl.rollouts.evaluation import (
     FIRST_ID,
     EvaluationPlan,
@@ -87,9 +86,13 @@ class Evaluation(pl.Callback):
         if not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= num_samples:
             raise ValueError(f"Evaluation.ks={self.ks} must lie between 1 and num_samples={num_samples}")
         self.datasets = {name: as_source(one, f"Evaluation.datasets[{name!r}]") for name, one in datasets.items()}
-        self.every_n_steps, self.num_samples = every_n_steps, num_samples
-        self.sampling, self.max_concurrent, self.max_block_s = sampling, max_concurrent, max_block_s
-        self.timeout_s, self.end_wait_s = timeout_s, end_wait_s
+        self.every_n_steps = every_n_steps
+        self.num_samples = num_samples
+        self.sampling = sampling
+        self.max_concurrent = max_concurrent
+        self.max_block_s = max_block_s
+        self.timeout_s = timeout_s
+        self.end_wait_s = end_wait_s
         self.results: list[EvaluationResult] = []
         self._questions: list[Question] | None = None  # not read yet
         self._run: EvaluationRun | None = None
@@ -100,7 +103,9 @@ class Evaluation(pl.Callback):
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Schedules an evaluation at the first step; `load_state_dict`, called later, restores the schedule."""
         if stage == "fit":
-            self._run, self._next_step, self._questions = None, 0, None
+            self._run = None
+            self._next_step = 0
+            self._questions = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Checks settings."""
@@ -125,7 +130,8 @@ class Evaluation(pl.Callback):
             self._questions = self._read(data) if trainer.is_global_zero else []
         if not self._questions or self._run is not None or trainer.global_step < self._next_step:
             return
-        self._began_step, self._blocked_s = trainer.global_step, 0.0
+        self._began_step = trainer.global_step
+        self._blocked_s = 0.0
         self._next_step = trainer.global_step + self.every_n_steps
         plan = EvaluationPlan(
             questions=self._questions,
@@ -143,7 +149,8 @@ class Evaluation(pl.Callback):
         sampling = self.sampling or data.val_sampling
         for source in self.datasets.values():
             check_ends(data.codec, sampling, source)
-        length, max_tokens = data.engine.max_model_len, sampling.max_tokens
+        length = data.engine.max_model_len
+        max_tokens = sampling.max_tokens
         why = f"the engine's max_model_len={length} leaves besides Evaluation's sampling.max_tokens={max_tokens}"
         return make_questions(self.datasets, data.codec, length - max_tokens, why)
 
@@ -169,7 +176,8 @@ class Evaluation(pl.Callback):
             pl_module.log_dict(metrics, logger=False, rank_zero_only=True)
         elif self._run.is_lost:
             log.warning("evaluation of version %d lost with its engine: it begins again", self._run.version)
-            self._run, self._next_step = None, trainer.global_step
+            self._run = None
+            self._next_step = trainer.global_step
         elif self._run.age_s > self.timeout_s:
             log.warning("evaluation of version %d given up: Evaluation.timeout_s=%g", self._run.version, self.timeout_s)
             self._run.abandon()

@@ -15,8 +15,8 @@ from rich.progress import Progress as RichBars
 from rich.table import Column
 
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.guarded_calls import announced, duration
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-from lit_async_rl.utils.patience import announced, duration
 
 NAMES = {
     "reward/mean": ("reward", "{:.2f}"),
@@ -49,7 +49,9 @@ class Lines:
     """One line at the first and the last step, and every `every_s` seconds in between; no control characters."""
 
     def __init__(self, every_s: float) -> None:
-        self._every_s, self._began, self._last = every_s, time.monotonic(), -math.inf
+        self._every_s = every_s
+        self._began = time.monotonic()
+        self._last = -math.inf
         self._unsaid = ""
 
     def step(self, number: int, total: float, text: str) -> None:
@@ -128,10 +130,12 @@ class Progress(ProgressBar):
     def __init__(self, every_s: float = 10.0) -> None:
         super().__init__()
         check_range("Progress", ">= 0", every_s=every_s)
-        self.every_s, self.num_steps = every_s, 0
+        self.every_s = every_s
+        self.num_steps = 0
         self._display: Display | None = None
         self._is_enabled = True
-        self._first_step, self._began = 0, 0.0
+        self._first_step = 0
+        self._began = 0.0
         self._patience: Any = None
 
     # -- of Lightning -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module, rollout_data, run_folder
-from lit_async_rl.replay.tape_writer import TapeWriter
+from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -31,7 +31,9 @@ class RolloutTape(pl.Callback):
     def __init__(self, folder: str | None = None, every_n_steps: int = 1, full_disk_timeout_s: float = 60.0) -> None:
         check_range("RolloutTape", "integer >= 1", every_n_steps=every_n_steps)
         check_range("RolloutTape", ">= 0", full_disk_timeout_s=full_disk_timeout_s)
-        self.folder, self.every_n_steps, self.full_disk_timeout_s = folder, every_n_steps, full_disk_timeout_s
+        self.folder = folder
+        self.every_n_steps = every_n_steps
+        self.full_disk_timeout_s = full_disk_timeout_s
         self._writer: TapeWriter | None = None
         self._step = 0
         self._waiting: list[dict[str, Any]] = []  # unwritten rows of the resumed run
@@ -61,7 +63,8 @@ class RolloutTape(pl.Callback):
         """Appends the groups of a completed step."""
         if self._writer is None or trainer.global_step == self._step:
             return
-        module, data = policy_module(pl_module, "RolloutTape"), rollout_data(trainer, "RolloutTape")
+        module = policy_module(pl_module, "RolloutTape")
+        data = rollout_data(trainer, "RolloutTape")
         self._writer.append(
             self._step, module.stabilizer_signals["version"], data.last_step_groups, data.sampling.distribution
         )

@@ -9,13 +9,24 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.data.module import RolloutDataModule
+from lit_async_rl.errors import (
+    EngineError,
+    EnvironmentFailure,
+    NonFiniteError,
+    ProducerError,
+    RewardError,
+    StalledError,
+    describe,
+)
+from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
+from lit_async_rl.training.whole_steps import tell_loggers_after_saving
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import finish_saving
 
@@ -98,7 +109,8 @@ class SaveOnSigterm(Checkpoint):
         trainer.save_checkpoint(self.path)
         is_saved = finish_saving(trainer)
         trainer.should_stop = True
-        name, step = self.signal_name, trainer.global_step
+        name = self.signal_name
+        step = trainer.global_step
         if not trainer.is_global_zero:
             return
         if is_saved:
@@ -136,7 +148,8 @@ class _HangUp:
     def _leave_terminal(self) -> None:
         """Replaces a closed terminal, in which every `print` would be an error, before the checkpoint is saved."""
         path = os.devnull if self._folder is None else str(self._folder / "after_hangup.txt")
-        terminals, self._terminals = self._terminals, []
+        terminals = self._terminals
+        self._terminals = []
         if not terminals:
             return
         try:
@@ -168,3 +181,121 @@ def is_asked_to_stop(trainer: AnyTrainer) -> bool:
     data = trainer.datamodule  # type: ignore[attr-defined]
     asked = data.is_asked_to_stop if isinstance(data, RolloutDataModule) else trainer.received_sigterm
     return trainer.strategy.reduce_boolean_decision(asked, all=False)
+
+
+# -- Checkpoint of a failed run ---------------------------------------------------------------------------------------
+
+
+BETWEEN_STEPS = (EngineError, EnvironmentFailure, NonFiniteError, ProducerError, RewardError, StalledError)
+
+
+class SaveOnFailure(Checkpoint):
+    """Saves `failed.ckpt` when engine, reward or environment end the run, or after too many NaN gradients.
+
+    These errors are raised between two steps, so weights, moments and finished rollouts are consistent, and the run can
+    be resumed once the cause is fixed. Written to the folder of the run's `ModelCheckpoint`, or where that would be
+    without one. Nothing is saved before the first finished rollout, and with several ranks, because saving is a
+    collective that the others do not join.
+
+    Attributes:
+        path: path of the checkpoint; None until one is saved.
+    """
+
+    def __init__(self) -> None:
+        self.path: str | None = None
+        self._folder: Path | None = None
+
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        self._folder = checkpoint_folder(trainer)  # a collective: asked for on all ranks
+
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """Saves the checkpoint, before the engine is closed."""
+        is_fit = trainer.state.fn == TrainerFn.FITTING  # its validations are between two steps, too
+        if not isinstance(exception, BETWEEN_STEPS) or trainer.world_size > 1 or not is_fit:
+            return
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        stats = data.stats() if isinstance(data, RolloutDataModule) else None
+        if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # there is nothing to keep
+            return
+        path = str((self._folder or Path(trainer.default_root_dir)) / "failed.ckpt")
+        try:
+            trainer.save_checkpoint(path)
+            is_saved = finish_saving(trainer)
+        except Exception as error:  # the run ends with the error that it has, and its engine is closed
+            log.warning("%s was not saved: %s", path, describe(error))
+            return
+        if is_saved:
+            self.path = path
+            log.warning("saved %s after step %d, with all finished rollouts", path, trainer.global_step)
+
+
+# -- Lightning's `ModelCheckpoint` whose link to the last checkpoint is never broken ----------------------------------
+
+
+class LinkedCheckpoint(ModelCheckpoint):
+    """`ModelCheckpoint` (same arguments) for checkpoints that are written in the background.
+
+    With `save_last: link` the file `last.ckpt` is a symbolic link, which moves in one step once the newest checkpoint
+    is written. A run that is resumed from it moves it on.
+
+    The end of training is saved, too, which may be up to an interval after the last of `every_n_train_steps`. With a
+    `monitor`, whose metric is of an earlier step, and before `trainer.max_steps`, where the run may have been stopped
+    because it collapsed, that is `last.ckpt` alone, as a file: no other checkpoint is removed for it. What fails after
+    the last step (another callback's end, say) does not take it along.
+    """
+
+    _has_ended = False  # the last step, and nothing that comes after it
+
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)  # type: ignore[arg-type]
+        if stage == "fit":
+            tell_loggers_after_saving(trainer)
+
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Saves the last steps, unless the run was asked to stop: `SaveOnSigterm` does then."""
+        saves_itself = any(isinstance(callback, SaveOnSigterm) for callback in trainer.checkpoint_callbacks)
+        if self._should_skip_saving_checkpoint(trainer) or (saves_itself and is_asked_to_stop(trainer)):
+            return
+        metrics = self._monitor_candidates(trainer)
+        if self.monitor is None and trainer.global_step >= trainer.max_steps:
+            self._save_topk_checkpoint(trainer, metrics)
+        else:
+            self._last_checkpoint_saved = ""  # nothing else is of this step, so that a link could name it
+        self._save_last_checkpoint(trainer, metrics)
+
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """Saves the last step if training was over. Not with several ranks, because the others do not join."""
+        super().on_exception(trainer, pl_module, exception)  # type: ignore[arg-type]
+        if trainer.state.fn != TrainerFn.FITTING or not self._has_ended or trainer.world_size > 1:
+            return
+        try:
+            self.on_train_end(trainer, pl_module)
+        except Exception as error:  # the run ends with the error that it has
+            log.warning("the last step was not saved: %s", describe(error))
+
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        super().on_train_start(trainer, pl_module)  # type: ignore[arg-type]
+        self._has_ended = False
+
+    def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+        """Notes that training is over: between two steps, and before any callback's `on_train_end`."""
+        super().on_train_epoch_end(trainer, pl_module)  # type: ignore[arg-type]
+        self._has_ended = trainer.fit_loop.done
+
+    @staticmethod
+    def _link_checkpoint(trainer: AnyTrainer, filepath: str, linkpath: str) -> None:
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if not isinstance(checkpoint_io, BackgroundCheckpointIO):
+            ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)  # type: ignore[arg-type]
+            return
+        if trainer.is_global_zero:
+            checkpoint_io.link_checkpoint(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state; the link belongs to this run even if the checkpoint was saved before it was made."""
+        super().load_state_dict(state_dict)
+        if self.dirpath is not None:
+            link = Path(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
+            if link.is_symlink():
+                self.last_model_path = str(link)

@@ -52,11 +52,13 @@ class WeightSync(pl.Callback):
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("trainer.callbacks holds several WeightSync: each would start the engine; leave one")
-        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
+        module = policy_module(pl_module, "WeightSync")
+        data = rollout_data(trainer, "WeightSync")
         self.link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
         if stage == "fit":  # the callback may have served another one
-            self._published_step, self._steps_before = None, 0
+            self._published_step = None
+            self._steps_before = 0
 
     def link(self, trainer: AnyTrainer, module: PolicyModule, data: RolloutDataModule) -> None:
         """Propagates settings shared by module, data module and trainer.
@@ -88,7 +90,8 @@ class WeightSync(pl.Callback):
             compared = data.advantage if module.objective.baseline is None else None  # it takes the advantage's place
             check_signal(compared, data.group_size, data.sampling.temperature, is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
-        wanted, present = data.micro_batches_per_step, trainer.accumulate_grad_batches
+        wanted = data.micro_batches_per_step
+        present = trainer.accumulate_grad_batches
         if present not in (1, wanted):
             given = f"trainer.accumulate_grad_batches={present}, but data.micro_batches_per_step={wanted}"
             raise ValueError(f"{given}: leave the former out")
@@ -116,8 +119,10 @@ class WeightSync(pl.Callback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Loads the current (possibly resumed) weights before the first prompt is sampled."""
-        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
-        self._published_step, self.total_s = trainer.global_step - self._steps_before, 0.0
+        module = policy_module(pl_module, "WeightSync")
+        data = rollout_data(trainer, "WeightSync")
+        self._published_step = trainer.global_step - self._steps_before
+        self.total_s = 0.0
         self._known = {}
         self._publish(module, data)
         stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
@@ -134,7 +139,8 @@ class WeightSync(pl.Callback):
         if self._steps_since(trainer) < self.weight_sync_steps:
             return None
         self._published_step = trainer.global_step
-        module, data = policy_module(pl_module, "WeightSync"), rollout_data(trainer, "WeightSync")
+        module = policy_module(pl_module, "WeightSync")
+        data = rollout_data(trainer, "WeightSync")
         began = time.monotonic()
         if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1

@@ -7,9 +7,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.stabilizers.signal_callback import SignalCallback
-from lit_async_rl.stabilizers.signals import Extract, StepSignals
-from lit_async_rl.stabilizers.staleness_bound import bounded_data
+from lit_async_rl.stabilizers.collapse import bounded_data
+from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
@@ -58,8 +57,11 @@ class AdaptiveStaleness(SignalCallback):
         check_range(owner, "in [0, 1]", target_ess_ratio=target_ess_ratio, band=band, smoothing=smoothing)
         check_range(owner, "> 0", max_kl=max_kl)
         check_range(owner, "integer >= 0", min_staleness=min_staleness)
-        self.target_ess_ratio, self.band, self.max_kl = target_ess_ratio, band, max_kl
-        self.min_staleness, self.smoothing = min_staleness, smoothing
+        self.target_ess_ratio = target_ess_ratio
+        self.band = band
+        self.max_kl = max_kl
+        self.min_staleness = min_staleness
+        self.smoothing = smoothing
         self._smoothed: float | None = None
         self._bound: int | None = None
         self._resumed_bound: int | None = None
@@ -76,7 +78,8 @@ class AdaptiveStaleness(SignalCallback):
         if self._smoothed is None:
             raise InvariantError("the staleness bound cannot change before a signal was measured")
         if self.max_kl is not None:
-            lower, higher = self._smoothed > self.max_kl, self._smoothed < self.max_kl / 2
+            lower = self._smoothed > self.max_kl
+            higher = self._smoothed < self.max_kl / 2
         else:
             lower = self._smoothed < self.target_ess_ratio - self.band
             higher = self._smoothed > self.target_ess_ratio + self.band
@@ -86,13 +89,18 @@ class AdaptiveStaleness(SignalCallback):
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        self._smoothed, self._wait, self._bound, self._resumed_bound = None, 0, None, None
+        self._smoothed = None
+        self._wait = 0
+        self._bound = None
+        self._resumed_bound = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Restores the bound of a resumed run before anything is sampled."""
         data = bounded_data(trainer, "AdaptiveStaleness")
-        self._highest, self._pending = data.max_staleness, None
-        resumed, self._resumed_bound = self._resumed_bound, None
+        self._highest = data.max_staleness
+        self._pending = None
+        resumed = self._resumed_bound
+        self._resumed_bound = None
         data.set_max_staleness(self._highest if resumed is None else min(resumed, self._highest))  # or says it cannot
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -105,7 +113,8 @@ class AdaptiveStaleness(SignalCallback):
         """Updates the bound after the step, when the data module is idle."""
         if self._pending is None:
             return
-        signals, self._pending = self._pending, None
+        signals = self._pending
+        self._pending = None
         data = bounded_data(trainer, "AdaptiveStaleness")
         before = data.max_staleness
         self._bound = self._react(signals, before)
@@ -132,5 +141,6 @@ class AdaptiveStaleness(SignalCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the loop; the bound is set when training starts."""
-        self._smoothed, self._wait = state_dict["smoothed"], state_dict["wait"]
+        self._smoothed = state_dict["smoothed"]
+        self._wait = state_dict["wait"]
         self._bound = self._resumed_bound = state_dict["bound"]

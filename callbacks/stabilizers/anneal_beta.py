@@ -33,7 +33,8 @@ class AnnealBeta(pl.Callback):
         super().__init__()
         check_range("AnnealBeta", "integer positive", steps=steps)
         check_range("AnnealBeta", "positive", final=final)
-        self.final, self.steps = final, steps
+        self.final = final
+        self.steps = steps
         self._first: tuple[PolicyModule, float] | None = None  # module and its initial beta
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

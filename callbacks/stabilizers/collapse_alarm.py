@@ -9,12 +9,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.stabilizers.alarm_actions import AlarmAction, Warn
-from lit_async_rl.stabilizers.collapse import CollapseWatch, StepHealth
+from lit_async_rl.stabilizers.alignment import ReferenceGradients, cosine
+from lit_async_rl.stabilizers.collapse import AlarmAction, CollapseWatch, StepHealth, Warn
 from lit_async_rl.stabilizers.gradients import GradSpaces
-from lit_async_rl.stabilizers.reference_gradients import ReferenceGradients, cosine
-from lit_async_rl.stabilizers.signal_callback import SignalCallback
-from lit_async_rl.stabilizers.signals import Extract
+from lit_async_rl.stabilizers.signals import Extract, SignalCallback
 from lit_async_rl.stabilizers.step_lr import raw_optimizer, unscale_gradients
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -80,7 +78,8 @@ class CollapseAlarm(SignalCallback):
         self.action = action or Warn()
         self.cooldown_steps = cooldown_steps
         self.reports: list[str] = []
-        self._spaces, self._previous = GradSpaces(), ReferenceGradients()
+        self._spaces = GradSpaces()
+        self._previous = ReferenceGradients()
         self._quiet_steps = 0
         self._alarm: list[str] = []
         self._stepped = False
@@ -88,7 +87,9 @@ class CollapseAlarm(SignalCallback):
 
     def forget(self) -> None:
         self.watch.reset()
-        self._quiet_steps, self.reports, self._resumed = 0, [], None
+        self._quiet_steps = 0
+        self.reports = []
+        self._resumed = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Restores the action of a resumed run before anything is sampled."""
@@ -99,8 +100,10 @@ class CollapseAlarm(SignalCallback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._spaces, self._previous = GradSpaces(), ReferenceGradients()
-        self._alarm, self._stepped = [], False
+        self._spaces = GradSpaces()
+        self._previous = ReferenceGradients()
+        self._alarm = []
+        self._stepped = False
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Compares the step with the limits, and logs."""

@@ -7,8 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lit_async_rl.stabilizers.signal_callback import SignalCallback
-from lit_async_rl.stabilizers.signals import Extract, StepSignals
+from lit_async_rl.stabilizers.signals import Extract, SignalCallback, StepSignals
 from lit_async_rl.stabilizers.step_lr import OneStepLearningRate, chosen_index, raw_optimizer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
@@ -62,7 +61,10 @@ class ESSLearningRate(SignalCallback):
         check_range("ESSLearningRate", ">= 0", power=power)
         check_range("ESSLearningRate", "in (0, 1]", base_ess_ratio=base_ess_ratio)
         check_range("ESSLearningRate", "in [0, 1]", floor=floor)
-        self.power, self.base_ess_ratio, self.measure_steps, self.floor = power, base_ess_ratio, measure_steps, floor
+        self.power = power
+        self.base_ess_ratio = base_ess_ratio
+        self.measure_steps = measure_steps
+        self.floor = floor
         self._rates: dict[int, OneStepLearningRate] = {}
         self._measured = [0, 0.0]  # steps, sum of their rho
         self._warned = False

@@ -19,11 +19,11 @@ from lit_async_rl.stabilizers.alignment import (
     ExactResidual,
     LastRaw,
     Reference,
+    ReferenceGradients,
     Regime,
     Residual,
 )
 from lit_async_rl.stabilizers.gradients import GradSpace, GradSpaces
-from lit_async_rl.stabilizers.reference_gradients import ReferenceGradients
 from lit_async_rl.stabilizers.step_lr import (
     check_choice,
     chosen_index,
@@ -104,9 +104,11 @@ class GradientAlignmentControl(pl.Callback):
             max_consecutive_skips=max_consecutive_skips,
             min_remainder=min_remainder,
         )
-        self._given, self._has_trained = self.rule, False  # the rule before any calibration
+        self._given = self.rule  # the rule before any calibration
+        self._has_trained = False
         self.reference = reference or LastRaw()
-        self.calibrate_steps, self.calibrate_quantile = calibrate_steps, calibrate_quantile
+        self.calibrate_steps = calibrate_steps
+        self.calibrate_quantile = calibrate_quantile
         self.optimizer = optimizer
         self._spaces = GradSpaces(per_parameter_group)
         self._references = ReferenceGradients()
@@ -146,7 +148,8 @@ class GradientAlignmentControl(pl.Callback):
             if self.num_dropped == 0:
                 rank_zero_warn("GradientAlignmentControl: a gradient contains NaN or infinity; such steps are dropped")
             self.num_dropped += 1
-            step.regime, step.kept = Regime.DROP, 0.0
+            step.regime = Regime.DROP
+            step.kept = 0.0
         elif step.cosine is None:
             skips[group] = 0
         elif len(self._cosines) < self.calibrate_steps:
@@ -201,11 +204,15 @@ class GradientAlignmentControl(pl.Callback):
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Forgets an earlier run; a resume restores its state after this."""
         if stage == "fit" and self._has_trained:
-            self.rule, self._skips, self._cosines, self.num_dropped = self._given, {}, [], 0
+            self.rule = self._given
+            self._skips = {}
+            self._cosines = []
+            self.num_dropped = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         check_choice(trainer, pl_module, self.optimizer, "GradientAlignmentControl")
-        self._references, self._spaces = ReferenceGradients(), GradSpaces(self._spaces.per_parameter_group)
+        self._references = ReferenceGradients()
+        self._spaces = GradSpaces(self._spaces.per_parameter_group)
         tolerate_dropped_gradients(trainer)
         self._has_trained = True
 

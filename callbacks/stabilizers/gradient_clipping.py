@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.stabilizers.gradients import GradSpaces
-from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
+from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces
 from lit_async_rl.stabilizers.step_lr import (
     check_choice,
     chosen_index,

@@ -8,8 +8,7 @@ import lightning.pytorch as pl
 
 from lit_async_rl.callbacks.parts import policy_module
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.received import apply_weights, receive_weights
-from lit_async_rl.models.weights import is_sharded
+from lit_async_rl.models.weights import apply_weights, is_sharded, receive_weights
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 

@@ -8,8 +8,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lit_async_rl.errors import SetupError
-from lit_async_rl.stabilizers.gradients import GradSpaces
-from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
+from lit_async_rl.stabilizers.gradients import DroppedUpdates, GradSpaces
 from lit_async_rl.stabilizers.step_lr import (
     loss_scaler,
     optimizer_index,

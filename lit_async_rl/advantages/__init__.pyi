@@ -1,5 +1,6 @@
 from .group import AdvantageEstimator as AdvantageEstimator
 from .group import AsymRE as AsymRE
+from .group import GiGPO as GiGPO
 from .group import GlobalMeanStd as GlobalMeanStd
 from .group import GroupMean as GroupMean
 from .group import GroupMeanStd as GroupMeanStd
@@ -7,6 +8,5 @@ from .group import LeaveOneOut as LeaveOneOut
 from .group import LengthWeighted as LengthWeighted
 from .group import LogMeanExp as LogMeanExp
 from .group import Raw as Raw
-from .turns import GiGPO as GiGPO
-from .turns import TurnAdvantageEstimator as TurnAdvantageEstimator
-from .turns import TurnReturns as TurnReturns
+from .group import TurnAdvantageEstimator as TurnAdvantageEstimator
+from .group import TurnReturns as TurnReturns

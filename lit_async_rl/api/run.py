@@ -2,35 +2,134 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import logging
+import os
 import signal
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lit_async_rl.api.interrupts import CtrlC
-from lit_async_rl.api.loggers import add_csv_log
-from lit_async_rl.api.recipe import with_recipe
 from lit_async_rl.api.run_config import SaveSettings, comparable
-from lit_async_rl.api.run_folders import run_folders
+from lit_async_rl.api.run_folders import add_csv_log, run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
-from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
+from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
+from lit_async_rl.callbacks import ESSLearningRate, RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
+from lit_async_rl.corrections import SequenceTruncatedIS
+from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.distributed.rendezvous import limit_rendezvous
+from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, describe
-from lit_async_rl.prompts.records import Records
+from lit_async_rl.losses import Reinforce
+from lit_async_rl.losses.aggregation import SequenceMean
+from lit_async_rl.prompts.sources import Records
 from lit_async_rl.report.html import write_report
-from lit_async_rl.rewards.score import Reward
+from lit_async_rl.rewards.scorer import Reward
 from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
+from lit_async_rl.utils.checks import meant
 from lit_async_rl.utils.saving import check_last_is_saved
-from lit_async_rl.utils.suggestions import meant
+
+# -- Ctrl-C during training: the first saves and ends cleanly, the second ends at once --------------------------------
+
+
+CTRL_C_STATUS = 130  # of shells, 128 + SIGINT
+_NOTICE = b"Ctrl-C: training ends after this step and saves a checkpoint; once more ends it at once\n"
+
+
+class CtrlC:
+    """Context in which the first Ctrl-C acts like SIGTERM, and the second ends the process at once.
+
+    There is thus one way to stop cleanly, on one rank or several. Before training, when SIGTERM has no handler, Ctrl-C
+    is an ordinary `KeyboardInterrupt`. After Ctrl-C the context exits with `SystemExit(130)`; in an interactive session
+    (a notebook, say), which that would end, with `KeyboardInterrupt`.
+
+    Attributes:
+        was_pressed: whether Ctrl-C was received.
+    """
+
+    def __init__(self) -> None:
+        self.was_pressed = False
+        self._before: Any = None
+
+    def __enter__(self) -> CtrlC:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        SaveOnSigterm.signal_name = "SIGTERM"
+        if self.was_pressed and (error is None or isinstance(error, SystemExit | KeyboardInterrupt)):
+            raise (KeyboardInterrupt if is_interactive() else SystemExit(CTRL_C_STATUS)) from None
+
+    def _press(self, *_: Any) -> None:
+        if self.was_pressed:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        self.was_pressed = True
+        SaveOnSigterm.signal_name = "Ctrl-C"
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise KeyboardInterrupt
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, _NOTICE)  # `print` may be what was interrupted
+        signal.raise_signal(signal.SIGTERM)
+
+
+def is_interactive() -> bool:
+    """Whether Python reads what a person types, in a terminal or a notebook."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
+
+
+# -- The correction of stale data that `fit` makes unless told otherwise ----------------------------------------------
+
+
+PARTS = ("loss", "proximal", "correction", "baseline", "advantage", "aggregation")
+RECIPES = ("vcpo", None)
+MAX_STALENESS: int = inspect.signature(RolloutDataModule).parameters["max_staleness"].default
+
+
+def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `fit` with VCPO's parts (arXiv:2602.17616), where data may be stale and no part of it is given.
+
+    The gradient norms of the optimal baseline are `SCORE` norms, which need no pass of their own. The same as
+    `configs/stabilizers/vcpo_score.yaml`.
+
+    Args:
+        recipe: `"vcpo"`; None leaves the settings as they are.
+        settings: of module, data and Trainer.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"fit: recipe must be 'vcpo' or None (plain GRPO), got {recipe!r}")
+    is_fresh = settings.get("max_staleness", MAX_STALENESS) == 0
+    is_alone = settings.get("group_size") == 1  # refused by its own name, not by that of the recipe's baseline
+    if recipe is None or is_fresh or is_alone or any(settings.get(part) is not None for part in PARTS):
+        return dict(settings)
+    defaults = {"ess_learning_rate": ESSLearningRate(power=0.5), **(settings.get("defaults") or {})}
+    parts = dict(
+        loss=Reinforce(),
+        proximal=CurrentProximal(),
+        correction=SequenceTruncatedIS(cap=8.0),
+        baseline=OptimalBaseline(norms=Norms.SCORE),
+        aggregation=SequenceMean(),
+    )
+    return {**settings, **parts, "defaults": defaults}
+
 
 log = logging.getLogger(__name__)
 

@@ -51,7 +51,8 @@ class SaveSettings(pl.Callback):
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """Writes them when the loggers have begun, on rank 0; nothing without a logger."""
-        is_due, self._is_saved = not self._is_saved, True
+        is_due = not self._is_saved
+        self._is_saved = True
         if not is_due or not trainer.loggers or getattr(trainer, "fast_dev_run", False):
             return
         folder = run_folder(trainer)  # a collective: asked for on all ranks
@@ -210,7 +211,8 @@ def _plain(value: Any) -> Any:
 
 def _dotted_path(value: Callable[..., Any]) -> str:
     """Path by which any program can import a function or class, so none of the script that was run."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
     if module in (None, "__main__", "builtins"):
         raise _NotPlainError

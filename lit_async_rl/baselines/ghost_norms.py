@@ -14,21 +14,219 @@ B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from lit_async_rl.baselines.layer_norms import InputGrams, LayerRecord, layer_squared_norms, own_parameters
-from lit_async_rl.baselines.packed_rows import gathered, own_positions, packed
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.architecture import body
-from lit_async_rl.models.packed_rows import PackedRows
+from lit_async_rl.models.loading import body
+from lit_async_rl.models.packing import PackedRows
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.sampler_head import Support, log_mass
+from lit_async_rl.types import Support, log_mass
+
+# -- Squared norms of each row's gradient for one layer, from its input and the gradient at its output ----------------
+# B rows, T positions, D inputs and K outputs of a layer.
+
+
+@dataclass
+class LayerRecord:
+    """Input and output gradient of one layer in a backward pass.
+
+    Attributes:
+        module: the layer.
+        inputs: input activations [B, T, D], or token ids [B, T].
+        grads: gradient at the output, [B, T, K].
+        row_grads: per-row gradient of the weight, [B, K, D] or [B, K], if it was computed for the norms.
+    """
+
+    module: nn.Module
+    inputs: Tensor
+    grads: Tensor
+    row_grads: Tensor | None = None
+
+
+class InputGrams:
+    """Cache of Gram matrices x_t . x_s, shared by layers with the same input (query, key, value; gate, up)."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def of(self, inputs: Float[Tensor, "B T D"]) -> Float[Tensor, "B T T"]:
+        """Gram matrices of `inputs`, which must outlive the cache."""
+        key = (inputs.data_ptr(), inputs.shape)
+        if key not in self._known:
+            self._known[key] = inputs @ inputs.mT
+        return self._known[key]
+
+
+def linear_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
+    """||sum_t e_t x_t^T||^2 of each row, by Gram matrices or per-row gradients, whichever is cheaper.
+
+    Per-row gradients are smaller than the activations here, and are kept: their weighted sum is the gradient of the
+    update.
+    """
+    inputs = record.inputs
+    grads = record.grads
+    length = inputs.shape[1]
+    num_inputs = inputs.shape[2]
+    num_outputs = grads.shape[2]
+    if length * (num_inputs + num_outputs) < num_inputs * num_outputs:
+        return (grams.of(inputs) * (grads @ grads.mT)).sum((1, 2))
+    record.row_grads = grads.mT @ inputs
+    return record.row_grads.square().sum((1, 2))
+
+
+def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K"]) -> Float[Tensor, " B"]:
+    """Squared norm of each row's gradient of the embedding table: gradients of equal ids add up."""
+    same = ids[:, :, None] == ids[:, None, :]
+    return ((grads @ grads.mT) * same).sum((1, 2))
+
+
+def own_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters of the module itself; those of a gathered FSDP1 unit are plain attributes."""
+    hidden = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    own = dict(module.named_parameters(recurse=False)) | hidden
+    return {name: value for name, value in own.items() if value.requires_grad}
+
+
+def has_sharded_parameters(module: nn.Module) -> bool:
+    """Whether FSDP1, FSDP2 or tensor parallelism shards a trainable parameter; the same on all ranks.
+
+    Unlike `models.weights.is_sharded` it also recognises a module inside of the FSDP1 wrapper.
+    """
+    return any(
+        not isinstance(p, nn.Parameter) or isinstance(p, DTensor) or hasattr(p, "_fsdp_flattened")
+        for part in module.modules()
+        for p in own_parameters(part).values()
+    )
+
+
+@torch.no_grad()
+def elementwise_factor(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Factor of the weight in the output of a norm layer, which is linear in its weight.
+
+    Does not read the weight, which may be sharded.
+    """
+    zero = torch.zeros(inputs.shape[-1], device=inputs.device, dtype=inputs.dtype)
+    one_more = _with_weight(module, zero + 1)
+    nothing = _with_weight(module, zero)
+    if not nothing(inputs[:1, :1]).any():  # most are 0 for a weight of 0; Gemma multiplies by 1 + weight
+        return one_more(inputs)
+    return one_more(inputs) - nothing(inputs)
+
+
+def _with_weight(module: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Forward function of the module with the given weight and zero bias, without hooks."""
+    other = copy.copy(module)
+    for name in own_parameters(module):
+        vars(other).pop(name, None)
+    other._parameters = {**module._parameters, "weight": weight}  # type: ignore[dict-item]
+    if "bias" in own_parameters(module):
+        other._parameters["bias"] = torch.zeros_like(weight)  # type: ignore[assignment]
+    forward: Callable[[Tensor], Tensor] = other.forward
+    return forward
+
+
+def elementwise_squared_norms(record: LayerRecord) -> Float[Tensor, " B"]:
+    """Squared norms of layers with an elementwise weight and optional bias (RMS norm, layer norm)."""
+    module = record.module
+    grads = record.grads
+    total = torch.zeros(len(grads), device=grads.device)
+    own = own_parameters(module)
+    if "weight" in own:
+        record.row_grads = _sum_positions(grads * elementwise_factor(module, record.inputs))
+        total = total + record.row_grads.square().sum(-1)
+    if "bias" in own:
+        total = total + _sum_positions(grads).square().sum(-1)
+    return total
+
+
+def _sum_positions(values: Float[Tensor, "B *T K"]) -> Float[Tensor, "B K"]:
+    """Sums over positions, and over heads for per-head norms."""
+    return values.flatten(1, -2).sum(1)
+
+
+def layer_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
+    """Squared norm of each row's gradient of the layer's own parameters."""
+    module = record.module
+    inputs = record.inputs
+    grads = record.grads
+    if isinstance(module, nn.Embedding):
+        return embedding_squared_norms(inputs, grads)
+    if not isinstance(module, nn.Linear | Conv1D):
+        return elementwise_squared_norms(record)
+    own = own_parameters(module)
+    norms = torch.zeros(len(grads), device=grads.device)
+    if "weight" in own:
+        norms = norms + linear_squared_norms(record, grams)
+    if "bias" in own:
+        norms = norms + grads.sum(1).square().sum(-1)
+    return norms
+
+
+# -- Trajectories in packed rows: hidden states and gradients between the packed layout and one row per trajectory
+# B trajectories of T positions, R packed rows of L positions, C columns that hold tokens of a single trajectory.
+
+
+def gathered(values: Float[Tensor, "R L H"], rows: PackedRows) -> Float[Tensor, "B T H"]:
+    """Values at the positions of each trajectory; arbitrary where nothing was needed."""
+    return values.flatten(0, 1)[rows.target]
+
+
+def packed(grads: Float[Tensor, "B T H"], columns: slice, rows: PackedRows) -> Float[Tensor, "R L H"]:
+    """Gradients at packed positions, summed over trajectories that share one; only `columns` are not 0."""
+    total = grads.new_zeros(rows.branch.numel(), grads.shape[-1])
+    total.index_add_(0, rows.target[:, columns].flatten(), grads[:, columns].flatten(0, 1))
+    return total.view(*rows.branch.shape, -1)
+
+
+@dataclass(frozen=True)
+class OwnPositions:
+    """Positions that belong to one trajectory.
+
+    Attributes:
+        columns: the range of input positions they lie in.
+        place: index in the flattened packed rows.
+        is_own: whether the trajectory owns the position.
+        known: inputs that have been gathered, because layers share them (query, key, value; gate, up).
+    """
+
+    columns: slice
+    place: Int[Tensor, "B C"]
+    is_own: Bool[Tensor, "B C"]
+    known: dict[tuple[int, torch.Size], Tensor] = field(default_factory=dict)
+
+    def of_inputs(self, inputs: Float[Tensor, "R L *D"] | Int[Tensor, "R L"]) -> Tensor:
+        """A layer's inputs, which must outlive this, one row per trajectory."""
+        key = (inputs.data_ptr(), inputs.shape)
+        if key not in self.known:
+            self.known[key] = inputs.flatten(0, 1)[self.place]
+        return self.known[key]
+
+    def of_grads(self, grads: Float[Tensor, "R L *K"]) -> Tensor:
+        """Gradients at a layer's outputs, 0 where the position is not the trajectory's own."""
+        values = grads.flatten(0, 1)[self.place]
+        return values * self.is_own.view(*self.is_own.shape, *[1] * (values.ndim - 2))
+
+
+def own_positions(rows: PackedRows) -> OwnPositions:
+    """Positions of the tokens that a trajectory does not share with the others of its group."""
+    target = rows.target
+    source = rows.source.flatten()
+    branch = rows.branch.flatten()
+    here = torch.arange(target.numel(), device=target.device).view_as(target)
+    is_own = (source[target] == here) & (branch[target] > 0)
+    used = is_own.any(0).nonzero()[:, 0].tolist()
+    columns = slice(used[0], used[-1] + 1) if used else slice(0, 1)
+    return OwnPositions(columns, target[:, columns], is_own[:, columns])
 
 
 class GhostTape:
@@ -53,7 +251,8 @@ class GhostTape:
     """
 
     def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
-        self.policy, self.last_blocks = policy, last_blocks
+        self.policy = policy
+        self.last_blocks = last_blocks
         self._body = body(policy.causal_lm)
         self._head = policy.causal_lm.get_output_embeddings()
         self._layers = _chosen_layers(self._body, last_blocks)
@@ -85,7 +284,8 @@ class GhostTape:
                 )
 
     def __enter__(self) -> GhostTape:
-        self._records, self._hidden = {}, None
+        self._records = {}
+        self._hidden = None
         self._handles = [
             self._body.register_forward_pre_hook(self._spread_positions, with_kwargs=True),
             self._body.register_forward_hook(self._keep_hidden),
@@ -141,7 +341,8 @@ class GhostTape:
         norms, hidden_grads, taken = self._head_pass(hidden, coefficients, input_ids, temperature, columns, support)
         if rows is not None:
             hidden_grads = packed(hidden_grads, columns, rows)
-        names, grams = list(self._records), InputGrams()
+        names = list(self._records)
+        grams = InputGrams()
         grads = torch.autograd.grad(
             self._hidden, [self._records[name][1] for name in names], hidden_grads, retain_graph=True, allow_unused=True
         )
@@ -150,9 +351,11 @@ class GhostTape:
         for name, grad in zip(names, grads, strict=True):
             if grad is None:
                 continue
-            module, inputs = self._layers[name], self._records[name][0]
+            module = self._layers[name]
+            inputs = self._records[name][0]
             if own is not None:
-                inputs, grad = own.of_inputs(inputs), own.of_grads(grad)
+                inputs = own.of_inputs(inputs)
+                grad = own.of_grads(grad)
             if isinstance(module, nn.Embedding):
                 grad = _table_grads(module, inputs, grad)
             self.layer_records.append(record := LayerRecord(module, inputs, grad))
@@ -178,7 +381,9 @@ class GhostTape:
         """
         predicted = slice(columns.start + 1, columns.stop + 1)
         rows = max(1, self.policy.chunk_tokens // (columns.stop - columns.start))
-        norms, hidden_grads, taken = [], torch.zeros_like(hidden), []
+        norms = []
+        hidden_grads = torch.zeros_like(hidden)
+        taken = []
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
             features = hidden[part, columns].detach().requires_grad_()
@@ -245,3 +450,52 @@ def _is_known(module: nn.Module) -> bool:
     own = own_parameters(module)
     # its trainable parameters are a vector `weight` and perhaps a vector `bias`
     return "weight" in own and own.keys() <= {"weight", "bias"} and all(p.ndim == 1 for p in own.values())
+
+
+# -- Parameter gradients from a ghost tape, without another backward pass ---------------------------------------------
+# Once sum_t c_it log pi(y_it) has been differentiated to the outputs of all layers, for the norms, the gradient of any
+# weighted sum over trajectories needs only the last product of each layer, dW = sum_i a_i sum_t e_it x_it^T
+# ("book-keeping", Bu et al. 2023, arXiv:2210.00038, for differentially private training). So the norms cost no second
+# backward pass.
+
+
+def can_keep_books(tape: GhostTape) -> bool:
+    """Whether the tape yields parameter gradients: parameters are not sharded, and the head ran in a single chunk."""
+    return not has_sharded_parameters(tape.policy) and tape.is_complete
+
+
+def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """Scalar with the given `value` and the gradient of sum_i a_i sum_t c_it log pi(y_it), a = `row_weights`.
+
+    Implemented as sum_p <p, G_p> over parameters p with constant gradients G_p, so parameter hooks and loss scaling
+    work as usual.
+    """
+    total = torch.zeros((), device=row_weights.device)
+    for record in tape.layer_records:
+        total = total + _layer_term(record, row_weights)
+    return total - total.detach() + value.detach()
+
+
+def _layer_term(record: LayerRecord, row_weights: Tensor) -> Tensor:
+    """sum_p <p, G_p> over the parameters of one layer."""
+    module = record.module
+    inputs = record.inputs
+    # float32, as the weights of rows are, also where activations are bfloat16
+    grads = record.grads * row_weights.view(-1, *[1] * (record.grads.ndim - 1))
+    flat = grads.flatten(0, -2)
+    own = own_parameters(module)
+    total = flat.new_zeros(())
+    if "weight" in own:
+        weight = own["weight"]
+        if record.row_grads is not None:
+            gradient = (row_weights @ record.row_grads.flatten(1).to(row_weights.dtype)).view(
+                record.row_grads.shape[1:]
+            )
+        elif isinstance(module, nn.Embedding):
+            gradient = torch.zeros_like(weight, dtype=flat.dtype).index_add_(0, inputs.flatten(), flat)
+        else:
+            gradient = flat.mT @ inputs.flatten(0, -2).to(flat.dtype)
+        total = total + (weight * (gradient.mT if isinstance(module, Conv1D) else gradient)).sum()
+    if "bias" in own:
+        total = total + (own["bias"] * flat.sum(0)).sum()
+    return total

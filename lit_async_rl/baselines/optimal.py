@@ -18,13 +18,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_async_rl.baselines.ghost_gradients import can_keep_books
-from lit_async_rl.baselines.ghost_norms import GhostTape
-from lit_async_rl.baselines.layer_norms import has_sharded_parameters
+from lit_async_rl.baselines.ghost_norms import GhostTape, can_keep_books, has_sharded_parameters
 from lit_async_rl.importance import masked, sequence_log_ratio
 from lit_async_rl.models.policy import CausalPolicy, TokenStats
-from lit_async_rl.sampler_head import Support, known_support
-from lit_async_rl.types import RolloutBatch
+from lit_async_rl.types import RolloutBatch, Support, known_support
 from lit_async_rl.utils.checks import check_range
 
 
@@ -171,7 +168,8 @@ class OptimalBaseline:
 
         Log-probabilities of `stats` are those of the loss, renormalised `on_support`.
         """
-        mask, logprobs = batch.loss_mask, stats.logprobs
+        mask = batch.loss_mask
+        logprobs = stats.logprobs
         coefficients = mask.float() if self.flavour is Flavour.PAPER else batch.token_weights * weights
         if self.norms is Norms.SCORE:
             norms = score_squared_norms(logprobs, coefficients, mask)

@@ -6,33 +6,146 @@ Several `--config` files compose, `${...}` interpolates, dotted flags override f
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import set_parsing_settings
+import yaml
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from omegaconf.errors import InterpolationResolutionError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 import lit_async_rl
-from lit_async_rl.api.defaults import defaults_file, full_path
+from lit_async_rl.api import run as api
+from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
-from lit_async_rl.api.trainer import Trainer, repeated_callback
-from lit_async_rl.cli.config_check import check_class_paths, check_config_files, check_values, places_of_callback
-from lit_async_rl.cli.config_words import files_first
-from lit_async_rl.cli.error_report import Parser
-from lit_async_rl.cli.loggers import SaveConfig, gather_loggers
+from lit_async_rl.api.run_folders import go_on_in_folder, run_folders
+from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet, repeated_callback
+from lit_async_rl.cli.error_report import (
+    Parser,
+    check_class_paths,
+    check_config_files,
+    check_values,
+    config_files,
+    files_first,
+    one_line_errors,
+    places_of_callback,
+)
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.distributed.rendezvous import limit_rendezvous
+from lit_async_rl.distributed.scatter import limit_rendezvous
+from lit_async_rl.models.export import export_model
+from lit_async_rl.models.sharded_checkpoint import nothing_executed
 from lit_async_rl.models.sharding import ModelParallelStrategy
-from lit_async_rl.training.checkpoint_io import check_checkpoint
+from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
+from lit_async_rl.training.trackers import CSVLog, TrackioLogger
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.files import check_writable
+from lit_async_rl.utils.lightning_types import AnyTrainer
+from lit_async_rl.utils.saving import check_last_is_saved
+
+# -- One folder for one run: whatever the logger, metrics, samples, checkpoints and settings lie in the CSV log's
+
+
+def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_path: str | None) -> None:
+    """Puts a CSV log before all other loggers, and what they write into its folder.
+
+    Args:
+        trainer: that has not run yet.
+        args: of the command line; files of `--config` name the run.
+        seed: of the run.
+        ckpt_path: checkpoint to go on from, see `go_on_in_folder`.
+    """
+    if not trainer.loggers or getattr(trainer, "fast_dev_run", False):
+        return
+    given = list(trainer.loggers)
+    name = run_name(args)
+    found = next((logger for logger in given if isinstance(logger, CSVLogger)), None)
+    log = found or CSVLog(given[0].save_dir or "runs", name)
+    go_on_in_folder(trainer, log, ckpt_path)
+    for logger in given:
+        if isinstance(logger, WandbLogger):
+            logger._save_dir = logger._wandb_init["dir"] = log.log_dir
+            logger._wandb_init.pop("anonymous", None)  # W&B warns of it, whatever it is
+            if not _is_named(args):
+                logger._name = logger._wandb_init["name"] = f"{name}, seed {seed}"
+        elif isinstance(logger, TrackioLogger):
+            logger.run_name = logger.run_name or f"{name}, seed {seed}, {log.version}"
+        elif isinstance(logger, TensorBoardLogger):
+            logger._root_dir = log.save_dir
+            logger._name = log.name
+            logger._version = log.version
+    trainer.loggers = [log, *(logger for logger in given if logger is not log)]
+
+
+def run_name(args: Sequence[str]) -> str:
+    """Names of the configuration files, but those of loggers."""
+    files = [file for file in config_files(args) if file.parent.name != "loggers"]
+    return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
+
+
+def _is_named(args: Sequence[str]) -> bool:
+    """Whether a name was chosen for W&B's logger, and not left over from another logger, whose place it took."""
+    if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
+        return True
+    kind = ""  # that settings without a class are for
+    for chosen in _chosen_loggers(args):
+        kind = str(chosen.get("class_path", kind))
+        if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
+            return True
+    return False
+
+
+def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
+    files = [yaml.safe_load(file.read_text()).get("trainer") or {} for file in config_files(args)]
+    for trainer in [*files, *_flags(args)]:
+        for given in (trainer.get("logger"), trainer.get("logger+")):
+            for one in given if isinstance(given, list) else [given]:
+                if isinstance(one, (dict, str)):
+                    yield one if isinstance(one, dict) else {"class_path": one}
+
+
+def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The values of `--trainer.logger VALUE` and the like, as in a file."""
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag in ("--trainer.logger", "--trainer.logger+"):
+            yield {flag.removeprefix("--trainer."): yaml.safe_load(value if has_value else following)}
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes all settings to `config.yaml` in the run's folder, and to other loggers; nothing without a logger."""
+
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        """Called once, on rank 0."""
+        others = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        if not others:
+            return  # writing out all settings takes a while
+        settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
+        for logger in others:
+            logger.log_hyperparams(settings)
+
 
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
@@ -45,7 +158,8 @@ class AsyncRLCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
-        self._args, self._extra = args, extra or {}  # options of one command
+        self._args = args  # options of one command
+        self._extra = extra or {}
         super().__init__(
             PolicyModule,
             RolloutDataModule,
@@ -120,3 +234,112 @@ class AsyncRLCLI(LightningCLI):
             trainer.loggers = []
         gather_loggers(trainer, given, self.config["seed_everything"], self.config["ckpt_path"])
         return trainer
+
+
+# -- The command that resumes a run -----------------------------------------------------------------------------------
+
+
+def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
+    """The command line that began this run, with `--ckpt_path`.
+
+    Args:
+        checkpoint: to go on from.
+        args: of the command; None is `sys.argv`.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    kept = []
+    while given:
+        word = given.pop(0)
+        if word == "--ckpt_path":
+            del given[:1]
+        elif not word.startswith("--ckpt_path="):
+            kept.append(word)
+    script = sys.argv[0]
+    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
+    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])
+
+
+# -- Commands that read a configuration: train, evaluate, export ------------------------------------------------------
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Measures held-out accuracy, trains, measures again, and prints a summary table."""
+    run: list[AsyncRLCLI] = []
+    with command(lambda: _own_folder(run[0].trainer) if run else None), CtrlC():
+        cli = AsyncRLCLI(args)
+        run.append(cli)
+        trainer = cli.trainer
+        ckpt_path = cli.config["ckpt_path"]
+        with run_folders(trainer, ckpt_path):
+            stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path)
+        api.print_summary(trainer)
+        api.upload_report(trainer)
+        if stopped_at and trainer.is_global_zero:
+            print(f"resume with: {resume_command(stopped_at, args)}")
+        check_last_is_saved(trainer)
+
+
+def evaluate(args: Sequence[str] | None = None) -> None:
+    """Held-out pass@1 and pass@k of a checkpoint, with samples."""
+    with command():
+        cli = AsyncRLCLI(args, {"--num_shown": {"type": int, "default": 8, "help": "samples to print"}})
+        check_range("", ">= 0", num_shown=cli.config["num_shown"])
+        if cli.datamodule.validation.source is None:
+            raise ValueError("data.validation.prompts is not set: there is nothing to evaluate on")
+        if not cli.trainer.limit_val_batches:
+            raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
+        metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
+        if not cli.trainer.is_global_zero:  # metrics are those of all ranks
+            return
+        table = Table("prompt", "completion", "answer", "reward", title="samples")
+        one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
+        for sample in one_of_each[: cli.config["num_shown"]]:
+            row = (sample.prompt.text, sample.completion, sample.prompt.answer or "", f"{sample.reward:g}")
+            table.add_row(*map(escape, row))
+        console = Console()
+        console.print(table)
+        for name, value in metrics.items():
+            console.print(f"{name:12} {value:.4f}")
+
+
+def export(args: Sequence[str] | None = None) -> None:
+    """Writes a checkpoint as a Hugging Face folder."""
+    with command():
+        cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
+        if cli.config["ckpt_path"] is None:
+            raise ValueError("ckpt_path is not set: name the checkpoint to export")
+        if not cli.trainer.is_global_zero:  # started by torchrun: one writes
+            return
+        if Path(cli.config["out"]).is_file():
+            raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
+        if any(Path(cli.config["out"]).glob("*")):
+            raise ValueError(f"out={cli.config['out']!r} is not empty: nothing was written")
+        check_is_one_file(cli.config["ckpt_path"])
+        checkpoint = torch.load(cli.config["ckpt_path"], map_location="cpu", weights_only=True)
+        cli.model.configure_model()
+        cli.model.on_load_checkpoint(checkpoint)
+        cli.model.load_state_dict(checkpoint["state_dict"], strict=cli.model.strict_loading)
+        check_writable(Path(cli.config["out"]), "out")
+        lm = cli.model.policy.causal_lm
+        weights = {name: tensor.detach().contiguous() for name, tensor in stream_weights(cli.model.policy)}
+        export_model(lm, cli.datamodule.codec.tokenizer, cli.config["out"], weights)
+        print(f"version {cli.model.version} written to {cli.config['out']}")
+
+
+def _own_folder(trainer: LightningTrainer) -> str | None:
+    """The run's folder on rank 0. Asks no other rank, unlike `trainer.log_dir`: after an error none may be left."""
+    logs = trainer.loggers if trainer.is_global_zero else []
+    return next((log.log_dir for log in logs if isinstance(log, CSVLogger)), None)
+
+
+@contextmanager
+def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Context of a command: one-line errors, no messages about internals, no code execution on loading.
+
+    Modules of the working folder can be imported.
+    """
+    quiet()
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # rewards and prompts beside a configuration; last, so that they hide nothing
+    with one_line_errors(folder), nothing_executed():
+        yield

@@ -12,14 +12,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lit_async_rl.api.notices import quiet
+from lit_async_rl.api.trainer import quiet
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.arguments import OneLineParser
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import OneLineParser, check_range
 
 
 def main(args: Sequence[str] | None = None) -> None:

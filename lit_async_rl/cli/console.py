@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from lit_async_rl import __version__
-from lit_async_rl.utils.suggestions import meant
+from lit_async_rl.utils.checks import meant
 
 COMMANDS = {
-    "train": ("lit_async_rl.cli.commands", "main", "train a policy: --config file.yaml, see --help for all settings"),
-    "evaluate": ("lit_async_rl.cli.commands", "evaluate", "held-out accuracy of a checkpoint, with samples"),
-    "export": ("lit_async_rl.cli.commands", "export", "write a checkpoint as a Hugging Face folder"),
+    "train": ("lit_async_rl.cli.app", "main", "train a policy: --config file.yaml, see --help for all settings"),
+    "evaluate": ("lit_async_rl.cli.app", "evaluate", "held-out accuracy of a checkpoint, with samples"),
+    "export": ("lit_async_rl.cli.app", "export", "write a checkpoint as a Hugging Face folder"),
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
     "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
     "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),

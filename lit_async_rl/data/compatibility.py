@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted
-from lit_async_rl.advantages.turns import TurnAdvantageEstimator
-from lit_async_rl.data.streaming import check_streamable
+from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted, TurnAdvantageEstimator
+from lit_async_rl.data.collate import check_streamable
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean, within_sources
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
+from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
 
 NUM_INSPECTED = 100  # prompts that are asked whether they are text or messages
@@ -218,9 +217,12 @@ def check_signal(advantage: AdvantageEstimator | None, group_size: int, temperat
     Raises:
         ValueError: every advantage would be 0.
     """
-    name, instead = f"data.advantage={type(advantage).__name__}", ", or data.advantage=Raw or GlobalMeanStd"
+    name = f"data.advantage={type(advantage).__name__}"
+    instead = ", or data.advantage=Raw or GlobalMeanStd"
     if advantage is None:
-        name, instead, advantage = "model.baseline=OptimalBaseline", "", GroupMean()
+        name = "model.baseline=OptimalBaseline"
+        instead = ""
+        advantage = GroupMean()
     if isinstance(advantage, TurnAdvantageEstimator):  # compares turns, not whole rollouts only
         return
     if group_size == 1 and not _any_signal(advantage([[0.0], [1.0]])):

@@ -5,42 +5,155 @@ Lightning's loop waits in `next(feed)`, in `Producer.take`, which has a timeout 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
+
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data import compatibility
 from lit_async_rl.data.collate import collate_step
-from lit_async_rl.data.dataloaders import StepFeed
-from lit_async_rl.data.held_out import HeldOut
-from lit_async_rl.data.model_name import ModelName
-from lit_async_rl.data.rollout_source import RolloutSource
+from lit_async_rl.data.compatibility import check_ends
+from lit_async_rl.data.rollout_source import PromptFeed, RolloutSource, SharedSource, StepBatches, StepFeed
 from lit_async_rl.data.settings import Limits, Scoring, Validation
-from lit_async_rl.data.shared_source import SharedSource
-from lit_async_rl.data.step_batches import StepBatches
 from lit_async_rl.distributed.scatter import connect
-from lit_async_rl.engines.base import RolloutEngine, SamplingParams
+from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
-from lit_async_rl.prompts.in_memory import as_source
-from lit_async_rl.prompts.records import Records
-from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
+from lit_async_rl.prompts.sources import Records, as_source
+from lit_async_rl.prompts.stream import PromptStream, UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import NoEngine, Replay
 from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
-from lit_async_rl.rewards.score import Reward
+from lit_async_rl.rewards.scorer import Reward, Scorer, score_all
+from lit_async_rl.rewards.success import SuccessWatch, success_threshold
 from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.rollouts.stats import ProducerStats
-from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded, FromTape
-from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
+from lit_async_rl.rollouts.producer import Producer, ProducerStats
+from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
+from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
+
+# -- Held-out prompts of the validation loop, and their rewards -------------------------------------------------------
+
+
+class HeldOut:
+    """Batches and scores the prompts of `data.validation`, on every rank.
+
+    Args:
+        settings: `data.validation`.
+        sampling: sampling parameters of their completions.
+        make_scorer: scorer of the training reward; called when the first completion is scored.
+        grader: the reward, or the environment in its place.
+
+    Attributes:
+        threshold: reward of a correct completion, `data.validation.success_reward` or its default.
+    """
+
+    def __init__(
+        self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer], grader: Any
+    ) -> None:
+        self._settings = settings
+        self._sampling = sampling
+        self._make_scorer = make_scorer
+        self._scorer: Scorer | None = None
+        self.threshold = success_threshold(settings.success_reward, grader)
+        is_default = settings.success_reward is None
+        self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
+
+    def watch(self, rewards: Iterable[float]) -> None:
+        """Says once if the rewards of a validation or evaluation do not fit the threshold."""
+        self._watch.add(rewards)
+        self._watch.speak(self.threshold)
+
+    def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
+        """This rank's batches of the usable prompts; none without `data.validation.prompts`.
+
+        Raises:
+            ValueError: see `UsablePrompts` and `check_ends`.
+        """
+        if (source := self._settings.source) is None:
+            warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
+            return []
+        check_ends(codec, self._sampling, source)
+        length = codec.context_length  # validation samples from the trained model itself
+        max_tokens = self._sampling.max_tokens
+        why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
+        # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation says so
+        usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)
+        return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
+
+    def score(
+        self,
+        completions: Sequence[tuple[Prompt, str]],
+        on_progress: Callable[[], None],
+        token_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[float | None]:
+        """Rewards of the completions; None for those that failed `data.scoring.tries` times.
+
+        Args:
+            completions: prompts and completion texts.
+            on_progress: called after each reward.
+            token_ids: of each completion, for rewards that want them.
+        """
+        if self._scorer is None:  # kept, because isolated rewards have a process for each of its threads
+            self._scorer = self._make_scorer()
+        return score_all(self._scorer, completions, on_progress, token_ids)
+
+    def close(self) -> None:
+        """Ends the scorer's threads. Safe to call twice."""
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+
+
+# -- The model a data module samples from: its name, which may be set later, and its tokenizer ------------------------
+
+
+class ModelName(pl.LightningDataModule):
+    """Base class of `RolloutDataModule`: name and tokenizer of the model.
+
+    Args:
+        model: Hugging Face name or folder; None until `use_model`.
+        special_tokens: in decoded text, see `data.scoring.special_tokens`.
+    """
+
+    _source: RolloutSource
+
+    def __init__(self, model: str | None, special_tokens: SpecialTokens = "tags") -> None:
+        super().__init__()
+        self.model = model
+        self.special_tokens: SpecialTokens = special_tokens
+        self._codec = None if model is None else TextCodec(model, special_tokens)
+
+    def use_model(self, model: str) -> None:
+        """Sets the name of the model, unless one was given."""
+        if self.model is None:
+            self._codec = TextCodec(model, self.special_tokens)
+            self.model = model
+            self._source.use_model(model)
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer.
+
+        Raises:
+            SetupError: the model is not set yet.
+        """
+        if self._codec is None:
+            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
+        return self._codec
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        return self.codec.encode(prompt)
 
 
 class RolloutDataModule(ModelName):
@@ -105,20 +218,30 @@ class RolloutDataModule(ModelName):
         check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
         check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
         check_objects("data", replay=replay, limits=limits)
-        self.admission, self.intake = admission or Bounded(), intake or Intake()
-        asked, sampling = sampling, compatibility.with_support(sampling, engine)
+        self.admission = admission or Bounded()
+        self.intake = intake or Intake()
+        asked = sampling
+        sampling = compatibility.with_support(sampling, engine)
         self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
             engine = NoEngine(reward is None, engine)
         engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
-        self.reward, self.groups_per_step, self.group_size = reward, groups_per_step, group_size
-        self.micro_batches_per_step, self.weight_sync_steps = micro_batches_per_step, weight_sync_steps
+        self.reward = reward
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self.micro_batches_per_step = micro_batches_per_step
+        self.weight_sync_steps = weight_sync_steps
         check_range("data", "integer positive", groups_per_step=groups_per_step, group_size=group_size)
         check_range("data", "integer positive", micro_batches_per_step=micro_batches_per_step)
         check_range("data", "integer positive", weight_sync_steps=weight_sync_steps)
-        self.advantage, self.aggregation = advantage or GroupMeanStd(), aggregation or TokenMean()
-        self.sampling, self.scoring, self.limits, self.replay = sampling, scoring, limits, replay
-        self.validation, self.keep_groups_whole = validation, False
+        self.advantage = advantage or GroupMeanStd()
+        self.aggregation = aggregation or TokenMean()
+        self.sampling = sampling
+        self.scoring = scoring
+        self.limits = limits
+        self.replay = replay
+        self.validation = validation
+        self.keep_groups_whole = False
         self.val_sampling = validation.sampling or replace(asked, head=None, experts=False)
         compatibility.check_bound(self.admission, max_staleness)
         compatibility.check_engine(engine, reward, self.admission, sampling)
@@ -130,7 +253,8 @@ class RolloutDataModule(ModelName):
         compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self.stream = PromptStream(self.prompts, seed=self.intake.seed)
-        self.configured_bound, self._empty_replay = max_staleness, None if replay is None else replay.state_dict()
+        self.configured_bound = max_staleness
+        self._empty_replay = None if replay is None else replay.state_dict()
         self._reference_check = ReferenceCheck(None)
         self._make_source(engine)
         self.intake.use_grader(self._grader)

@@ -7,11 +7,8 @@ from typing import Literal
 
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import SPECIAL_TOKENS, SpecialTokens
-from lit_async_rl.prompts.in_memory import as_source
-from lit_async_rl.prompts.records import Records
-from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.rewards.score import Reward
-from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.prompts.sources import PromptSource, Records, as_source
+from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.tries import TryPolicy
 

@@ -13,28 +13,205 @@ collective, so it keeps running while the main thread waits in one.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
+import json
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lit_async_rl.distributed.progress import Progress, Report, find_stalled
 from lit_async_rl.errors import RankError, StalledError
+from lit_async_rl.utils.guarded_calls import STILL_S
+from lit_async_rl.utils.lightning_types import AnyTrainer
+
+# -- Progress of each rank's training thread, and detection of the rank that the others wait for ----------------------
+# All ranks pass the same milestones in the same order (Lightning's hooks, each exchange, each gathered weight), so the
+# rank that has passed the fewest is the one that the others wait for. The watch thread of every rank sends its report
+# with each heartbeat; that of rank 0 compares them (`find_stalled`).
+
+
+LONG_S = 1800.0  # for what may take long and can say nothing meanwhile: preparing, compiling, checkpoints, the end
+_FAR = 2**32  # more than the milestones between two exchanges
+_COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """State of one rank's training thread.
+
+    Attributes:
+        place: milestones passed.
+        idle_s: seconds without progress, excluding time in which the process was stopped.
+        limit_s: limit of `idle_s` in this phase; infinite if the wait has its own timeout.
+        phase: of the run.
+        where: function being executed.
+        is_in_torch: whether that function belongs to torch, which may be waiting for other ranks.
+        host: name of the machine.
+    """
+
+    place: int
+    idle_s: float
+    limit_s: float
+    phase: str
+    where: str
+    is_in_torch: bool
+    host: str
+
+    def to_json(self) -> str:
+        """Serializes the report for the heartbeat."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Report:
+        """Inverse of `to_json`."""
+        return Report(**json.loads(text))
+
+
+class Progress:
+    """Progress of the training thread, which constructs it; read by the watch thread.
+
+    Args:
+        limit_s: maximum time without progress.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.long_s = max(limit_s, LONG_S)
+        self._thread = threading.get_ident()
+        self._place = self._num_signs = 0
+        self._phase = ("preparing the run", self.long_s)
+        self._idle_s = 0.0
+        self._looked_at = time.monotonic()
+        self._seen = (0, 0)
+
+    # -- training thread ----------------------------------------------------------------------------------------------
+
+    def reach(self, phase: str, limit_s: float | None = None) -> None:
+        """Passes a milestone. All ranks must pass the same ones in the same order.
+
+        Args:
+            phase: that begins.
+            limit_s: maximum time without progress in it; None is the run's limit.
+        """
+        self._phase = (phase, self.limit_s if limit_s is None else limit_s)
+        self._place += 1
+
+    def meet(self, phase: str, limit_s: float | None = None) -> None:
+        """Passes a milestone at which all ranks exchange data; aligns their counts."""
+        self._place += _FAR - 1 - self._place % _FAR
+        self.reach(phase, limit_s)
+
+    def sign(self) -> None:
+        """Reports progress within a phase, on this rank alone."""
+        self._num_signs += 1
+
+    @contextmanager
+    def own_limit(self, phase: str) -> Iterator[None]:
+        """Context of a phase of this rank whose waits have their own timeouts."""
+        before = self._phase
+        self._phase = (phase, math.inf)
+        try:
+            yield
+        finally:
+            self._phase = before
+            self.sign()
+
+    def over(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
+        """Iterates over items produced by a collective; each is a milestone. The caller's phase resumes in between."""
+        iterator = iter(items)
+        outside = self._phase
+        while True:
+            outside = self._phase
+            self.reach(phase)
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._phase = outside
+            yield item
+
+    # -- watch thread -------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """The current state; call it at intervals below `STILL_S`, longer ones count as a stopped process."""
+        now = time.monotonic()
+        seen = (self._place, self._num_signs)
+        (phase, limit_s) = self._phase
+        gap = now - self._looked_at
+        self._looked_at = now
+        self._idle_s = self._idle_s + min(gap, STILL_S) if seen == self._seen else 0.0
+        self._seen = seen
+        frames = [f for f, _ in traceback.walk_stack(sys._current_frames().get(self._thread))]
+        modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+        if any(module in _COMPILERS for module in modules):
+            phase = f"compiling, {phase}"
+            limit_s = max(limit_s, self.long_s)
+        return Report(
+            place=seen[0],
+            idle_s=self._idle_s,
+            limit_s=limit_s,
+            phase=phase,
+            where=_describe(frames[0]) if frames else "a thread that has ended",
+            is_in_torch=bool(modules) and modules[0].partition(".")[0] == "torch",
+            host=socket.gethostname(),
+        )
+
+
+def _describe(frame: Any) -> str:
+    folder, name = os.path.split(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name} ({os.path.basename(folder)}/{name}:{frame.f_lineno})"
+
+
+def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) -> str:
+    """Describes the rank that the others have waited for too long; empty if there is none.
+
+    The limit is that of the ranks with the fewest milestones, and counts from the last progress of any rank, because
+    they may have waited for the others until then. Ranks that were stopped for a while (SIGSTOP), or wait with a
+    timeout of their own, do not count as stalled. If several are equally far behind, those inside torch are assumed to
+    wait for the others.
+
+    Args:
+        reports: of all ranks that have not finished.
+        setting: that limits the time without progress, with its prefix.
+        limit_s: its value.
+    """
+    behind = min((report.place for report in reports.values()), default=0)
+    last = {rank: report for rank, report in reports.items() if report.place == behind}
+    quiet_s = min((report.idle_s for report in reports.values()), default=0.0)
+    if not last or any(quiet_s <= report.limit_s for report in last.values()):
+        return ""
+    hung = {rank: report for rank, report in last.items() if not report.is_in_torch} or last
+    who = ", ".join(f"rank {rank} ({report.host}) in {report.where}" for rank, report in hung.items())
+    report = next(iter(hung.values()))
+    limit = f"{setting}={limit_s:g}" + (f", in this phase {report.limit_s:g}" if report.limit_s != limit_s else "")
+    return (
+        f"no progress for {quiet_s:.0f} s ({limit}) in the phase {report.phase!r}: {who}. The process lives, and "
+        f"the other ranks wait for it. Raise {setting} if that can take so long."
+    )
+
 
 BEAT_S = 1.0
 GRACE_S = 3.0  # from learning of a failure until a main thread that does not notice it is ended
 EXIT_S = 30.0  # from noticing it until a process that does not exit is ended
 ABANDON_S = 4.0  # longest that a process which is ended may close its engine
 STORE_TIMEOUT = timedelta(seconds=10)
-_FAILED, _STOP = "failed", "stop"
+_FAILED = "failed"
+_STOP = "stop"
 _KNOWS = b" knows"  # at the end of the beat of a rank that has learnt of a failure
 _STALLED = "StalledError: "  # at the beginning of a failure that is one
 _SETTING = "data.limits.rollout_timeout_s"
@@ -57,9 +234,11 @@ class RankWatch:
     """
 
     def __init__(self, timeout_s: float, stall_s: float, on_abandon: Callable[[], None]) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.progress = Progress(stall_s)
-        self.timeout_s, self._on_abandon = timeout_s, on_abandon
+        self.timeout_s = timeout_s
+        self._on_abandon = on_abandon
         # a connection of its own: the main thread may be waiting on the first one
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"lit_async_rl/{next(_links)}", store.clone())
@@ -100,7 +279,8 @@ class RankWatch:
             StalledError: a rank hangs.
         """
         if self.failure:
-            self._is_noticed, self._ends_at = True, time.monotonic() + EXIT_S
+            self._is_noticed = True
+            self._ends_at = time.monotonic() + EXIT_S
             raise self._error()
 
     def _error(self) -> Exception:
@@ -133,7 +313,9 @@ class RankWatch:
             return
         own = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
         self.failure = self.failure or self._tell(own)
-        was_noticed, self._is_noticed, self._ends_at = self._is_noticed, True, time.monotonic() + EXIT_S
+        was_noticed = self._is_noticed
+        self._is_noticed = True
+        self._ends_at = time.monotonic() + EXIT_S
         if self.failure != own and not was_noticed:  # a broken connection, say
             print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
 
@@ -210,7 +392,8 @@ class RankWatch:
 
     def _learn(self, failure: str) -> None:
         if not self.failure:
-            self.failure, self._ends_at = failure, time.monotonic() + GRACE_S
+            self.failure = failure
+            self._ends_at = time.monotonic() + GRACE_S
 
     def _tell(self, failure: str) -> str:
         """Publishes a failure; returns the first one published by any rank."""
@@ -247,3 +430,79 @@ def _end_process_after(seconds: float) -> None:
     timer = threading.Timer(seconds, os._exit, [1])
     timer.daemon = True
     timer.start()
+
+
+# -- Milestones of a rank's training thread: Lightning's hooks, which all ranks pass in the same order ----------------
+
+
+def watch_hooks(trainer: AnyTrainer, progress: Progress, fail: Callable[[BaseException], None]) -> None:
+    """Lets `progress` pass a milestone at each of Lightning's hooks, before all other callbacks of the trainer.
+
+    Args:
+        trainer: whose callbacks get one more.
+        progress: of this rank.
+        fail: told of an exception before any callback handles it, perhaps by a collective (a last checkpoint).
+    """
+    others = [c for c in trainer.callbacks if not isinstance(c, _Milestones)]  # of an earlier run of this trainer
+    trainer.callbacks[:] = [_Milestones(progress, fail), *others]
+
+
+class _Milestones(pl.Callback):
+    def __init__(self, progress: Progress, fail: Callable[[BaseException], None]) -> None:
+        self._progress = progress
+        self._fail = fail
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._fail(exception)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._progress.reach("the start of training")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._progress.reach(f"forward of micro-batch {batch_idx}, step {trainer.global_step}")
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        self._progress.reach(f"backward, step {trainer.global_step}")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._progress.reach(f"after backward, step {trainer.global_step}")
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self._progress.reach(f"optimizer step {trainer.global_step}")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._progress.reach(f"end of micro-batch {batch_idx}, step {trainer.global_step}")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._progress.reach("the start of validation")
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._progress.reach(f"validation batch {batch_idx}")
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._progress.reach(f"end of validation batch {batch_idx}")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._progress.reach("the end of validation")
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._progress.reach("saving a checkpoint", self._progress.long_s)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._progress.reach("the end of training", self._progress.long_s)

@@ -1,8 +1,8 @@
+from .base import Completion as Completion
+from .base import GenerationRequest as GenerationRequest
 from .base import RolloutEngine as RolloutEngine
+from .base import SamplingParams as SamplingParams
 from .embedded.engine import EmbeddedEngine as EmbeddedEngine
-from .requests import Completion as Completion
-from .requests import GenerationRequest as GenerationRequest
-from .requests import SamplingParams as SamplingParams
 from .vllm.engine import VLLMEngine as VLLMEngine
 from .vllm.file_transfer import FileTransfer as FileTransfer
 from .vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer

@@ -6,17 +6,62 @@ engine with a thread of its own (vLLM) generates continuously; the embedded one 
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.logprob_error import Probe
-from lit_async_rl.engines.requests import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.spans import Spans
 from lit_async_rl.utils.tries import Work
+
+# -- How far log-probabilities of engine and trainer may differ, by their precision -----------------------------------
+
+
+BOUNDS = {"float32": 1e-4, "tf32": 2e-3, "float16": 0.03, "bfloat16": 0.1}  # nats, of the mean absolute difference
+PROBE_TOKENS = 48
+
+
+def default_bound(*dtypes: str) -> float:
+    """Largest mean absolute difference, in nats, that the coarsest of these dtypes explains.
+
+    On CPUs float32 agrees to about 1e-5; accelerators may multiply it in TF32, to a few 1e-4; bfloat16 agrees to 2e-3
+    ... 4e-2. Unknown names count as the coarsest.
+    """
+    return max(BOUNDS.get(dtype, max(BOUNDS.values())) for dtype in dtypes)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Log-probabilities of a fixed token sequence under the trainer's weights of one version.
+
+    Attributes:
+        version: of the weights.
+        token_ids: the sequence.
+        logprobs: of all its tokens but the first, at temperature 1.
+        dtype: the trainer computes in it.
+    """
+
+    version: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    dtype: str
+
+    def error(self, logprobs: Sequence[float]) -> float:
+        """Mean absolute difference from other log-probabilities of the same tokens."""
+        differences = [abs(a - b) for a, b in zip(self.logprobs, logprobs, strict=True)]
+        return sum(differences) / len(differences)
+
+
+def probe_tokens(vocab_size: int, max_length: int = PROBE_TOKENS) -> tuple[int, ...]:
+    """A fixed sequence of random tokens."""
+    rng = random.Random(vocab_size)
+    return tuple(rng.randrange(vocab_size) for _ in range(min(PROBE_TOKENS, max_length)))
+
 
 __all__ = ["Completion", "GenerationRequest", "RolloutEngine", "SamplingParams"]
 
@@ -211,3 +256,96 @@ class RolloutEngine(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """Tokens generated so far."""
+
+
+# -- Base class of engines around another engine ----------------------------------------------------------------------
+
+
+class EngineWrapper(RolloutEngine):
+    """Has the settings and abilities of the engine that it wraps, and hands on whatever a subclass does not change.
+
+    Requests, partial completions and the random state are the subclass's own.
+
+    Args:
+        engine: the inner one, not set up.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self.records_heads = engine.records_heads
+        self.records_entropy = engine.records_entropy
+        self.records_experts = engine.records_experts
+        self.startup_timeout_s = engine.startup_timeout_s
+        self.update_timeout_s = engine.update_timeout_s
+        self.takes_adapters = engine.takes_adapters
+        self.takes_changes = engine.takes_changes
+        self.sleep_level = engine.sleep_level
+        self.self_check = engine.self_check
+        self.has_model = engine.has_model
+        self.uses_probe = engine.uses_probe
+        self.dtype = engine.dtype
+
+    def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:
+        self.engine.check_sampling(setting, sampling, num_samples)
+
+    def setup(self, model: str) -> None:
+        self.engine.setup(model)
+        self.dtype = self.engine.dtype
+
+    @property
+    def is_used(self) -> bool:  # type: ignore[override]
+        return self.engine.is_used
+
+    @is_used.setter
+    def is_used(self, is_used: bool) -> None:
+        self.engine.is_used = is_used
+
+    @property
+    def scoring_identity(self) -> str | None:
+        return self.engine.scoring_identity
+
+    @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return self.engine.num_slots
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    @property
+    def busy_s(self) -> float:
+        return self.engine.busy_s
+
+    @property
+    def num_tokens(self) -> int:
+        return self.engine.num_tokens
+
+    @property
+    def num_running(self) -> int | None:
+        return self.engine.num_running
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self.engine.needs_weights
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.engine.probe = self.probe
+        self.engine.load_weights(version, weights)
+
+    def take_given_up(self) -> list[int]:
+        return self.engine.take_given_up()
+
+    def outside_work(self) -> Work | None:
+        return self.engine.outside_work()
+
+    def end(self) -> None:
+        self.engine.end()
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def observe(self, spans: Spans) -> bool:
+        return self.engine.observe(spans)
+
+    def close(self) -> None:
+        self.engine.close()

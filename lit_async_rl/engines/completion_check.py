@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from lit_async_rl.engines.base import Completion, GenerationRequest
-from lit_async_rl.expert_choices import OWN_CHOICE, ExpertChoices
-from lit_async_rl.sampler_head import SamplerHead
-from lit_async_rl.types import Turn
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.errors import CompletionError, StalledError
+from lit_async_rl.types import OWN_CHOICE, Completion, ExpertChoices, GenerationRequest, SamplerHead, Turn
 from lit_async_rl.utils.checks import MAX_REWARD
 
 MAX_LOGPROB = 1e-4  # log(softmax(x)) of a nearly certain token, rounded in float32, may be a little more than 0
@@ -96,7 +99,8 @@ def _bad_tokens(completion: Completion, vocab_size: int | None) -> str:
 
 def _bad_length(completion: Completion, request: GenerationRequest, max_model_len: int, is_partial: bool) -> str:
     """`max_tokens` bounds one turn of the policy; the model's context bounds all turns together."""
-    num_tokens, limit = len(completion.token_ids), request.sampling.max_tokens
+    num_tokens = len(completion.token_ids)
+    limit = request.sampling.max_tokens
     mask = completion.loss_mask
     if not is_partial and not (num_tokens if mask is None else sum(mask)):
         return "has no token_ids" if mask is None or not num_tokens else "has a loss_mask without a token of the policy"
@@ -208,3 +212,216 @@ def _is_finite(value: Any) -> bool:
         return abs(float(value)) <= MAX_REWARD  # false for NaN
     except OverflowError:  # an integer of more than 308 digits
         return False
+
+
+# -- Validation of completions where they enter: in the producer, in evaluation, in validation and in episodes --------
+# An engine that returns an impossible completion is considered broken: the error counts as an engine failure, and
+# completions validated earlier are kept.
+
+
+NUM_REMEMBERED = 16384  # requests that have ended: what comes of them is late, or a duplicate
+
+
+@dataclass
+class _Asked:
+    request: GenerationRequest
+    oldest: int | None  # version that a token may have
+    received: set[int] = field(default_factory=set)  # samples: of a hundred thousand, most come later
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """The rest of a request that has ended: never its prompt and samples, which are thousands of tokens long."""
+
+    num_samples: int
+    received: frozenset[int] | None  # None: all of them
+
+    @classmethod
+    def of(cls, asked: _Asked) -> _Ended:
+        num_samples = asked.request.num_samples
+        return cls(num_samples, None if len(asked.received) == num_samples else frozenset(asked.received))
+
+
+class RequestLedger:
+    """Requests submitted to an engine and the samples received for them. Not thread-safe.
+
+    Args:
+        engine: named in errors; says whether completions bring rewards, and how long an episode may be.
+        vocab_size: token ids are smaller; None checks only that they are not negative.
+        version: of the weights that the engine has; None checks no versions.
+
+    Attributes:
+        loaded: newest version whose `load_weights` has returned: requests from now on get no older token.
+        newest: newest version that the engine was given, whether or not `load_weights` has returned.
+    """
+
+    def __init__(self, engine: RolloutEngine, vocab_size: int | None = None, version: int | None = None) -> None:
+        self.name = type(engine).__name__
+        self.scores = engine.scores
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = vocab_size
+        self.loaded = self.newest = version
+        self._running: dict[int, _Asked] = {}
+        self._ended: OrderedDict[int, _Ended] = OrderedDict()
+
+    def open(self, requests: Iterable[GenerationRequest]) -> None:
+        """Registers submitted requests."""
+        for request in requests:
+            self._ended.pop(request.id, None)
+            self._running[request.id] = _Asked(request, self.loaded)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Unregisters requests; samples of them that still arrive are dropped."""
+        for request_id in request_ids:
+            self._end(request_id)
+
+    def _end(self, request_id: int) -> None:
+        if (asked := self._running.pop(request_id, None)) is not None:
+            self._ended[request_id] = _Ended.of(asked)
+            while len(self._ended) > NUM_REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def receive(self, completion: Any) -> bool:
+        """Validates a finished completion; False for a late one of an aborted request.
+
+        Raises:
+            CompletionError: it cannot be right: unknown, there already, or a field is wrong.
+        """
+        asked = self._find(completion)
+        sample = completion.sample_index
+        if asked.received is None or sample in asked.received:
+            raise self._error(completion, "has come already: sample_index is a duplicate")
+        if isinstance(asked, _Ended):
+            self._ended[completion.request_id] = _Ended(asked.num_samples, asked.received | {sample})
+            return False
+        self._check_fields(completion, asked, is_partial=False)
+        asked.received.add(sample)
+        if len(asked.received) == asked.request.num_samples:
+            self._end(completion.request_id)
+        return True
+
+    def num_missing(self, request_id: int) -> int:
+        """Samples of a registered request that have not come; 0 for any other."""
+        asked = self._running.get(request_id)
+        return 0 if asked is None else asked.request.num_samples - len(asked.received)
+
+    def receive_partials(self, completions: Any) -> list[Completion]:
+        """Validates partial completions and returns those of registered requests.
+
+        Raises:
+            CompletionError: one of them cannot be right.
+        """
+        wanted = []
+        for completion in self.listed(completions, "partial_completions"):
+            asked = self._find(completion)
+            if isinstance(asked, _Ended):
+                continue
+            self._check_fields(completion, asked, is_partial=True)
+            if completion.sample_index not in asked.received:
+                wanted.append(completion)
+        return wanted
+
+    def listed(self, completions: Any, call: str) -> Sequence[Any]:
+        """Checks that a call of the engine returned a list.
+
+        Raises:
+            CompletionError: it is no list.
+        """
+        if not isinstance(completions, list | tuple):
+            raise CompletionError(f"{self.name}.{call} returned {show(completions)} instead of a list of completions")
+        return completions
+
+    def _find(self, completion: Any) -> _Asked | _Ended:
+        if not isinstance(completion, Completion):
+            raise CompletionError(f"{self.name} returned {show(completion)} instead of a Completion")
+        number = completion.request_id
+        sample = completion.sample_index
+        if type(number) is not int:
+            raise self._error(completion, f"has request_id={show(number)}, which is not an int")
+        asked = self._running.get(number) or self._ended.get(number)
+        if asked is None:
+            raise self._error(completion, f"has request_id={number}, which was never asked for")
+        num_samples = asked.num_samples if isinstance(asked, _Ended) else asked.request.num_samples
+        if type(sample) is not int or not 0 <= sample < num_samples:
+            rule = f"must be an int from 0 to {num_samples - 1}"
+            raise self._error(completion, f"has sample_index={show(sample)}, {rule}")
+        return asked
+
+    def _check_fields(self, completion: Completion, asked: _Asked, is_partial: bool) -> None:
+        problem = find_fault(
+            completion,
+            asked.request,
+            versions=(asked.oldest, self.newest),
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            scores=self.scores,
+            is_partial=is_partial,
+        )
+        if problem:
+            raise self._error(completion, problem)
+
+    def _error(self, completion: Completion, problem: str) -> CompletionError:
+        which = f"request {show(completion.request_id)}, sample {show(completion.sample_index)}"
+        return CompletionError(f"{self.name} returned a wrong completion: {which} {problem}")
+
+
+# -- Blocking generation without a producer: validation, benchmarks, tests --------------------------------------------
+
+
+POLL_S = 1.0
+
+
+def run_requests(
+    engine: RolloutEngine,
+    requests: Sequence[GenerationRequest],
+    vocab_size: int | None = None,
+    timeout_s: float = 600.0,
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[list[Completion]]:
+    """All completions of each request, by sample index; blocks until they are finished.
+
+    A request that the engine gave up has none.
+
+    Args:
+        engine: loaded with weights and polled only here.
+        requests: with different ids.
+        vocab_size: of the model, to check completions against.
+        timeout_s: longest time without a token or a completion, except while an environment works within its limits.
+        on_progress: called about once a second, as long as tokens come.
+
+    Raises:
+        CompletionError: the engine returned something that cannot be right.
+        StalledError: nothing came for `timeout_s`.
+    """
+    found: dict[int, list[Completion]] = {request.id: [] for request in requests}
+    missing = sum(request.num_samples for request in requests)
+    ledger = RequestLedger(engine, vocab_size)
+    ledger.open(requests)
+    engine.submit(requests)
+    last_change = time.monotonic()
+    num_tokens = engine.num_tokens
+    while missing:
+        for completion in ledger.listed(engine.poll(min(POLL_S, timeout_s)), "poll"):
+            if ledger.receive(completion):
+                found[completion.request_id].append(completion)
+                missing -= 1
+                last_change = time.monotonic()
+        for request_id in engine.take_given_up():
+            lacking = ledger.num_missing(request_id)
+            ledger.abort([request_id])
+            found[request_id] = []
+            missing -= lacking
+            last_change = time.monotonic()
+        work = engine.outside_work()
+        if work is not None and work.is_within_limits:
+            last_change = time.monotonic()
+            on_progress()
+        if num_tokens != (num_tokens := engine.num_tokens):
+            last_change = time.monotonic()
+            on_progress()
+        if missing and time.monotonic() - last_change > timeout_s:
+            raise StalledError(
+                f"{type(engine).__name__} gave no token for {timeout_s:g} s; {missing} samples lack"
+                + (f": {work}, which never returns" if work is not None else "")
+            )
+    return [sorted(found[request.id], key=lambda c: c.sample_index) for request in requests]

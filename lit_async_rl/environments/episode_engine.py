@@ -15,35 +15,331 @@ then, or, where its environment is still at work, when that has ended (`_after_w
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import hashlib
 import inspect
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.engines.request_ledger import RequestLedger
-from lit_async_rl.engines.wrapper import EngineWrapper
-from lit_async_rl.environments.base import Environment, Observation
-from lit_async_rl.environments.conversation import Conversation
-from lit_async_rl.environments.environment_loop import EnvironmentLoop, EnvironmentTasks
-from lit_async_rl.errors import EnvironmentFailure, SetupError
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine
+from lit_async_rl.engines.completion_check import RequestLedger
+from lit_async_rl.environments.base import Environment, Episode, Observation
+from lit_async_rl.errors import EnvironmentFailure, InvariantError, SetupError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.rewards.score import reward_identity
-from lit_async_rl.types import FinishReason, Prompt
+from lit_async_rl.rewards.scorer import reward_identity
+from lit_async_rl.types import (
+    Completion,
+    ExpertChoices,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    SamplerHead,
+    Turn,
+    blank_head,
+    join_heads,
+)
 from lit_async_rl.utils.checks import as_reward, check_range
-from lit_async_rl.utils.log_limit import LimitedLog
+from lit_async_rl.utils.files import LimitedLog
 from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 
+# -- State of a multi-turn rollout while it is sampled ----------------------------------------------------------------
+
+
+NO_PROMPT = "an environment needs the prompt, not only its tokens"
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A multi-turn rollout so far; lists have one entry per token after the prompt."""
+
+    request: GenerationRequest
+    sample_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    heads: list[SamplerHead] = field(default_factory=list)  # one for each stretch of tokens
+    experts: ExpertChoices | None = None  # of the prompt, too
+    reward: float = 0.0
+    turns: list[Turn] = field(default_factory=list)
+    state: int = 0  # what the environment showed last
+    episode: Episode | None = None
+    num_failed: int = 0  # tries
+    is_over: bool = False  # ended, given up or dropped: its episode is to be closed
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> list[Conversation]:
+        """Conversations of a request, one for each sample.
+
+        Raises:
+            InvariantError: the request has no prompt.
+        """
+        if request.prompt is None:
+            raise InvariantError(NO_PROMPT)
+        return [cls(request, n) for n in range(request.num_samples)]
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as the environment gets it."""
+        if self.request.prompt is None:
+            raise InvariantError(NO_PROMPT)
+        return self.request.prompt
+
+    def add_turn(self, turn: Completion) -> None:
+        """Appends a turn of the policy, without reward so far."""
+        self.token_ids += turn.token_ids
+        self.logprobs += turn.logprobs
+        self.versions += turn.versions
+        self.loss_mask += [True] * len(turn.token_ids)
+        if turn.head is not None:
+            self.heads.append(turn.head)
+        if turn.experts is not None:  # its prompt is the whole conversation
+            self.experts = turn.experts if self.experts is None else self.experts.continued(turn.experts)
+        self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=self.state))
+
+    def add_answer(self, observation: Observation) -> None:
+        """Sets the reward of the last turn and the state of the next."""
+        self.reward += observation.reward
+        self.turns[-1] = replace(self.turns[-1], reward=observation.reward)
+        self.state = _number(observation.text if observation.state is None else observation.state)
+
+    def add_observation(self, token_ids: tuple[int, ...]) -> None:
+        """Appends tokens of the environment."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.versions += [self.versions[-1]] * len(token_ids)
+        self.loss_mask += [False] * len(token_ids)
+        if self.heads:
+            self.heads.append(blank_head(len(token_ids), self.heads[0].width))
+
+    def next_request(self, number: int, observation: tuple[int, ...]) -> GenerationRequest:
+        """Appends tokens of the environment and asks for the next turn, as request `number`."""
+        self.add_observation(observation)
+        return self._request(number)
+
+    def begin_again(self, number: int) -> GenerationRequest:
+        """Forgets all turns, and asks for the first one again, as request `number`."""
+        blank = Conversation(self.request, self.sample_index)
+        for name in ("token_ids", "logprobs", "versions", "loss_mask", "heads", "experts", "reward", "turns", "state"):
+            setattr(self, name, getattr(blank, name))
+        return self._request(number)
+
+    def _request(self, number: int) -> GenerationRequest:
+        so_far = self.request.prompt_ids + tuple(self.token_ids)
+        seed = None if self.request.seed is None else self.request.seed + self.sample_index
+        return replace(self.request, id=number, prompt_ids=so_far, num_samples=1, seed=seed)
+
+    def failure(self, environment: Environment, text: str, what: str) -> EnvironmentFailure:
+        """The error of an environment that failed at the turn `text`; `what` it did."""
+        where = f"on prompt {self.prompt.text[:200]!r}, turn {text[:200]!r}"
+        return EnvironmentFailure(f"environment {type(environment).__name__} {where} {what}")
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        """The rollout as a completion."""
+        num_read = len(self.request.prompt_ids) + len(self.token_ids) - 1  # a last observation was not read
+        return Completion(
+            request_id=self.request.id,
+            sample_index=self.sample_index,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=finish_reason,
+            loss_mask=tuple(self.loss_mask),
+            reward=self.reward,
+            turns=tuple(self.turns),
+            head=join_heads(self.heads) if self.heads else None,
+            experts=None if self.experts is None else self.experts.padded(num_read),
+        )
+
+
+def _number(state: str) -> int:
+    """Hash of a text: 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "big") >> 1
+
+
+# -- The event loop of an environment, and the tasks that engines run in it -------------------------------------------
+# Environments hold what is bound to an event loop: semaphores, HTTP sessions. All engines around one environment (in
+# training, in each validation, after a restart) therefore share a loop. Its thread runs only while one of them is open.
+
+
+END_S = 6.0  # for cancelled tasks to clean up; with `STOP_S` less than the time a failed engine has to close
+STOP_S = 3.0
+log = logging.getLogger(__name__)
+
+
+class EnvironmentLoop:
+    """Event loop for all engines around one environment. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_ended = False
+
+    def enter(self) -> asyncio.AbstractEventLoop:
+        """The loop, running until each `enter` has been followed by a `leave`."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                weakref.finalize(self, _end_rest, self._loop)  # at the end of the process at the latest
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+                self._thread.start()
+            self._num_users += 1
+            self._is_ended = False
+            return self._loop
+
+    def end(self, close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float = END_S) -> None:
+        """Runs `close()` of the environment in the loop; the second of two calls without an `enter` between does not.
+
+        Waits at most `timeout_s`.
+        """
+        with self._lock:
+            if self._is_ended:
+                return
+        loop = self.enter()
+        try:
+            ended = asyncio.run_coroutine_threadsafe(close(), loop)
+            if concurrent.futures.wait([ended], timeout_s).not_done:
+                ended.cancel()
+                log.warning("an environment's close did not return within %g s", timeout_s)
+        finally:
+            self.leave()
+            self._is_ended = True
+
+    def leave(self) -> None:
+        """Ends the thread after the last user; the loop is kept for the next one, unless something blocks it."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users or self._loop is None or self._thread is None:
+                return
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                self._loop = None
+            self._thread = None
+
+
+def _end_rest(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancels what an environment itself still runs in a loop that no engine can enter any more."""
+    if loop.is_running():  # an engine was never closed
+        return
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks and asyncio._get_running_loop() is None:  # else they end without cleaning up
+        loop.run_until_complete(asyncio.wait(tasks, timeout=END_S))
+
+
+class EnvironmentTasks:
+    """Tasks of one engine in the loop of its environment. Thread-safe.
+
+    Args:
+        shared: the loop, entered by the first task and left by `close`.
+    """
+
+    def __init__(self, shared: EnvironmentLoop) -> None:
+        self.shared = shared
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: concurrent.futures.Future[None] | None = None
+        self._owners: dict[asyncio.Task[Any], Hashable] = {}  # only for the loop's thread
+        self._last: set[asyncio.Task[Any]] = set()  # of `finish`; only for the loop's thread
+        self._num_last = 0
+
+    def begin(
+        self, owner: Hashable, coroutine: Coroutine[Any, Any, Any], after: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts a task; ignored after `close`. The loop calls `after` when it has ended, also if it never began."""
+        with self._lock:
+            if self._is_closed:
+                coroutine.close()
+                return
+            self._loop = self._loop or self.shared.enter()
+            self._loop.call_soon_threadsafe(self._start, owner, coroutine, after)
+
+    def _start(self, owner: Hashable, coroutine: Coroutine[Any, Any, Any], after: Callable[[], None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._owners[task] = owner
+        task.add_done_callback(self._owners.pop)
+        task.add_done_callback(lambda _: after())
+
+    def finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Starts a task that `cancel` and `close` leave alone: `close` waits for it. Needs an earlier `begin`."""
+        with self._lock:
+            if self._loop is None:  # closed, and left
+                coroutine.close()
+                return
+            self._num_last += 1
+            self._loop.call_soon_threadsafe(self._finish, coroutine)
+
+    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._last.add(task)
+        task.add_done_callback(self._has_finished)
+
+    def _has_finished(self, task: asyncio.Task[Any]) -> None:
+        self._last.discard(task)
+        with self._lock:
+            self._num_last -= 1
+
+    def cancel(self, owners: Iterable[Hashable]) -> None:
+        """Cancels the tasks of these owners, without waiting for them."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._cancel, set(owners))
+
+    def _cancel(self, owners: set[Hashable]) -> None:
+        for task, owner in self._owners.items():
+            if owner in owners:
+                task.cancel()
+
+    def begin_close(self) -> None:
+        """Cancels all tasks, without waiting for them; none can be begun any more."""
+        with self._lock:
+            self._is_closed = True
+            if self._loop is not None and self._ending is None:
+                self._ending = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
+
+    def close(self) -> None:
+        """Cancels all tasks and waits until they and those of `finish` have ended, at most `END_S`.
+
+        Safe to call twice.
+        """
+        self.begin_close()
+        if self._ending is not None:
+            concurrent.futures.wait([self._ending], END_S)
+        with self._lock:
+            loop = self._loop
+            self._loop = None
+        if loop is None:
+            return
+        if self._num_last:
+            log.warning("%d episodes of an environment were not closed within %g s", self._num_last, END_S)
+        self.shared.leave()
+
+    async def _end_all(self) -> None:
+        tasks = list(self._owners)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._num_last:
+            await asyncio.sleep(0.01)
+
+
 WAKE_S = 0.01
 LOCK_S = 1.0  # longest wait of `close` for a thread that submits
-log = logging.getLogger(__name__)
 
 
 class EnvironmentGrader:
@@ -60,8 +356,11 @@ class EnvironmentGrader:
     """
 
     def __init__(self, environment: Environment, loop: EnvironmentLoop, timeout_s: float) -> None:
-        self._environment, self._loop, self._timeout_s = environment, loop, timeout_s
-        self.references, self.name = environment.references, type(environment).__name__
+        self._environment = environment
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self.references = environment.references
+        self.name = type(environment).__name__
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Reward of the completion as the only turn.
@@ -146,7 +445,9 @@ class EpisodeEngine(EngineWrapper):
         if not engine.in_flight_weight_updates:
             raise ValueError("EpisodeEngine needs engine.in_flight_weight_updates=true: an episode is many requests")
         super().__init__(engine)
-        self.environment, self.max_turns, self.step_timeout_s = environment, max_turns, step_timeout_s
+        self.environment = environment
+        self.max_turns = max_turns
+        self.step_timeout_s = step_timeout_s
         self.step_cut_turns = step_cut_turns
         self._codec: TextCodec | None = None
         self._ids = itertools.count()
@@ -242,7 +543,8 @@ class EpisodeEngine(EngineWrapper):
             with self._lock:
                 if self._error is not None:
                     raise self._error
-                finished, self._finished = self._finished, []
+                finished = self._finished
+                self._finished = []
                 waiting = bool(self._waiting)
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
@@ -253,7 +555,8 @@ class EpisodeEngine(EngineWrapper):
 
     def take_given_up(self) -> list[int]:
         with self._lock:
-            given_up, self._given_up = self._given_up, []
+            given_up = self._given_up
+            self._given_up = []
         return given_up
 
     def outside_work(self) -> Work | None:
@@ -292,7 +595,8 @@ class EpisodeEngine(EngineWrapper):
 
     def _release(self, talk: Conversation) -> None:
         """Has the episode of a conversation closed, if there is one."""
-        episode, talk.episode = talk.episode, None
+        episode = talk.episode
+        talk.episode = None
         if episode is None or episode is self.environment:  # one that is its own episode is closed at the end
             return
         if (close := getattr(episode, "close", None)) is not None:

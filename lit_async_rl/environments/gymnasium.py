@@ -25,7 +25,8 @@ class GymnasiumEpisode(Episode):
     """
 
     def __init__(self, env: Any, threads: Executor | None = None) -> None:
-        self.env, self._threads = env, threads
+        self.env = env
+        self._threads = threads
         self._is_called = threading.Lock()  # a thread whose call was cancelled works on
 
     async def step(self, completion: str) -> Observation:
@@ -63,7 +64,8 @@ class GymnasiumEnvironment(Environment):
 
     def __init__(self, make: Callable[[Prompt], Any], max_threads: int = 256) -> None:
         check_range("GymnasiumEnvironment", "integer >= 1", max_threads=max_threads)
-        self.make, self.max_threads = make, max_threads
+        self.make = make
+        self.max_threads = max_threads
         self._threads: ThreadPoolExecutor | None = None
 
     async def start(self, prompt: Prompt) -> GymnasiumEpisode:
@@ -119,7 +121,9 @@ class GymnasiumPrompts(PromptSource):
     def __init__(self, make: Callable[[Prompt], Any], size: int = 1000, first_seed: int = 0) -> None:
         check_range("GymnasiumPrompts", "integer >= 1", size=size)
         check_range("GymnasiumPrompts", "integer", first_seed=first_seed)
-        self.make, self.size, self.first_seed = make, size, first_seed
+        self.make = make
+        self.size = size
+        self.first_seed = first_seed
 
     def __len__(self) -> int:
         return self.size

@@ -5,17 +5,11 @@ and TIS are corrections, AsymRE and OPO are advantages for `Reinforce`, VCPO's b
 correction.
 """
 
-from lit_async_rl.losses.balanced import BAPO, BAPOReleased
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss
-from lit_async_rl.losses.centered import ImportanceWeight, ScoreCentering
-from lit_async_rl.losses.clipped import ASPO, OPSM, MiniRL, PPOClip
-from lit_async_rl.losses.entropy_region import ESTR
-from lit_async_rl.losses.prefix import PNPO, MinPRO
-from lit_async_rl.losses.regression import OPMD, KimiRegression
-from lit_async_rl.losses.reinforce import CISPO, SAPO, Reinforce
+from lit_async_rl.losses.clipped import ASPO, BAPO, ESTR, OPSM, PNPO, SAT, BAPOReleased, MiniRL, MinPRO, PPOClip
+from lit_async_rl.losses.regression import OAPL, OPMD, KimiRegression, TrajectoryBalance, TrajectoryBalancePrime
+from lit_async_rl.losses.reinforce import CISPO, SAPO, ImportanceWeight, Reinforce, ScoreCentering
 from lit_async_rl.losses.sequence import GSPO, TOPR, VESPO, GSPOToken
-from lit_async_rl.losses.staleness_adaptive import SAT
-from lit_async_rl.losses.trajectory import OAPL, TrajectoryBalance, TrajectoryBalancePrime
 from lit_async_rl.losses.trust_region import DPPO, IPO, M2PO, DPPOBinaryKL, M2POAdaptiveClip
 
 __all__ = [

@@ -159,7 +159,8 @@ class TokenBudget(Aggregation):
         """Masks the tokens beyond the budget."""
         if not self.fill:
             return groups
-        left, selected = self.num_tokens, []
+        left = self.num_tokens
+        selected = []
         for group in groups:
             rollouts = []
             for rollout in group.rollouts:

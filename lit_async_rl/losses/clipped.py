@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_async_rl.importance import geometric_log_ratio
+from lit_async_rl.importance import (
+    gather_over_ranks,
+    geometric_log_ratio,
+    masked,
+    masked_quantiles,
+    safe_exp,
+    sum_over_ranks,
+)
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss, surrogate
 from lit_async_rl.utils.checks import check_range
 
@@ -75,7 +85,8 @@ class PPOClip(PolicyLoss):
         if self.dual_clip is not None:
             ceiling = -self.dual_clip * inputs.advantages
             too_high = (inputs.advantages < 0) & (loss > ceiling)
-            loss, cut = torch.where(too_high, ceiling, loss), cut | too_high
+            loss = torch.where(too_high, ceiling, loss)
+            cut = cut | too_high
         return LossOutput(per_token=loss, clipped=cut)
 
 
@@ -176,3 +187,317 @@ class OPSM(PolicyLoss):
         drift = -geometric_log_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.loss_mask)
         dropped = (inputs.advantages < 0) & (drift > self.delta)[:, None]
         return LossOutput(per_token=torch.where(dropped, 0.0, loss), clipped=cut | dropped)
+
+
+# -- SAT: PPO-clip with a smaller trust region for the tokens that drifted most ---------------------------------------
+
+
+# drifts below are rounding of the engine against the trainer, and no reason for a smaller region
+SMALLEST_DRIFT = 1e-4
+
+
+@dataclass(frozen=True)
+class SAT(PolicyLoss):
+    """PPO-clip whose bound shrinks for tokens beyond a quantile of |log r|. Staleness-adaptive, arXiv:2607.18722.
+
+    With d = log r, r = pi / pi_prox, and q the `quantile` of |d| over the tokens of the micro-batch, of all ranks:
+    where |d| > q the bound on the token's side (`clip_high` where d > 0, `clip_low` where d < 0) is multiplied by
+    2 / (1 + (|d| / q)^2). Like PPO-clip, tokens that move back toward r = 1 keep their gradient. quantile = 1 is
+    PPO-clip. From a summary of the paper: the exponent 2 is the paper's, the rest of the kernel ours (1 at the
+    threshold, decreasing).
+
+    Args:
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+        quantile: share of tokens with the full trust region.
+
+    Raises:
+        ValueError: a bound is negative, or the quantile is outside (0, 1].
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    quantile: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_clip("SAT", self.clip_low, self.clip_high)
+        check_range("SAT", "in (0, 1]", quantile=self.quantile)
+
+    def shrinkage(self, inputs: LossInputs) -> Float[Tensor, "B T"]:
+        """Factor of each token's bound, 1 up to the quantile and below 1 beyond."""
+        drift = inputs.log_ratio.detach().abs()
+        counted = gather_over_ranks(drift[inputs.loss_mask])
+        everything = torch.ones_like(counted, dtype=torch.bool)
+        threshold = masked_quantiles(counted, everything, [self.quantile]).clamp(min=SMALLEST_DRIFT)
+        relative = drift / threshold
+        return torch.where(relative > 1, 2 / (1 + relative.square()), 1.0)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(r A, clip(r, 1 - low k, 1 + high k) A), k the token's factor."""
+        factor = self.shrinkage(inputs)
+        low = 1 - self.clip_low * factor
+        high = 1 + self.clip_high * factor
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, low, high)
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+# -- ESTR: a trust region that is as wide as the sampler was uncertain ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ESTR(PolicyLoss):
+    """PPO-clip on the tokens with d^2 / (H + eps) <= tau; the others get no gradient, and stay in the average.
+
+    d = log pi - log mu, H the entropy of mu at the token (`data.sampling.head: 0` records it). The expected square of d
+    grows with H, so that one bound for all tokens keeps the noise of nearly certain tokens and cuts exploration where
+    the sampler was undecided. Entropy-scaled trust region, arXiv:2607.22186; its tau could not be found: calibrate it
+    by the share of tokens that is cut, which is logged.
+
+    Args:
+        tau: largest scaled square; `inf` is PPO-clip.
+        eps: added to the entropy, in nats.
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    needs_behavior_proximal: ClassVar[bool] = True
+    needs_entropy: ClassVar[bool] = True
+    needs_head: ClassVar[int | None] = 0
+
+    tau: float = 0.5
+    eps: float = 0.01
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_range("ESTR", "> 0", tau=self.tau, eps=self.eps)
+        check_clip("ESTR", self.clip_low, self.clip_high)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """PPO-clip, with 0 at the tokens outside of the region."""
+        if inputs.behavior_entropy is None:
+            raise ValueError("ESTR needs the entropy of the sampling distribution: set data.sampling.head: 0")
+        if inputs.behavior_entropy.isnan().any():  # nothing is farther than NaN: that would be PPO-clip
+            raise ValueError("ESTR needs the entropy of the sampling distribution, which the engine has not recorded")
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        outside = inputs.log_ratio.detach().square() > self.tau * (inputs.behavior_entropy + self.eps)
+        return LossOutput(per_token=torch.where(outside, 0.0, loss), clipped=cut | outside)
+
+
+# -- Prefix ratios: the weight of a token also depends on the ratios of the tokens before it --------------------------
+# The off-policy policy gradient of token t is weighted by the ratio of the whole prefix, prod over i <= t of r_i, whose
+# variance grows with t. Both losses replace the product by something that does not accumulate. Tokens that do not train
+# (a tool's answer) are not part of any prefix. r = pi / pi_prox of a token.
+
+
+def minimum_before(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Smallest log-ratio of the trained tokens before each token; 0 where there is none."""
+    values = torch.where(mask, log_ratio, math.inf)
+    values = torch.cat([torch.full_like(values[:, :1], math.inf), values[:, :-1]], dim=1)
+    smallest = values.cummin(dim=1).values
+    return torch.where(smallest == math.inf, 0.0, smallest)
+
+
+def mean_up_to(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Mean log-ratio of the trained tokens up to and including each token."""
+    return masked(log_ratio, mask).cumsum(dim=1) / mask.cumsum(dim=1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class MinPRO(PolicyLoss):
+    """L = -sg(min(w, cap)) A log pi with w_t = r_t min over i < t of r_i (w_1 = r_1). arXiv:2601.22718.
+
+    The smallest ratio of the preceding tokens stands for the product of all of them. From the paper's abstract; its
+    truncation could not be checked: the cap is that of truncated importance sampling.
+
+    Args:
+        cap: largest weight; `inf` does not truncate.
+
+    Raises:
+        ValueError: the cap is not positive.
+    """
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_range("MinPRO", "> 0", cap=self.cap)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-sg(min(w, cap)) A log pi."""
+        log_ratio = inputs.log_ratio.detach()
+        weights = safe_exp(log_ratio + minimum_before(log_ratio, inputs.loss_mask))
+        return LossOutput(per_token=surrogate(weights.clamp(max=self.cap), inputs), clipped=weights > self.cap)
+
+
+@dataclass(frozen=True)
+class PNPO(PolicyLoss):
+    """L = -min(s A, clip(s, 1 - low, 1 + high) A), s_t the geometric mean of r_1 ... r_t. arXiv:2608.01418.
+
+    s_t has the gradient of its own token, s_t grad log pi_t, as in GSPO-token: the last token's s is GSPO's ratio. From
+    a summary of the paper; its text, its bounds and the gradient through the prefix could not be checked.
+
+    Args:
+        clip_low: how far s may fall below 1; `inf` does not clip.
+        clip_high: how far s may rise above 1; `inf` does not clip.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_clip("PNPO", self.clip_low, self.clip_high)
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(s A, clip(s) A)."""
+        prefix = safe_exp(mean_up_to(inputs.log_ratio.detach(), inputs.loss_mask))
+        one = (inputs.logprobs - inputs.logprobs.detach()).exp()  # carries the gradient of log pi
+        loss, cut = clipped_surrogate(prefix * one, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+# -- BAPO: PPO-clip with adaptive bounds that balance positive and negative contributions to the surrogate ------------
+
+
+def _grid(start: float, stop: float, step: float) -> list[float]:
+    """start, start + step, ... and stop, which the last step reaches even if it is a shorter one."""
+    below = [start + n * step for n in range(1, math.ceil((stop - start) / step))]
+    inner = [value for value in below if value < stop - 1e-9 * step]  # 1e-9 of a step is rounding, not a step
+    return [start, *inner, stop] if stop > start else [start]
+
+
+def _check_grids(loss: BAPO | BAPOReleased) -> None:
+    owner = type(loss).__name__
+    check_range(owner, ">= 0", low_start=loss.low_start, high_start=loss.high_start)
+    check_range(owner, f">= {loss.low_start}", low_stop=loss.low_stop)
+    check_range(owner, f">= {loss.high_start}", high_stop=loss.high_stop)
+    check_range(owner, "> 0", low_step=loss.low_step, high_step=loss.high_step)
+
+
+def _contributions(
+    inputs: LossInputs, scale: Float[Tensor, "B T"], lows: Sequence[float], highs: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Sums of |min(r A, clip(r, low, high) A)| over A > 0 for each `high`, and over A < 0 for each `low`.
+
+    The clip only bounds r from above where A > 0, and from below where A < 0, so each sum depends on one bound. All
+    sums are reduced over ranks in one collective, so that every rank picks the same candidate.
+    """
+    ratio = inputs.ratio.detach().double()
+    size = masked(scale.double() * inputs.advantages.double().abs(), inputs.loss_mask)
+    positive = masked(size, inputs.advantages > 0)
+    negative = masked(size, inputs.advantages < 0)
+    sums = [(positive * ratio.clamp(max=high)).sum() for high in highs]
+    sums += [(negative * ratio.clamp(min=low)).sum() for low in lows]
+    total = sum_over_ranks(torch.stack(sums)).tolist()
+    return total[: len(highs)], total[len(highs) :]
+
+
+@dataclass(frozen=True)
+class BAPO(PolicyLoss):
+    """PPO-clip with bounds [c_low, c_high], raised until the share of positive tokens in the surrogate is rho_0.
+
+    share(c_low, c_high) = |sum over A > 0 of mu min(r A, clip(r, 0, c_high) A)| / |sum over all of mu min(r A,
+    clip(r, c_low, c_high) A)|. From the lowest bounds, c_high rises step by step to its maximum, then c_low, until
+    share >= rho_0. arXiv:2510.18927: the paper's statistic, order and constants; sums over the micro-batch of all
+    ranks. With advantages of one sign the share is 1 (bounds stay) or 0 (both end at their maximum). The released code
+    differs in all three: `BAPOReleased`.
+
+    Args:
+        target_share: rho_0, the target share of positive tokens.
+        low_start: initial c_low.
+        low_stop: largest c_low.
+        low_step: increment of c_low.
+        high_start: initial c_high.
+        high_stop: largest c_high.
+        high_step: increment of c_high.
+
+    Raises:
+        ValueError: bounds are in the wrong order, or a step is not positive.
+    """
+
+    target_share: float = 0.4
+    low_start: float = 0.6
+    low_stop: float = 0.9
+    low_step: float = 0.02
+    high_start: float = 1.2
+    high_stop: float = 3.0
+    high_step: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_grids(self)
+
+    def bounds(self, inputs: LossInputs) -> tuple[float, float]:
+        """(c_low, c_high) for this micro-batch, the same on every rank. A collective: all ranks call."""
+        lows = _grid(self.low_start, self.low_stop, self.low_step)
+        highs = _grid(self.high_start, self.high_stop, self.high_step)
+        positive, negative = _contributions(inputs, inputs.behavior_logprobs.exp(), lows, highs)
+        path = [(0, j) for j in range(len(highs))] + [(i, len(highs) - 1) for i in range(1, len(lows))]
+        for i, j in path:
+            if positive[j] >= self.target_share * abs(positive[j] - negative[i]):
+                break
+        return lows[i], highs[j]
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(r A, clip(r, c_low, c_high) A)."""
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, *self.bounds(inputs))
+        return LossOutput(per_token=loss, clipped=cut)
+
+
+@dataclass(frozen=True)
+class BAPOReleased(PolicyLoss):
+    """BAPO as its repository computes it: positive / negative sums, c_low raised first, and a dual clip.
+
+    ratio(c_low, c_high) = sum over A > 0 of min(r, c_high) A / |sum over A < 0 of max(r, c_low) A|, without mu; c_low
+    rises to its maximum, then c_high, until the ratio is at least the target. (Raising c_low lowers the ratio, so
+    half of the path moves away from the target.) Constants are those of the repository's example script; its
+    configuration defaults differ: target 1, c_low 0.6 to 0.8, both steps 0.05. Reimplemented, no code taken.
+
+    Args:
+        target_ratio: target ratio of positive to negative sums.
+        low_start: initial c_low.
+        low_stop: largest c_low.
+        low_step: increment of c_low.
+        high_start: initial c_high.
+        high_stop: largest c_high.
+        high_step: increment of c_high.
+        dual_clip: bounds the loss of tokens with A < 0 at -dual_clip * A.
+
+    Raises:
+        ValueError: bounds are in the wrong order, a step is not positive, or `dual_clip` is not above 1.
+    """
+
+    target_ratio: float = 0.5
+    low_start: float = 0.8
+    low_stop: float = 0.95
+    low_step: float = 0.05
+    high_start: float = 1.2
+    high_stop: float = 2.0
+    high_step: float = 0.1
+    dual_clip: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_grids(self)
+        check_range("BAPOReleased", "> 1", dual_clip=self.dual_clip)
+
+    def bounds(self, inputs: LossInputs) -> tuple[float, float]:
+        """(c_low, c_high) for this micro-batch, the same on every rank. A collective: all ranks call."""
+        lows = _grid(self.low_start, self.low_stop, self.low_step)
+        highs = _grid(self.high_start, self.high_stop, self.high_step)
+        positive, negative = _contributions(inputs, torch.ones_like(inputs.logprobs), lows, highs)
+        path = [(i, 0) for i in range(len(lows))] + [(len(lows) - 1, j) for j in range(1, len(highs))]
+        for i, j in path:
+            if positive[j] >= self.target_ratio * negative[i]:
+                break
+        return lows[i], highs[j]
+
+    def token_loss(self, inputs: LossInputs) -> LossOutput:
+        """-min(r A, clip(r, c_low, c_high) A), for A < 0 at most -dual_clip A."""
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, *self.bounds(inputs))
+        ceiling = -self.dual_clip * inputs.advantages
+        too_high = (inputs.advantages < 0) & (loss > ceiling)
+        return LossOutput(per_token=torch.where(too_high, ceiling, loss), clipped=cut | too_high)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
 import json
-from collections.abc import Iterable, Iterator
+import logging
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,12 +32,261 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.attention import choose_attention
-from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
-from lit_async_rl.models.pretrained import ADAPTER, load_pretrained
 from lit_async_rl.utils.checks import check_dtype
-from lit_async_rl.utils.patience import announced
+from lit_async_rl.utils.guarded_calls import announced
+
+# -- Properties of a loaded model's architecture: its context length, layers other than attention, and stored buffers
+
+
+# settings of configurations beyond whose number of tokens some layers do not attend to all of them
+WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "attention_chunk_size", "index_topk")
+
+
+def body(lm: PreTrainedModel) -> nn.Module:
+    """The model below the output head, also where `base_model_prefix` names no part of it (Llama 4, Mllama)."""
+    base: nn.Module = lm.base_model
+    return getattr(lm, "model", lm) if base is lm else base
+
+
+def context_length(lm: PreTrainedModel) -> int:
+    """Context length of a model, see `configured_length`."""
+    return configured_length(lm.config)
+
+
+def configured_length(of_model: PreTrainedConfig) -> int:
+    """Context length in tokens: positions, the shortest attention window, or `rotary_length`, whichever is least."""
+    config = of_model.get_text_config()
+    length = min(getattr(config, "max_position_embeddings", None) or 2**20, rotary_length(config) or 2**20)
+    names = WINDOWS if getattr(config, "use_sliding_window", True) else ()
+    windows = [getattr(config, name, None) for name in names]
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; other families have a window of another kind
+        windows.append(config.window_size)
+    return min(length, *(window or length for window in windows), length)
+
+
+def rotary_length(of_model: PreTrainedConfig) -> int | None:
+    """Tokens from which on all positions are rotated by other frequencies; None if they are the same at any length.
+
+    transformers chooses them by the longest row of a forward pass (`longrope` of Phi-3 and Phi-4-mini, `dynamic`).
+    Beyond this number, short rows beside a long one would change, and so would keys that a cache holds.
+    """
+    config = of_model.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in [parameters] if "rope_type" in parameters else parameters.values():  # or of each kind of layer
+        kind = each.get("rope_type") if isinstance(each, dict) else None
+        if kind == "longrope":
+            limits.append(each["original_max_position_embeddings"])
+        elif kind == "dynamic":
+            limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def other_layers(lm: PreTrainedModel) -> str:
+    """Kinds of layers that are neither full nor sliding attention, as the configuration calls them; empty if none."""
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
+
+
+def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of buffers that belong to a model's weights: files hold them, and no gradient changes them.
+
+    Scales of Gemma 4's layers, biases of the routers of DeepSeek, GLM and others.
+    """
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+# -- Meta-device loading: weights are read after sharding, so no process holds all of them ----------------------------
+# The model is built on the meta device; then each process reads its own slices (FSDP2, tensor parallelism), or one
+# block after the other (FSDP1), from the safetensors files of the Hugging Face model.
+
+
+_patching = threading.Lock()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Context in which parameters are created on the meta device; buffers, which files do not hold, get their values.
+
+    Patches `nn.Module` while active, for this thread.
+    """
+    owner = threading.get_ident()
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and threading.get_ident() == owner:  # one on meta may be tied
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    with _patching:
+        register = nn.Module.register_parameter
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether some parameters are still on the meta device."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+class WeightFiles:
+    """Reader of the safetensors files of a model.
+
+    Args:
+        model: Hugging Face name or folder.
+
+    Raises:
+        ValueError: there is no safetensors file.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        folder = model if Path(model).is_dir() else snapshot_download(model, allow_patterns=["*.safetensors*"])
+        self._reader = HuggingFaceStorageReader(str(folder))
+        self._names = self._reader.read_metadata().state_dict_metadata.keys()
+        if not self._names:
+            raise ValueError(f"model.sharding.meta_device needs safetensors files; model.model={model!r} has none")
+
+    @torch.no_grad()
+    def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
+        """Reads stored buffers of `part`, and its parameters that are on meta; sharded ones read their own slices.
+
+        Args:
+            lm: model whose parameter names the files use; contains `part`.
+            part: block of `lm`, or `lm` itself.
+            device: device of the parameters.
+
+        Raises:
+            ValueError: names or shapes in the files differ.
+        """
+        inside = {id(p) for p in part.parameters() if p.is_meta}
+        names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied ones once
+        allocate(part, device)
+        own = dict(lm.named_parameters())
+        buffers = {id(buffer) for _, buffer in stored_buffers(part)}  # by now on `device`
+        stored = {name: b for name, b in stored_buffers(lm) if id(b) in buffers and name in self._names}
+        self._load({name: own[name].detach() for name in names} | stored)
+
+    def _load(self, parameters: Mapping[str, Tensor]) -> None:
+        if unknown := parameters.keys() - self._names:
+            raise ValueError(
+                f"model.sharding.meta_device: the files of model.model={self.model!r} have no weight {min(unknown)!r}; "
+                "transformers renames them while it loads. Leave meta_device out for this model."
+            )
+        state: dict[str, Any] = dict(parameters)
+        with warnings.catch_warnings():  # every process reads by itself, on purpose
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+            dcp.load(state, storage_reader=self._reader, no_dist=True)
+
+
+def allocate(part: nn.Module, device: torch.device) -> None:
+    """Allocates parameters on the meta device; tied ones stay tied, because tensors are swapped in place."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for module in part.modules():
+            if any(p.is_meta for p in module.parameters(recurse=False)):
+                buffers = dict(module.named_buffers(recurse=False))
+                module.to_empty(device=device, recurse=False)
+                for name, buffer in buffers.items():
+                    module._buffers[name] = buffer.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+# -- Loading by classes of transformers, with errors that name the setting --------------------------------------------
+
+
+ADAPTER = "adapter_config.json"  # of an adapter that PEFT has saved
+FETCHED = "models/smollm2"  # where configs/smollm2.yaml expects what has to be fetched first
+
+
+def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
+    """Loads something of a model by a class of transformers.
+
+    Args:
+        loader: class with `from_pretrained`.
+        model: name on the Hugging Face hub, or folder.
+        **kwargs: of `from_pretrained`.
+
+    Raises:
+        FileNotFoundError: there is no such model, or its folder holds none.
+        ValueError: the model does not support `attn_implementation`.
+    """
+    if not model:
+        raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
+    is_folder = Path(model).is_dir()
+    if not is_folder and (model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1 or Path(model).exists()):
+        raise FileNotFoundError(f"model.model={model!r}: there is no such folder{_how_to_fetch(model)}")
+    if is_folder and Path(model, ADAPTER).is_file():
+        if importlib.util.find_spec("peft") is None:  # transformers would leave the adapter out without a word
+            raise ModuleNotFoundError(
+                f'model.model={model!r} holds an adapter, which needs PEFT: pip install "lit-async-rl[peft]"'
+            )
+    elif is_folder and not Path(model, "config.json").is_file():
+        raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
+    try:
+        with _without_bar():
+            # without `trust_remote_code=False` transformers asks on the terminal whether to run a model's own code
+            return loader.from_pretrained(model, trust_remote_code=False, **kwargs)
+    except (OSError, ValueError, ImportError, TypeError, SafetensorError) as error:  # TypeError: a file is not there
+        if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
+            raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model.model={model!r} needs Python code of its own (trust_remote_code), which is not executed here: "
+                "trainer, engines and exports compute the families that transformers has. Use a version of the model "
+                "without custom code (no auto_map in its config.json)"
+            ) from error
+        what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
+        raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
+
+
+def _is_about_attention(error: Exception) -> bool:
+    return "attn_implementation" in str(error) or "attention" in str(error).lower()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Without transformers' own progress bar: in a notebook it recurses endlessly inside of Lightning's."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
+
+
+def _how_to_fetch(model: str) -> str:
+    """The command that fetches a shipped configuration's model; empty if it is another one."""
+    command = f"`make smollm2`, or `lit-async-rl fetch smollm2 --out {model}`, makes it"
+    return f"; {command}" if model.startswith(FETCHED) else ""
+
+
+def _how_to_export(folder: Path) -> str:
+    """The command that makes a model of a run's folder; empty if it is none."""
+    config = folder / "config.yaml"
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    if not (config.is_file() and checkpoint.exists()):
+        return ""
+    return (
+        f"; it is the folder of a run, whose model is made by: lit-async-rl export --config {config} "
+        f"--ckpt_path {checkpoint} --out FOLDER"
+    )
 
 
 def load_policy(
@@ -255,3 +516,207 @@ def _remove_dropout(lm: nn.Module) -> None:
             for name, value in vars(holder).copy().items() if holder is not None else ():
                 if isinstance(value, float) and value and ("drop" in name or "jitter" in name):
                     setattr(holder, name, 0.0)
+
+
+# -- Tokens that end a completion: one set for every engine, from all places where a model's files name some ----------
+
+
+log = logging.getLogger(__name__)
+GENERATION = "generation_config"
+TEMPLATE = "chat template"
+USER = "USERTEXT"  # contents of the conversations that are rendered to find out how a template ends a turn
+ANSWER = "ANSWERTEXT"
+REASONING = "REASONINGTEXT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndTokens:
+    """Tokens that end a completion of a model, and where they were found.
+
+    Attributes:
+        ids: union of what is safe; empty if nothing ends a completion.
+        named: ids by place: generation_config, config, tokenizer, chat template; places that name none are left out.
+        left_out: ids that a place names and that are no end, because the chat template writes them inside of a turn.
+        turn_end: text that the chat template writes after an assistant's last message; empty if it writes none.
+        turn_ends_with_token: False if that text begins with ordinary text, which no token id stands for.
+    """
+
+    ids: tuple[int, ...]
+    named: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    left_out: tuple[int, ...] = ()
+    turn_end: str = ""
+    turn_ends_with_token: bool = True
+
+    @property
+    def are_disputed(self) -> bool:
+        """Whether the place that counted alone before, the first one, does not name all of them."""
+        first = next(iter(self.named.values()), ())
+        return bool(self.left_out) or not set(self.ids) <= set(first)
+
+    def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """One line that names what was found where."""
+
+        def shown(ids: Collection[int]) -> str:
+            return ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in sorted(ids))
+
+        places = "; ".join(f"{place}: {shown(ids)}" for place, ids in self.named.items())
+        line = f"completions end at each of {shown(self.ids)} ({places})"
+        if self.left_out:
+            line += f", and not at {shown(self.left_out)}, which the chat template writes inside of a turn"
+        first = list(next(iter(self.named.values()), ()))
+        return f"{line}; sampling.end_token_ids: {first} is the first of these places alone"
+
+
+def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
+    """Token ids that end a completion of a loaded model, see `find_end_tokens`. Warns if there are none."""
+    return _or_warning(find_end_tokens(lm.name_or_path or "", lm.generation_config, lm.config), lm.name_or_path)
+
+
+def stored_eos_token_ids(model: str) -> tuple[int, ...]:
+    """Token ids that end a completion, read from the files of a model that is not loaded. Warns if there are none."""
+    return _or_warning(stored_end_tokens(model), model)
+
+
+def stored_end_tokens(model: str) -> EndTokens:
+    """Tokens that end a completion of the model in a folder or on the hub, see `find_end_tokens`."""
+    return find_end_tokens(model, load_generation_config(model), load_config(model))
+
+
+def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndTokens:
+    """Union of the tokens that generation configuration, configuration, tokenizer and chat template name as ends.
+
+    What the generation configuration names always counts; an empty list there says that nothing ends a completion.
+    Ids of the configuration count if there are none, or if they are special tokens: it has stale ids more often. The
+    tokenizer's end of text and the token that the chat template writes after an answer count as well, unless the
+    template writes it between reasoning and answer, as gpt-oss writes `<|end|>`.
+
+    Args:
+        model: name or folder of the tokenizer; a model without one has the ends of its configurations.
+        generation_config: of the model; None if it has none.
+        config: of the model.
+    """
+    stated = _ids(generation_config)
+    configured = _ids(config.get_text_config())
+    named = {GENERATION: stated, "config": configured}
+    first = next((ids for ids in named.values() if ids is not None), None)
+    if first == ():
+        return EndTokens(ids=(), named={place: ids for place, ids in named.items() if ids == ()})
+    kept = list(first or ())
+    found = _of_tokenizer(model, _modified(model)) if model else None
+    if found is not None:
+        kept += [token for token in configured or () if token in found.special]
+        named["tokenizer"] = found.eos
+        named[TEMPLATE] = found.turn_end_ids
+        kept += [token for token in (*found.eos, *found.turn_end_ids) if token not in found.inside]
+    present = {place: ids for place, ids in named.items() if ids}
+    ids = tuple(dict.fromkeys(kept))
+    if found is None:
+        return EndTokens(ids=ids, named=present)
+    left_out = {token for named_ids in present.values() for token in named_ids if token in found.inside} - set(ids)
+    return EndTokens(
+        ids=ids,
+        named=present,
+        left_out=tuple(sorted(left_out)),
+        turn_end=found.turn_end,
+        turn_ends_with_token=found.turn_ends_with_token,
+    )
+
+
+def _ids(config: Any) -> tuple[int, ...] | None:
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return None
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
+    if not ends.ids and not ends.named:  # an empty list is meant
+        log.warning(
+            "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends "
+            "a text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
+            model,
+        )
+    return ends.ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TokenizerEnds:
+    """Ends that a tokenizer and its chat template name."""
+
+    special: frozenset[int]
+    eos: tuple[int, ...]
+    turn_end_ids: tuple[int, ...] = ()
+    inside: frozenset[int] = frozenset()
+    turn_end: str = ""
+    turn_ends_with_token: bool = True
+
+
+def _modified(model: str) -> float:
+    """Time of the last change of a folder's tokenizer, so that a cached answer is not another tokenizer's."""
+    files = [Path(model) / name for name in ("tokenizer_config.json", "tokenizer.json", "chat_template.jinja")]
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_tokenizer(model: str, modified: float) -> _TokenizerEnds | None:
+    with contextlib.suppress(FileNotFoundError):  # a model may come without a tokenizer, or from memory
+        return tokenizer_ends(load_tokenizer(model))
+    return None
+
+
+def tokenizer_ends(tokenizer: PreTrainedTokenizerBase) -> _TokenizerEnds:
+    """Ends that a tokenizer names, and those that its chat template writes, found by rendering conversations."""
+    special = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
+    eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    if not tokenizer.chat_template:
+        return _TokenizerEnds(special=special, eos=eos)
+    question = {"role": "user", "content": USER}
+    answer = {"role": "assistant", "content": ANSWER}
+    reasoned = answer | {"reasoning_content": REASONING, "thinking": REASONING}
+    inside = frozenset(special.intersection(_encoded(tokenizer, _between(tokenizer, [question, reasoned], REASONING))))
+    turn_end = _after_answer(tokenizer, [question, answer])
+    ids = _first_token(tokenizer, turn_end, special)
+    ends_with_token = bool(ids) or not turn_end.strip()
+    if not turn_end.strip():  # nothing ends the last message: what begins the next one does, as in GLM-4
+        between = _after_answer(tokenizer, [question, answer, question]).partition(USER)[0]
+        ids = _first_token(tokenizer, between, special)
+    return _TokenizerEnds(
+        special=special,
+        eos=eos,
+        turn_end_ids=ids,
+        inside=inside,
+        turn_end=turn_end,
+        turn_ends_with_token=ends_with_token,
+    )
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """Rendering of a conversation; empty if the template refuses it, or needs more than messages."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TemplateError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def _after_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    return _render(tokenizer, messages).partition(ANSWER)[2]
+
+
+def _between(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], begin: str) -> str:
+    """Text from `begin` to the answer; empty if the template does not render `begin`, or renders it later."""
+    before = _render(tokenizer, messages).partition(ANSWER)[0]
+    return before.partition(begin)[2]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _first_token(tokenizer: PreTrainedTokenizerBase, text: str, special: Collection[int]) -> tuple[int, ...]:
+    """The special token that `text` begins with, after whitespace; empty if it begins with anything else."""
+    for token in _encoded(tokenizer, text.lstrip()):
+        if token in special:
+            return (int(token),)
+        if str(tokenizer.decode([token])).strip():
+            return ()
+    return ()

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from lit_async_rl.expert_choices import OWN_CHOICE
+from lit_async_rl.types import OWN_CHOICE
 
 # In transformers these return (logits [N, E], weights [N, k], experts [N, k]), the weights by softmax over all logits.
 _SUPPORTED = frozenset({"MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"})

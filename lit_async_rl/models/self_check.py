@@ -27,7 +27,8 @@ ADVICE = {
     "engine": "; data.engine=VLLMEngine may know it",
     "validation": "; validation samples with the embedded engine: leave data.validation.prompts out",
 }
-NUM_PROMPT_TOKENS, NUM_SAMPLED = (3, 1), 3  # lengths of the prompts, and of the longest completion
+NUM_PROMPT_TOKENS = (3, 1)  # lengths of the prompts, and of the longest completion
+NUM_SAMPLED = 3
 
 
 def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
@@ -36,7 +37,8 @@ def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
     special = {
         value for one in (lm.config, config) for name, value in vars(one).items() if "token" in name and _is_id(value)
     }
-    rng, found = random.Random(seed), list[int]()
+    rng = random.Random(seed)
+    found = list[int]()
     usual = range(4, config.vocab_size)  # the first are special in most vocabularies
     while len(found) < number:
         token = rng.choice(usual) if len(usual) else 0
@@ -73,7 +75,8 @@ def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[
     with eager_kernels(lm), torch.autocast(kind, enabled=False):
         logits = lm(input_ids=tokens, use_cache=False).logits
     for ids, row, own in zip(sequences, tokens, logits, strict=True):
-        own, targets = own[: len(ids) - 1], row[1 : len(ids), None]
+        own = own[: len(ids) - 1]
+        targets = row[1 : len(ids), None]
         largest = torch.cat([own.amax(-1), own.gather(-1, targets)[:, 0]]).abs().max()
         logprobs = own.float().log_softmax(-1).gather(-1, targets)[:, 0]
         found.append((logprobs, 2 * torch.finfo(precision or own.dtype).eps * float(largest)))
@@ -150,7 +153,8 @@ def check_policy(policy: CausalPolicy, bound: float) -> None:
         UnsupportedModelError: log-probabilities differ, or cannot be computed.
     """
     lm = policy.causal_lm
-    prompt, single = random_tokens(lm, NUM_PROMPT_TOKENS[0]), random_tokens(lm, NUM_PROMPT_TOKENS[1], seed=1)
+    prompt = random_tokens(lm, NUM_PROMPT_TOKENS[0])
+    single = random_tokens(lm, NUM_PROMPT_TOKENS[1], seed=1)
     shapes = [(prompt, NUM_SAMPLED, 0), (prompt, NUM_SAMPLED - 1, 0), (single, NUM_SAMPLED, 1)]
     rows = [
         (begin + random_tokens(lm, length, seed=n + 2), len(begin), group)

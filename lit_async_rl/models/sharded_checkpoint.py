@@ -26,8 +26,7 @@ import xxhash
 from torch.distributed import all_gather_object, get_rank, get_world_size
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
-from lit_async_rl.utils.digest import CHUNK, check_content, read_safely
-from lit_async_rl.utils.folder_lock import part_name, remove_stale_parts
+from lit_async_rl.utils.files import CHUNK, check_content, part_name, read_safely, remove_stale_parts
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
@@ -117,7 +116,8 @@ def _take_place(part: Path, path: Path) -> None:
 
 def write_manifest(folder: Path) -> None:
     """Writes the manifest of a folder that all ranks have written; each rank digests its own files. A collective."""
-    rank, ranks = get_rank(), get_world_size()
+    rank = get_rank()
+    ranks = get_world_size()
     own = [file for file in sorted(folder.iterdir()) if _writer(file, ranks) == rank]
     digests: list[Any] = [None] * ranks
     all_gather_object(digests, {file.name: [file.stat().st_size, _digest(file)] for file in own})

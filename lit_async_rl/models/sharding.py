@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_async_rl.models.meta_loading import WeightFiles, is_on_meta
+from lit_async_rl.models.loading import WeightFiles, is_on_meta
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.sharded_checkpoint import WholeFolders
 from lit_async_rl.models.weights import is_wrapped
@@ -113,7 +113,8 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
         Raises:
             ValueError: they do not multiply to it.
         """
-        data, tensor = self._data_parallel_size, self._tensor_parallel_size
+        data = self._data_parallel_size
+        tensor = self._tensor_parallel_size
         data = self.num_nodes if data == "auto" else data
         tensor = self.num_processes if tensor == "auto" else tensor
         if data * tensor != self.num_nodes * self.num_processes:

@@ -5,17 +5,133 @@ Gathering is a collective: every rank must iterate to the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lit_async_rl.models.architecture import stored_buffers
+from lit_async_rl.models.loading import stored_buffers
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.received import LORA_A, LORA_B, UNCHANGED, LowRankSum
+
+# -- Weights on their way from a policy to another copy of its model --------------------------------------------------
+
+
+UNCHANGED = torch.empty(0, device="meta")  # in place of a weight that the receiver has; compare by identity
+LORA_A = ".lora_A"
+LORA_B = ".lora_B"
+
+
+@dataclass(frozen=True)
+class LowRankSum:
+    """`base + up @ down`, computed where it is needed; `base` is a live weight that does not train.
+
+    Args:
+        base: [out, in].
+        down: [rank, in], as LoRA's A.
+        up: [out, rank], as LoRA's B with its scale.
+    """
+
+    base: Tensor
+    down: Tensor
+    up: Tensor
+
+    def value(self, scratch: Tensor | None = None) -> Tensor:
+        """The sum, in the wider of both dtypes; one pass over `base`, where PEFT's difference takes four.
+
+        Args:
+            scratch: memory for it, flat and at least as large.
+        """
+        dtype = torch.promote_types(self.base.dtype, self.down.dtype)
+        out = None if scratch is None else scratch[: self.base.numel()].view(self.base.shape)
+        return torch.addmm(self.base.to(dtype), self.up.to(dtype), self.down.to(dtype), out=out)
+
+
+def lasts(item: tuple[str, Any]) -> bool:
+    """Whether a streamed weight stays valid when the next is asked for: it is a live one, or has memory of its own."""
+    name, tensor = item
+    return tensor is UNCHANGED or isinstance(tensor, nn.Parameter) or name.endswith((LORA_A, LORA_B))
+
+
+@torch.no_grad()
+def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | LowRankSum]:
+    """Copies `weights` to the devices and dtypes of parameters and stored buffers of `lm`, without changing `lm`.
+
+    Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
+    exhausted, because other ranks take part in it. Of a weight with adapters (whose factors come before it, see
+    `stream_weights`) only those are copied if it does not train: `apply_weights` reads it and adds their product.
+
+    `UNCHANGED` in place of a tensor leaves the weight out of the result.
+
+    Raises:
+        ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
+    """
+    trained = dict(lm.named_parameters())
+    known = lm.state_dict().keys()
+    own = trained | dict(stored_buffers(lm))
+    received: dict[str, Tensor | LowRankSum] = {}
+    factors: dict[str, Tensor] = {}
+    unchanged: set[str] = set()
+    problem = ""
+    for name, tensor in weights:
+        layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
+        if layer != name and f"{layer}.weight" in known:
+            factors[name] = tensor.detach().clone()
+        elif tensor is UNCHANGED and name in known:
+            unchanged.add(name)
+        elif name not in known:
+            problem = problem or f"the engine's model has no weight {name!r}: policy and engine differ"
+        elif name in own and tensor.shape != own[name].shape:
+            problem = problem or (
+                f"weight {name!r} has shape {tuple(tensor.shape)} in the policy and {tuple(own[name].shape)} in the "
+                "engine"
+            )
+        elif name in own:
+            layer = name.removesuffix(".weight")
+            down = factors.pop(layer + LORA_A, None)
+            up = factors.pop(layer + LORA_B, None)
+            received[name] = _copy(tensor, own[name], down, up)
+    missing = trained.keys() - received.keys() - unchanged
+    if problem or missing:
+        raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")
+    return received
+
+
+def _copy(tensor: Tensor, like: Tensor, down: Tensor | None, up: Tensor | None) -> Tensor | LowRankSum:
+    if down is None or up is None:
+        return tensor.detach().to(like.device, like.dtype, copy=True)
+    whole = LowRankSum(tensor.detach(), down, up)
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        return whole
+    return whole.value().to(like.device, like.dtype)
+
+
+@torch.no_grad()
+def apply_weights(
+    lm: nn.Module,
+    received: Mapping[str, Tensor | LowRankSum],
+    writers: Mapping[str, Callable[[Tensor], None]] | None = None,
+) -> None:
+    """Writes what `receive_weights` has found into parameters and buffers of `lm`, or hands it to `writers` by name.
+
+    Sums are computed one by one in the same memory, which stays in the cache; fresh pages cost more than the products.
+    """
+    own = dict(lm.named_parameters()) | dict(stored_buffers(lm))
+    scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    sizes = [weight.base.numel() for weight in received.values() if isinstance(weight, LowRankSum)]
+    for name, weight in received.items():
+        if isinstance(weight, LowRankSum):
+            kind = torch.promote_types(weight.base.dtype, weight.down.dtype), weight.base.device
+            if kind not in scratch:
+                scratch[kind] = torch.empty(max(sizes), dtype=kind[0], device=kind[1])
+            # cast first: copies that also transpose (the engine's layout) are slow between dtypes
+            weight = weight.value(scratch[kind]).to(own[name].device, own[name].dtype)
+        (writers or {}).get(name, own[name].copy_)(weight)
+
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 
@@ -127,7 +243,8 @@ def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
     (name,) = layer.active_adapters
     if name not in layer.lora_A or getattr(layer, "use_dora", {}).get(name) or getattr(layer, "fan_in_fan_out", False):
         return None
-    down, up = _gather(layer.lora_A[name].weight), _gather(layer.lora_B[name].weight)
+    down = _gather(layer.lora_A[name].weight)
+    up = _gather(layer.lora_B[name].weight)
     return down.detach(), up.detach() * layer.scaling[name]
 
 
@@ -161,3 +278,54 @@ def _clean(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+# -- Copies of trained weights in CPU memory, put back for a while; each rank has its own shards ----------------------
+
+
+def trained_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The parts on this rank of all parameters that train."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # the root keeps what it gathered for a forward pass without gradients
+    return {name: own_piece(p) for name, p in module.named_parameters() if p.requires_grad}
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Size of the trained weights on all ranks together, at least 1; the same on each rank."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) or 1
+
+
+def copy_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the trained weights."""
+    return {name: piece.to("cpu", copy=True) for name, piece in trained_weights(module).items()}
+
+
+@contextmanager
+def with_weights(module: nn.Module, copies: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Context in which `module` has the weights in `copies`; afterwards it has its own again, bit for bit.
+
+    Args:
+        module: not wrapped by FSDP1, which keeps gathered weights.
+        copies: of `copy_weights`; None changes nothing.
+    """
+    if copies is None:
+        yield
+        return
+    own = copy_weights(module)
+    try:
+        _put(module, copies)
+        yield
+    finally:
+        _put(module, own)
+
+
+@torch.no_grad()
+def _put(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
+    for name, piece in trained_weights(module).items():
+        piece.copy_(copies[name])
+
+
+def own_piece(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

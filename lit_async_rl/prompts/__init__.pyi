@@ -2,8 +2,8 @@ from .curriculum import Curriculum as Curriculum
 from .curriculum import DifficultyWindow as DifficultyWindow
 from .curriculum import HardestFirst as HardestFirst
 from .curriculum import Learnability as Learnability
-from .in_memory import InMemoryPrompts as InMemoryPrompts
 from .sources import HuggingFacePrompts as HuggingFacePrompts
+from .sources import InMemoryPrompts as InMemoryPrompts
 from .sources import JsonlPrompts as JsonlPrompts
 from .sources import ParquetPrompts as ParquetPrompts
 from .sources import PromptSource as PromptSource

@@ -43,7 +43,8 @@ class PassRates:
 
     def state_dict(self) -> dict[str, Tensor]:
         """State: `numbers` [N] and `rates` [N] of the measured prompts."""
-        numbers, rates = list(self._rates), list(self._rates.values())
+        numbers = list(self._rates)
+        rates = list(self._rates.values())
         return {"numbers": torch.tensor(numbers, dtype=torch.long), "rates": torch.tensor(rates, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -2,21 +2,185 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from lit_async_rl.messages import checked_messages
-from lit_async_rl.prompts.records import (
-    Records,
-    field_text,
-    fill_template,
-    jsonl_records,
-    load_dataset,
-    parquet_records,
-)
-from lit_async_rl.types import Prompt
+import numpy as np
+
+from lit_async_rl.types import Prompt, checked_messages
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.plain import is_missing
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+# -- Records of prompt sources: JSON lines, Parquet files, Hugging Face datasets --------------------------------------
+
+
+PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")  # a literal {{name}}, or {name}
+NUMBERS = (int, float, Decimal, np.integer, np.floating, np.bool_)
+
+
+@runtime_checkable
+class Records(Protocol):
+    """Protocol of indexable records, such as a list or a Hugging Face dataset (which is not a `Sequence`)."""
+
+    def __len__(self) -> int:
+        """Number of records."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Record `index`, a mapping."""
+
+
+def field_text(value: Any) -> str:
+    """A text or number of a record as text: whole, without the exponent of small and large floats.
+
+    Raises:
+        ValueError: it is neither, is missing (None, NaN, pandas' NA), or is infinite.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if not isinstance(value, NUMBERS):
+        raise ValueError(repr(str(value)[:80]))
+    if not math.isfinite(value):
+        raise ValueError(f"{value}, which is not finite")
+    text = str(value)
+    return text if "e" not in text.lower() else np.format_float_positional(float(value), trim="-")
+
+
+def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
+    """Fills the fields of a prompt's template: `{prompt}`, and others of the record by name; `{{name}}` is `{name}`.
+
+    Args:
+        template: with placeholders.
+        prompt: text of `{prompt}`.
+        others: fields of the record.
+        hidden: field of the reference answer, which no prompt may hold.
+
+    Raises:
+        ValueError: a placeholder names the reference answer, no field, or one without text or number.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        literal, name = match.groups()
+        if literal is not None:
+            return f"{{{literal}}}"
+        if name == "prompt":
+            return prompt
+        if name == hidden:
+            raise ValueError(
+                f"template={template!r}: {{{name}}} is the reference answer, which would stand in the prompt; "
+                f"{{{{{name}}}}} is the literal text {{{name}}}"
+            )
+        if name not in others:
+            known = ", ".join(["prompt", *sorted(str(field) for field in others if field not in ("prompt", hidden))])
+            raise ValueError(
+                f"template={template!r}: there is no field {{{name}}}, only {known}; "
+                f"{{{{{name}}}}} is the literal text {{{name}}}"
+            )
+        try:
+            return field_text(others[name])
+        except ValueError as error:
+            raise ValueError(f"template={template!r}: {{{name}}} must be text or a number, not {error}") from None
+
+    return PLACEHOLDER.sub(value, template)
+
+
+def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
+    """Reads JSON objects by line number, from 1; empty lines are skipped.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not a JSON object.
+    """
+    file = _existing_file(path)
+    records: dict[int, Mapping[str, Any]] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if b"\\u" in line:
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{file}, line {number} holds half of a character (a lone surrogate, \\ud800)") from None
+        except RecursionError:
+            raise ValueError(f"{file}, line {number} is nested too deeply") from None
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise ValueError(f"{file}, line {number} is not valid JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{file}, line {number} is not a JSON object: {line[:80]!r}")
+        records[number] = record
+    return records
+
+
+def parquet_records(path: str) -> Records:
+    """Reads a Parquet file into memory, as the rows of an Arrow table.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a Parquet file.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    file = _existing_file(path)
+    try:
+        return _Rows(pyarrow.parquet.read_table(file, memory_map=True))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"path={path!r} is not a Parquet file: {error}") from error
+
+
+def load_dataset(path: str, name: str | None, split: str) -> Records:
+    """Loads a split of a Hugging Face dataset, from the hub or a folder; it stays on disk.
+
+    Raises:
+        FileNotFoundError: the dataset cannot be found or reached.
+        ModuleNotFoundError: `datasets` is not installed.
+        ValueError: there is no such configuration or split.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ModuleNotFoundError('HuggingFacePrompts needs: pip install "lit-async-rl[data]"') from None
+    folder = Path(path).expanduser()
+    where = f"HuggingFacePrompts: path={path!r}, name={name!r}, split={split!r}"
+    try:
+        if (folder / "state.json").is_file():  # one split, whatever its name
+            return datasets.load_from_disk(folder)
+        return datasets.load_dataset(str(folder) if folder.is_dir() else path, name, split=split)
+    except OSError as error:  # what the hub and the file system raise
+        raise FileNotFoundError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+class _Rows:
+    """An Arrow table, row by row."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def _existing_file(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"path={path!r} is not a file (working directory {Path.cwd()})")
+    return file
+
 
 OnBadPrompt = Literal["error", "skip"]
 
@@ -78,8 +242,13 @@ class RecordPrompts(PromptSource):
         check_range(type(self).__name__, "integer >= 1", max_prompt_tokens=max_prompt_tokens)
         if on_bad_prompt not in ("error", "skip"):
             raise ValueError(f"{type(self).__name__}.on_bad_prompt must be error or skip, got {on_bad_prompt!r}")
-        self.prompt_field, self.answer_field, self.template, self.origin = prompt_field, answer_field, template, origin
-        self.max_prompt_tokens, self.on_bad_prompt, self.as_chat = max_prompt_tokens, on_bad_prompt, as_chat
+        self.prompt_field = prompt_field
+        self.answer_field = answer_field
+        self.template = template
+        self.origin = origin
+        self.max_prompt_tokens = max_prompt_tokens
+        self.on_bad_prompt = on_bad_prompt
+        self.as_chat = as_chat
         self._records = records
         if len(records) == 0:
             raise ValueError(f"{origin} holds no prompts")
@@ -234,7 +403,8 @@ class HuggingFacePrompts(RecordPrompts):
         on_bad_prompt: OnBadPrompt = "error",
         as_chat: bool = False,
     ) -> None:
-        records, origin = load_dataset(path, name, split), f"path={path!r}, split={split!r}"
+        records = load_dataset(path, name, split)
+        origin = f"path={path!r}, split={split!r}"
         super().__init__(
             records, prompt_field, answer_field, template, origin, max_prompt_tokens, on_bad_prompt, as_chat
         )
@@ -248,3 +418,107 @@ def check_template(template: str) -> None:
     """
     if "{prompt}" not in template:
         raise ValueError(f"template must contain {{prompt}}, got {template!r}")
+
+
+# -- Prompts from Python objects: a list of texts or dictionaries, a `datasets.Dataset`, or a `PromptSource` ----------
+
+
+WANTED = "a list of texts or dictionaries, a datasets.Dataset, or a PromptSource"
+
+
+class InMemoryPrompts(RecordPrompts):
+    """Prompts from a list or a `datasets.Dataset`.
+
+    Args:
+        records: texts, `Prompt` objects or mappings. A mapping has its prompt under `prompt` (text or messages) or
+            `messages`, and may have an `answer` (None and NaN are none); its other keys become the prompt's metadata.
+        origin: name of the setting, for messages.
+        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
+        max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
+
+    Raises:
+        ValueError: there are no records, or one of a list is bad; names its index and field.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        origin: str = "prompts",
+        as_chat: bool = False,
+        max_prompt_tokens: int | None = None,
+        on_bad_prompt: OnBadPrompt = "error",
+    ) -> None:
+        fields = "prompt", "answer", "{prompt}"
+        super().__init__(records, *fields, origin, max_prompt_tokens, on_bad_prompt, as_chat)
+        if on_bad_prompt == "error" and isinstance(
+            records, Sequence
+        ):  # a data set may be large, and is checked where it is used
+            for index in range(len(records)):
+                self[index]
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        try:
+            record = self._records[index]
+        except KeyError:  # of a pandas DataFrame, which is indexed by its columns
+            given = f"got a {type(self._records).__name__} without record {index}"
+            raise ValueError(f"{self.origin} must be {WANTED}, {given}; prompts.to_dict('records') is a list") from None
+        if isinstance(record, Prompt):
+            return record
+        if isinstance(record, str):
+            return self._from_mapping({"prompt": record}, index)
+        if not isinstance(record, Mapping):
+            raise ValueError(f"{self.where(index)} must be a text or a dictionary, got {str(record)[:80]!r}")
+        return self._from_mapping(record, index)
+
+    def _from_mapping(self, record: Mapping[str, Any], index: int) -> Prompt:
+        fields = {name: value for name, value in record.items() if name not in ("prompt", "messages", "answer")}
+        found = [name for name in ("prompt", "messages") if not is_missing(record.get(name))]
+        if len(found) != 1:
+            raise ValueError(f"{self.where(index)} must have 'prompt' or 'messages', got the keys {sorted(record)}")
+        content = record[found[0]]
+        where = f"{self.where(index)}[{found[0]!r}]"
+        try:
+            answer = None if is_missing(record.get("answer")) else field_text(record["answer"])
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}['answer'] must be a text or a number, got {error}") from None
+        given: dict[str, Any] = dict(answer=answer, metadata=fields)
+        if found == ["prompt"] and isinstance(content, str):
+            as_messages = dict(messages=[{"role": "user", "content": content}])
+            return Prompt(**(as_messages if self.as_chat else dict(text=content)), **given)
+        if isinstance(content, Mapping) or not isinstance(content, Sequence) or isinstance(content, str):
+            wanted = "a text or a list of messages" if found == ["prompt"] else "a list of messages"
+            raise ValueError(f"{where} must be {wanted}, got {str(content)[:80]!r}")
+        try:
+            return Prompt(messages=content, **given)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def where(self, index: int) -> str:
+        """Setting and index of the prompt."""
+        return f"{self.origin}[{index}]"
+
+
+def as_source(prompts: Any, setting: str) -> PromptSource:
+    """Converts prompts to a `PromptSource`.
+
+    Args:
+        prompts: a source, which is returned unchanged, or records of `InMemoryPrompts`.
+        setting: name of the argument, for messages.
+
+    Raises:
+        ValueError: it is None or something else, or one of a list is bad.
+    """
+    if isinstance(prompts, PromptSource):
+        return prompts
+    if isinstance(prompts, str):
+        raise ValueError(f"{setting} must be {WANTED}, got the text {prompts[:80]!r}; JsonlPrompts(path) reads a file")
+    if isinstance(prompts, Mapping):  # also a `datasets.DatasetDict`
+        keys = ", ".join(map(str, list(prompts)[:5]))
+        raise ValueError(f"{setting} must be {WANTED}, got a {type(prompts).__name__} with the keys {keys}: choose one")
+    if prompts is None:
+        raise ValueError(f"{setting} is not set")
+    if not isinstance(prompts, Records):
+        raise ValueError(f"{setting} must be {WANTED}, got {type(prompts).__name__}")
+    return InMemoryPrompts(prompts, setting)

@@ -2,13 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.prompts.usable import UsablePrompts
 from lit_async_rl.types import Prompt
+
+# -- Validation of prompts: complete, encodable, and within the length limit ------------------------------------------
+
+
+CHECKED_AT_START = 10_000  # prompts; others are checked when they are used first
+NUM_DIGESTED = 1000  # answers of a larger source, spread over it
+log = logging.getLogger(__name__)
+Encode = Callable[[Prompt], Sequence[int]]
+
+
+class UsablePrompts:
+    """Set of the usable prompts of a source, each checked once; `source.on_bad_prompt` raises or skips bad ones.
+
+    Args:
+        source: source of the prompts.
+        encode: token ids of a prompt; raises `ValueError` for an invalid one.
+        max_tokens: largest prompt length in tokens, besides `source.max_prompt_tokens`; None is no limit.
+        why: origin of `max_tokens`, for messages.
+
+    Attributes:
+        answers_digest: of all that rewards see of the prompts that `check` read: answers and metadata; None
+            before it.
+    """
+
+    def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
+        self._source = source
+        self._encode = encode
+        own = source.max_prompt_tokens
+        self._limit = own
+        self._why = f"max_prompt_tokens={own}"
+        if max_tokens is not None and (own is None or max_tokens < own):
+            self._limit = max_tokens
+            self._why = why
+        self.left_out: set[int] = set()
+        self._good: set[int] = set()
+        self._answers = hashlib.sha256()
+        self.answers_digest: str | None = None
+
+    def __contains__(self, number: int) -> bool:
+        """Whether prompt `number` is usable.
+
+        Raises:
+            ValueError: it is not, and `on_bad_prompt` is `error`; or no prompt of the source can.
+        """
+        if number in self._good or number in self.left_out:
+            return number in self._good
+        problem = self._problem(number)
+        if problem is None:
+            self._good.add(number)
+            return True
+        self._leave_out(number, problem)
+        return False
+
+    def check(self, limit: int = CHECKED_AT_START) -> None:
+        """Checks all prompts if there are at most `limit`, else the first one.
+
+        Raises:
+            ValueError: see `__contains__`.
+        """
+        size = len(self._source)
+        for number in range(size if size <= limit else 1):
+            number in self  # noqa: B015  for what it raises and remembers
+        if size > limit:
+            for number in range(0, size, max(1, size // NUM_DIGESTED)):
+                with contextlib.suppress(ValueError):  # a bad prompt, which is found when its turn comes
+                    self._digest(self._source[number])
+        self.answers_digest = self._answers.hexdigest()[:16]
+
+    def _digest(self, prompt: Prompt) -> None:
+        if self.answers_digest is None:
+            seen = json.dumps([prompt.answer, _stable(prompt.metadata)], ensure_ascii=True)
+            self._answers.update(seen.encode())
+
+    def _problem(self, number: int) -> str | None:
+        try:
+            prompt = self._source[number]
+            self._digest(prompt)
+            num_tokens = len(self._encode(prompt))
+        except ValueError as error:
+            where = self._source.where(number)
+            return str(error) if where in str(error) else f"{where}: {error}"
+        if self._limit is None or num_tokens <= self._limit:
+            return None
+        return f"{self._source.where(number)}: the prompt has {num_tokens} tokens, more than {self._why}"
+
+    def _leave_out(self, number: int, problem: str) -> None:
+        if self._source.on_bad_prompt == "error":
+            raise ValueError(f"{problem} (on_bad_prompt: skip leaves such prompts out)")
+        self.left_out.add(number)
+        count = len(self.left_out)
+        total = len(self._source)
+        if count == total:
+            raise ValueError(f"on_bad_prompt=skip left out all {total} prompts, the last one because of {problem}")
+        if count & (count - 1) == 0:  # 1, 2, 4, 8, ...
+            log.warning("prompts left out so far (on_bad_prompt=skip): %d of %d; now %s", count, total, problem)
+
+
+def _stable(value: Any) -> Any:
+    """Metadata in a form that is the same in every process; of an object without one only its type."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return sorted(((repr(key), _stable(part)) for key, part in value.items()), key=lambda pair: pair[0])
+    if isinstance(value, list | tuple):
+        return [_stable(part) for part in value]
+    return type(value).__qualname__
+
+
+class UsableSubset(PromptSource):
+    """Usable prompts of a source, in its order; all are checked by the constructor.
+
+    Args:
+        source: source of the prompts.
+        encode: token ids of a prompt.
+        max_tokens: see `UsablePrompts`; likewise `why`.
+
+    Raises:
+        ValueError: see `UsablePrompts`.
+    """
+
+    def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
+        usable = UsablePrompts(source, encode, max_tokens, why)
+        self._source = source
+        self._numbers = [number for number in range(len(source)) if number in usable]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._source[self._numbers[index]]
+
+    def where(self, index: int) -> str:
+        """Name of the prompt in the source."""
+        return self._source.where(self._numbers[index])
 
 
 class PromptStream:

@@ -11,16 +11,78 @@ import dataclasses
 import logging
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_async_rl.expert_choices import ExpertChoices
-from lit_async_rl.replay.weighting import ReplayWeighting, UniformReplay
-from lit_async_rl.sampler_head import SamplerHead
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
+from lit_async_rl.types import ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.plain import plain
+
+# -- Sampling weights of the replay buffer ----------------------------------------------------------------------------
+
+
+class ReplayWeighting(ABC):
+    """Log-weights of prompts and rollouts, up to an additive constant."""
+
+    def prompt_log_weight(self, age: int) -> float:
+        """Log-weight of a prompt whose newest completion is `age` versions old."""
+        return 0.0
+
+    @abstractmethod
+    def rollout_log_weight(self, reward: float, age: int) -> float:
+        """Log-weight of a completion within its prompt."""
+
+
+@dataclass(frozen=True)
+class UniformReplay(ReplayWeighting):
+    """Uniform over prompts and over the completions of a prompt."""
+
+    def rollout_log_weight(self, reward: float, age: int) -> float:
+        """0."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class RewardReplay(ReplayWeighting):
+    """Completions in proportion to exp(inverse_temperature * reward), prompts uniformly, as in TBA.
+
+    Args:
+        inverse_temperature: 0 is `UniformReplay`.
+    """
+
+    inverse_temperature: float = 1.0
+
+    def rollout_log_weight(self, reward: float, age: int) -> float:
+        """inverse_temperature * reward."""
+        return self.inverse_temperature * reward
+
+
+@dataclass(frozen=True)
+class RecencyReplay(ReplayWeighting):
+    """Weights of prompts and completions halve every `half_life` versions of age.
+
+    Args:
+        half_life: in versions.
+
+    Raises:
+        ValueError: `half_life` is not positive.
+    """
+
+    half_life: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_range("RecencyReplay", "positive", half_life=self.half_life)
+
+    def prompt_log_weight(self, age: int) -> float:
+        """-log 2 * age / half_life."""
+        return -math.log(2) * age / self.half_life
+
+    def rollout_log_weight(self, reward: float, age: int) -> float:
+        """-log 2 * age / half_life."""
+        return self.prompt_log_weight(age)
+
 
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
@@ -91,8 +153,11 @@ class ReplayBuffer:
         check_range("data.replay", "integer >= 1", **limits)
         check_range("data.replay", "integer", seed=seed)
         check_range("data.replay", "integer >= 0", max_staleness=max_staleness)
-        self.fresh_fraction, self.capacity, self.max_per_prompt = fresh_fraction, capacity, max_per_prompt
-        self.max_staleness, self.min_prompts = max_staleness, min_prompts
+        self.fresh_fraction = fresh_fraction
+        self.capacity = capacity
+        self.max_per_prompt = max_per_prompt
+        self.max_staleness = max_staleness
+        self.min_prompts = min_prompts
         self.weighting = weighting or UniformReplay()
         self._random = random.Random(seed)
         self._prompts: dict[_Key, dict[tuple[int, ...], _Stored]] = {}
@@ -172,7 +237,8 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Leaves out what was stored before a resume, with other rewards or recordings."""
         log.warning("resume: the replay buffer of the checkpoint is left out, %d completions", len(self))
-        self._prompts, self._order = {}, {}
+        self._prompts = {}
+        self._order = {}
 
     def _evict(self, key: _Key) -> None:
         before = len(self)
@@ -218,10 +284,12 @@ class ReplayBuffer:
         return {"stored": stored, "prompts": prompts, "counts": counts, "random": random_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._prompts, self._order = {key: {} for key in state["prompts"]}, {}
+        self._prompts = {key: {} for key in state["prompts"]}
+        self._order = {}
         for entry in state["stored"]:
             stored = _Stored(**{**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])})
-            key, ids = (stored.prompt_ids, stored.prompt.answer), stored.rollout.completion_ids
+            key = (stored.prompt_ids, stored.prompt.answer)
+            ids = stored.rollout.completion_ids
             self._prompts[key][ids] = stored
             self._order[key, ids] = None
         self._counts = dict(state["counts"])

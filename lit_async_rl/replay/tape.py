@@ -1,26 +1,289 @@
 """Rollout tape: every group trained on, in atomically written Arrow files.
 
 A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row per rollout, see
-`lit_async_rl.replay.tape_rows`), each written under a temporary name and renamed. The checksum in the name, 16
+`lit_async_rl.replay.tape`), each written under a temporary name and renamed. The checksum in the name, 16
 hexadecimal digits of the content's SHA-256, is verified on reading, and `manifest.jsonl` lists the files of the tape.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
+import logging
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from lit_async_rl.errors import describe
-from lit_async_rl.replay.manifest import TapeFile, tape_files
-from lit_async_rl.replay.tape_rows import SCHEMA, from_rows
-from lit_async_rl.types import RolloutGroup
+from lit_async_rl.types import ExpertChoices, Prompt, Rollout, RolloutGroup, SamplerHead, Turn
+from lit_async_rl.utils.files import (
+    FolderLock,
+    append,
+    check_writable,
+    is_disk_full,
+    remove_stale_parts,
+    replacing,
+    tolerate_full_disk,
+)
+from lit_async_rl.utils.plain import plain
+
+# -- Manifest of a rollout tape: its files and their numbers of rows --------------------------------------------------
+# `manifest.jsonl` has one line per file, appended after the file was renamed into place. A crash in between leaves a
+# file that directly follows the last one listed; readers include it. A resume first renames superseded files to
+# `*.undone` and then rewrites the manifest, so a listed file of which only the `*.undone` exists counts as superseded.
+
+
+NAME = re.compile(r"steps-(\d+)-(\d+)-([0-9a-f]{16})\.arrow")
+MANIFEST = "manifest.jsonl"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TapeFile:
+    """A file of a tape.
+
+    Attributes:
+        path: of the file; `first` and `last`: its steps; `checksum`: of its content. All of them are in its name.
+        rows: number of rows; None if no manifest lists it.
+    """
+
+    path: Path
+    first: int
+    last: int
+    checksum: str
+    rows: int | None = None
+
+
+def tape_file(path: Path, rows: int | None = None) -> TapeFile | None:
+    """Parses a file name; None if it is not a tape file."""
+    match = NAME.fullmatch(path.name)
+    return None if match is None else TapeFile(path, int(match[1]), int(match[2]), match[3], rows)
+
+
+def tape_files(folder: Path) -> list[TapeFile]:
+    """Files that belong to a tape, in order of steps.
+
+    Raises:
+        ValueError: a file is missing, does not belong to the tape, or overlaps with another.
+    """
+    there = [file for path in sorted(folder.glob("steps-*.arrow")) if (file := tape_file(path))]
+    listed = _read_manifest(folder)
+    if listed is None:
+        _check_order(there)
+        if there:
+            log.warning(
+                "%s has no %s (an earlier version wrote it): a missing file would go unnoticed", folder, MANIFEST
+            )
+        return there
+    files = [file for file in listed if not _is_undone(file)]
+    for file in files:
+        if not file.path.is_file():
+            raise ValueError(f"{file.path} is missing, which {MANIFEST} lists: the tape lacks steps {_steps(file)}")
+    _check_order(files)
+    names = {file.path.name for file in listed}
+    for file in there:
+        if file.path.name in names:
+            continue
+        if not files or file.first > files[-1].last:
+            if files and file.first != files[-1].last + 1:
+                raise ValueError(f"{file.path} is not in {MANIFEST}, and does not follow step {files[-1].last}")
+            files.append(file)
+        else:
+            log.warning("%s is left out: %s does not list it, and its steps are in other files", file.path, MANIFEST)
+    return files
+
+
+def add_to_manifest(folder: Path, file: TapeFile) -> None:
+    """Appends a file to the manifest.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    append(folder / MANIFEST, _line(file))
+
+
+def write_manifest(folder: Path, files: Sequence[TapeFile]) -> None:
+    """Rewrites the manifest with exactly these files."""
+    with replacing(folder / MANIFEST) as manifest:
+        manifest.write("".join(_line(file) for file in files).encode())
+
+
+def _line(file: TapeFile) -> str:
+    return json.dumps({"file": file.path.name, "rows": file.rows}) + "\n"
+
+
+def _read_manifest(folder: Path) -> list[TapeFile] | None:
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    files = []
+    lines = path.read_bytes().split(b"\n")  # what follows the last newline was cut off by a crash
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            entry = json.loads(line)
+            file = tape_file(folder / entry["file"])
+            rows = entry["rows"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            file = None
+            rows = None
+        if file is None or not (rows is None or isinstance(rows, int)) or file.path.parent != folder:
+            raise ValueError(f"{path}, line {number} is damaged: {line[:80]!r}")
+        files.append(TapeFile(file.path, file.first, file.last, file.checksum, rows))
+    return sorted(files, key=lambda file: file.first)
+
+
+def _check_order(files: Sequence[TapeFile]) -> None:
+    for before, after in pairwise(files):
+        if after.first <= before.last:
+            raise ValueError(f"{after.path} holds steps {_steps(after)}, of which {before.path.name} has some, too")
+
+
+def _is_undone(file: TapeFile) -> bool:
+    return not file.path.is_file() and file.path.with_suffix(".undone").is_file()
+
+
+def _steps(file: TapeFile) -> str:
+    return f"{file.first} to {file.last}"
+
+
+# -- Arrow schema of the rollout tape, one row per rollout ------------------------------------------------------------
+# `docs/checkpoints.md` describes the columns.
+
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),  # optimizer step that was trained on it, from 0
+        ("policy_version", pa.int64()),  # of the policy in that step
+        ("group", pa.int64()),
+        ("sample", pa.int32()),
+        ("admitted_version", pa.int64()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("metadata", pa.string()),  # JSON
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int64())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("finish_reason", pa.string()),
+        ("text", pa.string()),
+        ("reward", pa.float64()),
+        ("generation_s", pa.float64()),
+        ("queue_s", pa.float64()),
+        ("turns", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64()), ("state", pa.int64())]))),
+        ("written_at", pa.float64()),  # seconds since 1970
+        ("head_width", pa.int32()),  # entries per token of the recorded distributions, null if there are none
+        ("head_entropy", pa.list_(pa.float32())),
+        ("head_ids", pa.list_(pa.int32())),  # of all tokens, one after the other
+        ("head_logprobs", pa.list_(pa.float32())),
+        ("expert_shape", pa.list_(pa.int32())),  # routers and experts per token of the chosen experts, null without
+        ("experts", pa.list_(pa.int16())),  # of all tokens of prompt and completion but the last, one after the other
+        ("messages", pa.string()),  # JSON, of prompts that are messages; their `prompt` is for reading
+        ("sampling", pa.string()),  # JSON: settings that the log-probabilities depend on
+    ]
+)
+
+
+def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
+    """Columns of one rollout except those of its step: `step`, `policy_version` and `written_at`."""
+    rollout = group.rollouts[sample]
+    return {
+        "group": group.index,
+        "sample": sample,
+        "admitted_version": group.admitted_version,
+        "prompt": group.prompt.text,
+        "messages": None if group.prompt.messages is None else json.dumps(group.prompt.messages),
+        "answer": group.prompt.answer,
+        "metadata": json.dumps(dict(group.prompt.metadata), default=str),
+        "prompt_ids": group.prompt_ids,
+        "completion_ids": rollout.completion_ids,
+        "behavior_logprobs": rollout.behavior_logprobs,
+        "versions": rollout.versions,
+        "loss_mask": rollout.loss_mask,
+        "finish_reason": rollout.finish_reason,
+        "text": rollout.text,
+        "reward": rollout.reward,
+        "generation_s": group.generation_s,
+        "queue_s": group.queue_s,
+        "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
+        **_head_columns(rollout.head),
+        "expert_shape": None if rollout.experts is None else rollout.experts.shape,
+        "experts": None if rollout.experts is None else rollout.experts.experts.flatten().numpy(),
+    }
+
+
+def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
+    """The group with these rollouts, one row each."""
+    head = rows[0]
+    return RolloutGroup(
+        index=head["group"],
+        prompt=_prompt(head),
+        prompt_ids=tuple(head["prompt_ids"]),
+        rollouts=tuple(
+            Rollout(
+                completion_ids=tuple(row["completion_ids"]),
+                behavior_logprobs=tuple(row["behavior_logprobs"]),
+                versions=tuple(row["versions"]),
+                finish_reason=row["finish_reason"],
+                text=row["text"],
+                reward=row["reward"],
+                loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
+                turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
+                head=_head(row),
+                experts=_experts(row),
+            )
+            for row in rows
+        ),
+        admitted_version=head["admitted_version"],
+        generation_s=head["generation_s"],
+        queue_s=head["queue_s"],
+    )
+
+
+def _head_columns(head: SamplerHead | None) -> dict[str, Any]:
+    if head is None:
+        return {"head_width": None, "head_entropy": None, "head_ids": None, "head_logprobs": None}
+    entropy, ids, logprobs = (values.flatten().numpy() for values in head.tensors)
+    return {"head_width": head.width, "head_entropy": entropy, "head_ids": ids, "head_logprobs": logprobs}
+
+
+def _head(row: dict[str, Any]) -> SamplerHead | None:
+    width = row.get("head_width")
+    if width is None:
+        return None
+    length = len(row["head_entropy"])
+    return SamplerHead(
+        torch.tensor(row["head_entropy"], dtype=torch.float32),
+        torch.tensor(row["head_ids"], dtype=torch.int32).reshape(length, width),
+        torch.tensor(row["head_logprobs"], dtype=torch.float32).reshape(length, width),
+    )
+
+
+def _experts(row: dict[str, Any]) -> ExpertChoices | None:
+    shape = row.get("expert_shape")  # older tapes have no such column
+    if shape is None:
+        return None
+    return ExpertChoices(torch.tensor(row["experts"], dtype=torch.int16).reshape(-1, *shape))
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    messages = row.get("messages")  # older tapes have no such column
+    what = {"text": row["prompt"]} if messages is None else {"messages": json.loads(messages)}
+    return Prompt(**what, answer=row["answer"], metadata=json.loads(row["metadata"]))
+
+
+def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:
+    return None if rows is None else tuple(Turn(**row) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -49,7 +312,8 @@ class Tape:
     """
 
     def __init__(self, folder: str | Path, sampling: Mapping[str, float] | None = None) -> None:
-        self.folder, self._sampling = Path(folder), sampling
+        self.folder = Path(folder)
+        self._sampling = sampling
         self._files = tape_files(self.folder)
         if not self._files:
             raise FileNotFoundError(f"{self.folder} holds no tape (no file steps-*.arrow)")
@@ -144,3 +408,134 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     if file.rows is not None and table.num_rows != file.rows:
         raise ValueError(f"{file.path} holds {table.num_rows} rows, and the manifest says {file.rows}")
     return table if columns is None else table.select(list(columns))
+
+
+# -- Writer of rollout tapes, whose format `lit_async_rl.replay.tape` describes ---------------------------------------
+
+
+class TapeWriter:
+    """Appends steps to a tape.
+
+    Nothing is lost when the disk is full: a warning is logged, and the rows stay in memory and are written with the
+    next step. At the end `close` waits for space.
+
+    Args:
+        folder: created if missing.
+        first_step: of the writing run, after a resume. Recorded steps from this one on are superseded: their files are
+            renamed to `*.undone`, which readers ignore.
+        waiting: unwritten rows of earlier steps (`waiting` of the interrupted run).
+
+    Raises:
+        ValueError: a file is damaged.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path, first_step: int = 0, waiting: Sequence[dict[str, Any]] = ()) -> None:
+        self.folder = Path(folder)
+        check_writable(self.folder, "the tape's folder")
+        self._rows: list[dict[str, Any]] = list(waiting)
+        self._unlisted: list[TapeFile] = []  # written; the disk was full for the manifest
+        self._lock = FolderLock(self.folder, "the tape's folder")
+        try:
+            remove_stale_parts(self.folder)
+            self._undo(first_step)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _undo(self, first_step: int) -> None:
+        """Sets aside recorded steps from `first_step` on; takes effect with the new manifest."""
+        files = tape_files(self.folder)
+        undone = [file for file in files if file.last >= first_step]
+        files = [file for file in files if file.last < first_step]
+        for file in undone:
+            if file.first < first_step:
+                files += self._keep_before(first_step, file, files)
+            file.path.replace(file.path.with_suffix(".undone"))
+        if undone:
+            log.warning("tape %s: %d files of step %d and later were set aside", self.folder, len(undone), first_step)
+        with tolerate_full_disk(f"the manifest of tape {self.folder}"):
+            write_manifest(self.folder, files)
+
+    def _keep_before(self, first_step: int, undone: TapeFile, whole: Sequence[TapeFile]) -> list[TapeFile]:
+        """Writes the steps of a file before `first_step` to a new file."""
+        known = {n for file in whole for n in range(file.first, file.last + 1)} | {row["step"] for row in self._rows}
+        rows = read_file(undone, None).to_pylist()
+        self._rows = [row for row in rows if row["step"] < first_step and row["step"] not in known] + self._rows
+        return self._write()
+
+    @property
+    def waiting(self) -> list[dict[str, Any]]:
+        """Rows not written to disk yet, as plain values."""
+        return [plain(row) for row in self._rows]
+
+    def append(
+        self,
+        step: int,
+        version: int,
+        groups: Sequence[RolloutGroup],
+        sampling: Mapping[str, float] | None = None,
+    ) -> None:
+        """Adds a step, see `TapeStep`; `flush` writes it to disk."""
+        settings = None if sampling is None else json.dumps(dict(sampling))
+        known = dict(step=step, policy_version=version, written_at=time.time(), sampling=settings)
+        self._rows += [known | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+
+    def close(self, timeout_s: float) -> None:
+        """Writes the remaining rows; retries while the disk is full.
+
+        Raises:
+            OSError: the disk is still full after `timeout_s`.
+        """
+        try:
+            self._wait_for_room(timeout_s)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Releases the lock of the folder. Safe to call twice."""
+        self._lock.release()
+
+    def _wait_for_room(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        self.flush()
+        while self._rows or self._unlisted:
+            if time.monotonic() > deadline:
+                missing = [n for file in self._unlisted for n in (file.first, file.last)]
+                missing += [row["step"] for row in self._rows]
+                steps = f"steps {missing[0]} to {missing[-1]} are not on the tape"
+                problem = f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: {steps}"
+                raise OSError(errno.ENOSPC, problem, str(self.folder))
+            time.sleep(min(1.0, timeout_s))
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the appended steps as one file, and lists it."""
+        self._unlisted += self._write()
+        with tolerate_full_disk(f"the manifest of tape {self.folder}"):
+            while self._unlisted:
+                add_to_manifest(self.folder, self._unlisted[0])
+                del self._unlisted[0]
+
+    def _write(self) -> list[TapeFile]:
+        """The file that holds the appended steps; None if there are none, or the disk is full."""
+        if not self._rows:
+            return []
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
+        data = sink.getvalue().to_pybytes()
+        first = self._rows[0]["step"]
+        last = self._rows[-1]["step"]
+        path = self.folder / f"steps-{first:09d}-{last:09d}-{checksum(data)}.arrow"
+        try:
+            with replacing(path) as file:
+                file.write(data)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            log.warning("tape %s: the disk is full; steps %d to %d wait in memory", self.folder, first, last)
+            return []
+        rows = len(self._rows)
+        self._rows = []
+        return [TapeFile(path, first, last, checksum(data), rows)]

@@ -13,8 +13,7 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.replay.tape import Tape
-from lit_async_rl.rollouts.stats import ProducerStats
-from lit_async_rl.rollouts.wait_timer import WaitTimer
+from lit_async_rl.rollouts.producer import ProducerStats, WaitTimer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
 from lit_async_rl.utils.spans import Spans
@@ -42,7 +41,8 @@ class NoEngine(RolloutEngine):
     num_tokens = 0
 
     def __init__(self, scores: bool, given: RolloutEngine | None = None) -> None:
-        self.scores, self._given = scores, given
+        self.scores = scores
+        self._given = given
         if given is not None:
             self.num_slots = given.num_slots
 
@@ -87,7 +87,8 @@ class Replay:
     def __init__(self, tape: Tape, first_step: int, admission: Admission) -> None:
         self.version = 0
         self._admission = admission
-        self._tape, self._first_step = tape, first_step
+        self._tape = tape
+        self._first_step = first_step
         self._steps = tape.steps(first_step)
         self._groups: deque[tuple[int, RolloutGroup]] = deque()
         self.num_used = self.num_before_step = 0

@@ -30,8 +30,10 @@ class Samples:
         self._clear()
 
     def _clear(self) -> None:
-        self._offsets, self._sizes = array("q"), array("q")
-        self._steps, self._groups = array("q"), array("q")
+        self._offsets = array("q")
+        self._sizes = array("q")
+        self._steps = array("q")
+        self._groups = array("q")
 
     @property
     def num_rows(self) -> int:

@@ -31,7 +31,8 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, run: RunData, port: int) -> None:
         super().__init__((HOST, port), _Handler)
-        self.run, self.lock = run, threading.Lock()
+        self.run = run
+        self.lock = threading.Lock()
 
     @property
     def address(self) -> str:

@@ -26,7 +26,9 @@ class Tail:
             return False
         identity = found.st_dev, found.st_ino
         if self._identity is not None and (identity != self._identity or found.st_size < self._offset):
-            self._offset, self._seen, self.generation = 0, 0, self.generation + 1
+            self._offset = 0
+            self._seen = 0
+            self.generation = self.generation + 1
         self._identity = identity
         return found.st_size > self._seen
 
@@ -39,7 +41,8 @@ class Tail:
                     self._seen = self._offset + len(line)
                     if not line.endswith(b"\n"):
                         break
-                    offset, self._offset = self._offset, self._offset + len(line)
+                    offset = self._offset
+                    self._offset = self._offset + len(line)
                     yield offset, line
         except OSError:
             return

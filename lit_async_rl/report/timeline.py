@@ -9,16 +9,72 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lit_async_rl.report.samples import parsed
-from lit_async_rl.report.spans import Spans
 from lit_async_rl.report.tail import Tail
 
-MAX_SPANS, NUM_WINDOWS, MAX_BINS = 3000, 8, 400
+# -- Arithmetic of time spans: how much of a window they cover, one by one or together --------------------------------
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Intervals of time in seconds, as arrays; they may overlap."""
+
+    begin: np.ndarray
+    end: np.ndarray
+
+    def union(self) -> Spans:
+        """The same times as disjoint intervals, in order."""
+        if not len(self.begin):
+            return self
+        order = np.argsort(self.begin, kind="stable")
+        begin = self.begin[order]
+        end = np.maximum.accumulate(self.end[order])
+        first = np.concatenate([[True], begin[1:] > end[:-1]])
+        return Spans(begin[first], end[np.concatenate([first[1:], [True]])])
+
+    def covered(self, times: np.ndarray) -> np.ndarray:
+        """Seconds of all spans before each of some times: F(t) = sum of (t - begin)+ - (t - end)+."""
+        return _before(self.begin, times) - _before(self.end, times)
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of all spans within a window."""
+        low, high = self.covered(np.array([begin, end]))
+        return float(high - low)
+
+    def without(self, hidden: Spans) -> Spans:
+        """The parts of disjoint spans that lie outside of other disjoint spans."""
+        if not len(hidden.begin) or not len(self.begin):
+            return self
+        cuts = np.unique(np.concatenate([self.begin, self.end, hidden.begin, hidden.end]))
+        middle = (cuts[:-1] + cuts[1:]) / 2
+        kept = self._has(middle) & ~hidden._has(middle)
+        return Spans(cuts[:-1][kept], cuts[1:][kept])
+
+    def _has(self, times: np.ndarray) -> np.ndarray:
+        at = np.searchsorted(self.begin, times, side="right") - 1
+        return (at >= 0) & (times < self.end[np.maximum(at, 0)])
+
+
+def _before(points: np.ndarray, times: np.ndarray) -> np.ndarray:
+    if not len(points):
+        return np.zeros(len(times))
+    origin = points.min()  # seconds since 1970 would leave few digits to their sums
+    ordered = np.sort(points) - origin
+    times = times - origin
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    number = np.searchsorted(ordered, times)
+    return number * times - sums[number]
+
+
+MAX_SPANS = 3000
+NUM_WINDOWS = 8
+MAX_BINS = 400
 STEPS_PER_BIN = 4  # at least: shares within a step are for the chart of single spans
 BUSY = ("engine/prefill", "engine/decode")
 KINDS = (
@@ -38,9 +94,14 @@ class Timeline:
         self._clear()
 
     def _clear(self) -> None:
-        self._begin, self._duration = array("d"), array("d")
-        self._kind, self._lane, self._step, self._version = array("i"), array("i"), array("i"), array("i")
-        self._file, self._offset = array("i"), array("q")
+        self._begin = array("d")
+        self._duration = array("d")
+        self._kind = array("i")
+        self._lane = array("i")
+        self._step = array("i")
+        self._version = array("i")
+        self._file = array("i")
+        self._offset = array("q")
         self._kinds: dict[str, int] = {}
         self._lanes: dict[tuple[str, int, int], int] = {}
         self._names: dict[tuple[int, int], str] = {}
@@ -74,12 +135,15 @@ class Timeline:
             if event.get("ph") != "X":
                 self._note(event, thread)
                 return
-            begin, duration = float(event["ts"]) / 1e6, max(0.0, float(event["dur"])) / 1e6
+            begin = float(event["ts"]) / 1e6
+            duration = max(0.0, float(event["dur"])) / 1e6
             args = event.get("args") or {}
-            step, version = _whole(args.get("step")), _whole(args.get("version"))
+            step = _whole(args.get("step"))
+            version = _whole(args.get("version"))
         except (KeyError, TypeError, ValueError, AttributeError):
             return
-        category, kind = str(event.get("cat")), f"{event.get('cat')}/{event.get('name')}"
+        category = str(event.get("cat"))
+        kind = f"{event.get('cat')}/{event.get('name')}"
         self._begin.append(begin)
         self._duration.append(duration)
         self._kind.append(self._kinds.setdefault(kind, len(self._kinds)))
@@ -91,7 +155,9 @@ class Timeline:
 
     def _note(self, event: dict[str, Any], thread: tuple[int, int]) -> None:
         """Names of processes and threads; the moment from which on the file has only some of the steps."""
-        kind, name, args = event.get("ph"), event.get("name"), event.get("args") or {}
+        kind = event.get("ph")
+        name = event.get("name")
+        args = event.get("args") or {}
         if kind == "M" and name == "thread_name":
             self._names[thread] = str(args["name"])
         elif kind == "M" and name == "process_name":
@@ -141,7 +207,8 @@ class Timeline:
         """Lanes, shares of time of each kind in parts of the run, and windows with single spans."""
         if not len(self):
             return None
-        first, last = float(np.asarray(self._begin).min()), float(self._ends().max())
+        first = float(np.asarray(self._begin).min())
+        last = float(self._ends().max())
         steps = max(self._step) + 1
         bins = max(10, min(MAX_BINS, steps // STEPS_PER_BIN))
         edges = np.linspace(first, max(last, first + 1e-6), bins + 1)

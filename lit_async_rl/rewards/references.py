@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from lit_async_rl.errors import RewardError, StalledError, describe
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards.answers import read_answer
-from lit_async_rl.rewards.awaiting import Awaiter
-from lit_async_rl.rewards.score import Reward, reward_name, score
+from lit_async_rl.rewards.scorer import Awaiter, Reward, reward_name, score
 from lit_async_rl.types import Prompt
 
 NUM_SAMPLES = 64  # references of each source
@@ -119,7 +118,8 @@ def _differ(one: str | None, other: str | None) -> bool:
     """Whether two answers are surely different: their numbers, where both are numbers, else their texts."""
     if one is None or other is None:
         return one is not other
-    first, second = read_answer(one), read_answer(other)
+    first = read_answer(one)
+    second = read_answer(other)
     if first.number is not None and second.number is not None:
         return first.number not in (second.number, second.number / 100, second.number * 100)
     return one.strip().casefold() != other.strip().casefold() and (first.words or one) != (second.words or other)
@@ -143,7 +143,8 @@ class ReferenceCheck:
     """
 
     def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:
-        self._reward, self._timeout_s = reward, timeout_s
+        self._reward = reward
+        self._timeout_s = timeout_s
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 

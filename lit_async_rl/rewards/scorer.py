@@ -7,24 +7,231 @@ process alive.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import hashlib
+import inspect
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from lit_async_rl.errors import RewardError, SetupError, StalledError
-from lit_async_rl.rewards.awaiting import Awaiter
-from lit_async_rl.rewards.score import Reward, reward_identity, reward_name, score
-from lit_async_rl.rewards.score_spans import MAX_LANES, ScoreSpans
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.clocks import AwakeClock
-from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.checks import as_reward, check_range
+from lit_async_rl.utils.guarded_calls import AwakeClock, LoopThread
+from lit_async_rl.utils.spans import FIRST_REWARD, Lane, Spans
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
+
+# -- Execution of `async` reward functions for the worker threads that score completions ------------------------------
+
+
+ANSWER_S = 1.0  # in which a loop that works runs a coroutine that does nothing
+
+T = TypeVar("T")
+
+
+class Awaiter:
+    """Runs awaitables in one event loop, so that all workers can share a client (such as an HTTP session).
+
+    The loop is started on first use, and replaced if a reward blocks it (`time.sleep` in an `async def`).
+
+    Args:
+        timeout_s: longest that one result may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._loop: LoopThread | None = None
+
+    def wait(self, awaitable: Awaitable[T]) -> T:
+        """Returns the result of an awaitable, or raises its exception.
+
+        Raises:
+            StalledError: it timed out and was cancelled.
+        """
+        with self._lock:
+            loop = self._loop = self._loop or LoopThread("async-reward")
+        try:
+            return loop.call(_result(awaitable), self._timeout_s, "it")
+        except StalledError:
+            if not loop.answers(ANSWER_S):
+                with self._lock:
+                    self._loop = None if self._loop is loop else self._loop
+            raise
+
+    @staticmethod
+    def once(awaitable: Awaitable[T]) -> T:
+        """Result of an awaitable, run in a separate event loop."""
+        return asyncio.run(_result(awaitable))
+
+    def close(self) -> None:
+        """Cancels running awaitables, and stops the loop."""
+        with self._lock:
+            loop = self._loop
+            self._loop = None
+        if loop is not None and loop.answers(ANSWER_S):
+            loop.close(asyncio.sleep(0))
+
+
+async def _result(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+# -- Evaluation of a reward function on one completion ----------------------------------------------------------------
+
+
+LIMITS = ("timeout_s", "max_memory_gb", "latency_s")
+Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
+
+
+def reward_name(reward: Any) -> str:
+    """Dotted name of a reward function, or of the class of a callable object."""
+    if hasattr(reward, "__qualname__"):
+        return f"{reward.__module__}.{reward.__qualname__}"
+    return f"{type(reward).__module__}.{type(reward).__qualname__}"
+
+
+def reward_identity(reward: Any) -> str:
+    """Name of a reward with the texts and numbers that it was made with; another identity is another reward.
+
+    Works for environments, too. Settings are what a `functools.partial` binds, and the constructor's arguments that an
+    object keeps under their names; they may be nested: lists, dictionaries, functions and objects with settings of
+    their own. Limits of time and memory (`timeout_s` and the like) are left out: they change no reward. Settings appear
+    as a digest: one may be a key, and identities stand in checkpoints and messages.
+    """
+    if isinstance(reward, functools.partial):
+        name = reward_identity(reward.func)
+        given = {str(n): value for n, value in enumerate(reward.args)}
+        given |= reward.keywords
+    else:
+        kind: Any = type(reward)
+        name = reward_name(reward)
+        known: Iterable[str] = () if hasattr(reward, "__qualname__") else inspect.signature(kind.__init__).parameters
+        given = {argument: getattr(reward, argument) for argument in known if hasattr(reward, argument)}
+    known_values = {name: _identity(value) for name, value in given.items() if not name.endswith(LIMITS)}
+    plain = {argument: value for argument, value in known_values.items() if value is not None}
+    digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
+    return f"{name}({', '.join(plain)}: {digest})" if plain else name
+
+
+def wants_token_ids(reward: Callable[..., Any]) -> bool:
+    """Whether a reward has a parameter `token_ids`, and is called with the token ids of the completion."""
+    try:
+        return "token_ids" in inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # of a function in C, which does not tell
+        return False
+
+
+def _identity(value: Any) -> Any:
+    """A setting in a form whose `repr` is the same in every process; None for what has no such form."""
+    if isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        parts = [_identity(part) for part in value]
+        return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts
+    if isinstance(value, Mapping):
+        return sorted(((repr(key), _identity(part)) for key, part in value.items()), key=repr)
+    if isinstance(value, functools.partial) or inspect.isroutine(value):
+        return reward_identity(value)
+    if callable(value) and not isinstance(value, type):
+        return reward_identity(value)
+    return None
+
+
+def score(
+    reward: Reward,
+    prompt: Prompt,
+    completion: str,
+    wait: Callable[[Awaitable[float]], float] = Awaiter.once,
+    token_ids: Sequence[int] = (),
+) -> float:
+    """Evaluates the reward of one completion.
+
+    Args:
+        reward: reward function, plain or `async`.
+        prompt: prompt of the completion.
+        completion: text to score.
+        wait: returns the result of an `async` reward.
+        token_ids: of the completion, stop token included; for a reward that has a parameter of that name.
+
+    Raises:
+        RewardError: the function raised, or did not return a finite number.
+    """
+    where = f"reward {reward_name(reward)} on prompt {prompt.text[:200]!r}, completion {completion[:200]!r}"
+    try:
+        ids = {"token_ids": tuple(token_ids)} if wants_token_ids(reward) else {}
+        value: Any = reward(prompt, completion, **ids)
+        if inspect.isawaitable(value):
+            value = wait(value)
+    except StalledError:
+        raise
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+    try:
+        return as_reward(value)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{where} returned {error}") from None
+
+
+# -- Spans of a reward worker in the timeline of a run ----------------------------------------------------------------
+
+
+MAX_LANES = 8  # workers that a timeline shows
+
+
+class ScoreSpans:
+    """Records when one worker scores: a span for all completions that it scores without a pause.
+
+    A cheap reward takes less time than a span of its own would. A span has the sum of the seconds, the group of the
+    first completion and their number; it ends when the worker waits, or with the window in which a timeline merges.
+
+    Args:
+        spans: of the timeline.
+        worker: its number.
+    """
+
+    def __init__(self, spans: Spans, worker: int) -> None:
+        self._spans = spans
+        self._worker = worker
+        self._lane: Lane | None = None
+        self._number = 0
+        self._seconds = 0.0
+        self._began = 0.0
+        self._is_ok = True
+        self._group: int | None = None
+
+    def add(self, began: float, seconds: float, group: int | None, is_ok: bool) -> None:
+        """One completion was scored, or failed to be; `began` is of `time.monotonic`."""
+        if self._number and began + seconds - self._began > self._spans.window_s:
+            self.flush()
+        if not self._number:
+            self._began = began
+            self._group = group
+            self._is_ok = True
+        self._number += 1
+        self._seconds += seconds
+        self._is_ok &= is_ok
+        if seconds > self._spans.window_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Passes on the span."""
+        if not self._number:
+            return
+        if self._lane is None:
+            self._lane = self._spans.lane(0, FIRST_REWARD + self._worker, "reward", f"reward {self._worker}")
+        done = dict(group=self._group, ok=self._is_ok, completions=self._number)
+        self._lane.add("score", self._began, self._seconds, **done)
+        self._number = 0
+        self._seconds = 0.0
+
 
 CLOSE_S = 5.0
 POLL_S = 0.2
@@ -71,7 +278,8 @@ class Scorer:
     ) -> None:
         check_range("data.scoring", "integer >= 1", workers=num_workers)
         self.policy = TryPolicy(owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s)
-        self.reward, self.identity = reward, None if reward is None else reward_identity(reward)
+        self.reward = reward
+        self.identity = None if reward is None else reward_identity(reward)
         self.keeps_rewards = False
         self.clock = AwakeClock()
         self.timeout_s = timeout_s
@@ -84,7 +292,9 @@ class Scorer:
         self._awaiter = Awaiter(timeout_s)
         self._numbers = itertools.count()
         self._workers: dict[int, threading.Thread] = {}  # without those that hang
-        self._busy_s, self._cpu_s, self._is_closed = 0.0, 0.0, False
+        self._busy_s = 0.0
+        self._cpu_s = 0.0
+        self._is_closed = False
         self._drawn: dict[int, ScoreSpans] = {}  # of the workers that a timeline shows
         for _ in range(num_workers):
             self._add_worker()
@@ -131,7 +341,8 @@ class Scorer:
             if self.reward is None:
                 self._error = SetupError("completions cannot be scored: data.reward is null")
                 return
-            began, began_cpu = time.monotonic(), time.thread_time()
+            began = time.monotonic()
+            began_cpu = time.thread_time()
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None
             try:

@@ -32,14 +32,19 @@ class SuccessWatch:
     """
 
     def __init__(self, setting: str, rates: str, is_default: bool) -> None:
-        self._setting, self._rates, self._is_default = setting, rates, is_default
-        self._lowest, self._highest = float("inf"), float("-inf")
-        self._is_binary, self._has_spoken = True, False
+        self._setting = setting
+        self._rates = rates
+        self._is_default = is_default
+        self._lowest = float("inf")
+        self._highest = float("-inf")
+        self._is_binary = True
+        self._has_spoken = False
 
     def add(self, rewards: Iterable[float]) -> None:
         """Adds rewards as they were given, before filters change them."""
         for reward in rewards:
-            self._lowest, self._highest = min(self._lowest, reward), max(self._highest, reward)
+            self._lowest = min(self._lowest, reward)
+            self._highest = max(self._highest, reward)
             self._is_binary = self._is_binary and reward in (-1.0, 0.0, 1.0)
 
     def speak(self, threshold: float) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
 from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
 FORMAT = 1  # of what `save_producer` returns; another number is another meaning
@@ -79,7 +79,8 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
                 len(producer.book.unfinished),
             )
         return [], None
-    partials, random_state = listener.partial_completions(), listener.random_state()
+    partials = listener.partial_completions()
+    random_state = listener.random_state()
     return (partials, random_state) if listener.engine_error is None else ([], None)
 
 
@@ -190,7 +191,8 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
                 f"{name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: the order of prompts "
                 "could not go on. " + START_ANEW
             )
-    before, after = _flat(saved), _flat(now)
+    before = _flat(saved)
+    after = _flat(now)
     unknown = {name for name in (_ENVIRONMENT, _ANSWERS) if name not in saved}  # to older checkpoints
     if saved.get(_ANSWERS) is None or now[_ANSWERS] is None:
         unknown.add(_ANSWERS)

@@ -2,14 +2,300 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from torch import Tensor
+
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.completion_check import RequestLedger
 from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError, describe
-from lit_async_rl.rollouts.engine_in_use import EngineInUse
+from lit_async_rl.models.weights import lasts
+from lit_async_rl.types import Completion, GenerationRequest
+from lit_async_rl.utils.guarded_calls import LastKnown, Limit, call, feed
+from lit_async_rl.utils.spans import ENGINE, WEIGHTS, Spans
+
+# -- Engine calls with timeouts, so that an engine that hangs cannot block its caller ---------------------------------
+
+
+T = TypeVar("T")
+GRACE_S = 5.0  # an engine that has a limit of its own says more than we could
+log = logging.getLogger(__name__)
+
+
+class EngineCalls:
+    """Calls an engine from any thread, with a time limit.
+
+    A call that exceeds its limit raises `StalledError` and is abandoned in its thread; the engine must then be
+    discarded. `poll` is not here: it has a thread of its own.
+
+    Args:
+        engine: any.
+        timeout_s: `data.limits.rollout_timeout_s`; a longer `update_timeout_s` of the engine takes precedence.
+    """
+
+    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
+        self.engine = engine
+        self.name = type(engine).__name__
+        self.timeout_s = timeout_s
+        self._counters = LastKnown(lambda: (float(engine.busy_s), int(engine.num_tokens)), (0.0, 0))
+
+    def counters(self) -> tuple[float, int]:
+        """Seconds and tokens generated; the last known values if the engine does not answer."""
+        return self._counters.get()
+
+    def _limit(self, what: str) -> Limit:
+        update_s = self.engine.update_timeout_s
+        if what == "setup":
+            seconds = self.engine.startup_timeout_s
+            setting = "data.engine.startup_timeout_s"
+        elif update_s > self.timeout_s:
+            seconds = update_s
+            setting = "data.engine.update_timeout_s"
+        else:
+            seconds = self.timeout_s
+            setting = "data.limits.rollout_timeout_s"
+        message = f"{self.name}.{what} did not return within {setting}={seconds:g} s, and no token was sampled"
+        return Limit(seconds + min(GRACE_S, 0.1 * seconds), message, self.counters)
+
+    def ask(self, what: str, function: Callable[[], T]) -> T:
+        """The result of any call; `what` names the call in errors."""
+        return call(function, self._limit(what))
+
+    def setup(self, model: str) -> None:
+        """Sets the engine up within `startup_timeout_s`."""
+        self.ask("setup", lambda: self.engine.setup(model))
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
+        limit = self._limit("load_weights")
+        feed(lambda fed: self.engine.load_weights(version, fed), weights, limit, lasts)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.ask("submit", lambda: self.engine.submit(requests))
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self.ask("abort", lambda: self.engine.abort(request_ids))
+
+    def sleep(self) -> None:
+        self.ask("sleep", self.engine.sleep)
+
+    def partial_completions(self) -> Any:
+        """Partial completions, not validated yet."""
+        return self.ask("partial_completions", self.engine.partial_completions)
+
+    def close(self, limit_s: float) -> None:
+        """Closes the engine; if it takes longer, it continues in the background."""
+        try:
+            call(self.engine.close, Limit(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
+        except StalledError as error:
+            log.warning("%s; it is abandoned with the memory it holds", error)
+
+    def end(self, limit_s: float) -> None:
+        """Closes what engines share; if it takes longer, it continues in the background."""
+        try:
+            call(self.engine.end, Limit(limit_s, f"{self.name}.end did not return within {limit_s:g} s"))
+        except StalledError as error:
+            log.warning("%s; it is abandoned", error)
+
+
+# -- Spans of the engine in the timeline of a run: generation, weight updates, restarts -------------------------------
+
+
+class EngineSpans:
+    """Records updates of the weights, restarts, and generation of engines that do not record it themselves.
+
+    Of those only the totals `busy_s` and `num_tokens` are known; what they gained during a call of `poll` is drawn at
+    its end.
+
+    Args:
+        spans: of the timeline.
+        engine: the engine in use.
+    """
+
+    def __init__(self, spans: Spans, engine: RolloutEngine) -> None:
+        self._spans = spans
+        self._updates = spans.lane(0, WEIGHTS, "engine", "weight updates")
+        self._watch(engine)
+
+    def _watch(self, engine: RolloutEngine) -> None:
+        self._is_silent = not engine.observe(self._spans)
+        self._busy_s = 0.0
+        self._num_tokens = 0
+        if self._is_silent:
+            self._lane = self._spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+
+    def loaded(self, version: int, began: float) -> None:
+        """The engine has taken these weights."""
+        self._updates.add("update_weights", began, time.monotonic() - began, version, version=version)
+
+    def restarted(self, engine: RolloutEngine) -> None:
+        """Another engine takes the place of one that failed."""
+        self._updates.instant("engine restarted")
+        self._watch(engine)
+
+    def polled(self, engine: RolloutEngine, began: float, version: int | None) -> None:
+        """`poll` has returned; it was called at `began`."""
+        if not self._is_silent:
+            return
+        busy_s = engine.busy_s - self._busy_s
+        num_tokens = engine.num_tokens - self._num_tokens
+        self._busy_s = engine.busy_s
+        self._num_tokens = engine.num_tokens
+        if busy_s > 0:
+            ended = time.monotonic()
+            self._lane.add("decode", ended - busy_s, busy_s, version, version=version, tokens=num_tokens)
+
+
+# -- The engine in use by the producer: its calls with timeouts, its requests, and its failure ------------------------
+
+
+class EngineInUse:
+    """Calls an engine until it fails, which is recorded; it can then be replaced.
+
+    Args:
+        engine: set up and loaded with weights.
+        changed: condition notified after a failure.
+        timeout_s: timeout of engine calls, see `EngineCalls`.
+        vocab_size: of the policy.
+
+    Attributes:
+        engine: the engine in use.
+        calls: its calls, with timeouts.
+        ledger: its requests; guarded by `changed`.
+        engine_error: the engine's failure (or that it hangs); None while it works.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, changed: threading.Condition, timeout_s: float, vocab_size: int | None
+    ) -> None:
+        self.changed = changed
+        self._timeout_s = timeout_s
+        self._vocab_size = vocab_size
+        self._before = (0.0, 0)  # seconds and tokens of engines that were replaced
+        self._spans: EngineSpans | None = None
+        self.engine_error: Exception | None = None
+        self._install(engine)
+
+    def _install(self, engine: RolloutEngine, version: int | None = None) -> None:
+        self.engine = engine
+        self.calls = EngineCalls(engine, self._timeout_s)
+        self.ledger = RequestLedger(engine, self._vocab_size, version)
+
+    def _exchange(self, engine: RolloutEngine, version: int | None) -> None:
+        """Uses another engine, which has the weights of `version`, from now on."""
+        self._before = (self.busy_s, self.num_tokens)
+        self._install(engine, version)
+        self.engine_error = None
+        if self._spans is not None:
+            self._spans.restarted(engine)
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline what the engine does."""
+        self._spans = EngineSpans(spans, self.engine)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of generation, summed over all engines so far."""
+        return self._before[0] + self._counters()[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated, summed over all engines so far."""
+        return self._before[1] + self._counters()[1]
+
+    def _counters(self) -> tuple[float, int]:
+        return self._attempt(self.calls.counters, (0.0, 0))
+
+    def _attempt(self, call: Callable[[], T], otherwise: T) -> T:
+        """The result of a call; `otherwise` after a failure of the engine, which is recorded."""
+        try:
+            return call()
+        except Exception as error:
+            self.break_engine(error, self.engine)
+            return otherwise
+
+    def has_loaded(self, version: int) -> None:
+        """Records that the engine has the weights of `version`; later requests get no older tokens."""
+        with self.changed:
+            self.ledger.loaded = self.ledger.newest = version
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads new weights if the engine works; a failure is recorded."""
+        if self.engine_error is not None:
+            return
+        with self.changed:
+            self.ledger.newest = version
+        began = time.monotonic()
+        try:
+            self.calls.load_weights(version, weights)
+        except Exception as error:  # `take` raises it, or another engine gets the weights
+            self.break_engine(error, self.engine)
+        else:
+            self.has_loaded(version)
+            if self._spans is not None:
+                self._spans.loaded(version, began)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Submits requests if the engine works; a failure is recorded.
+
+        Raises:
+            ValueError: the request cannot be served by any engine.
+        """
+        if not requests or self.engine_error is not None:
+            return
+        with self.changed:
+            self.ledger.open(requests)
+        try:
+            self.calls.submit(requests)
+        except ValueError:
+            raise
+        except Exception as error:
+            self.break_engine(error, self.engine)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Aborts requests if the engine works."""
+        if not request_ids or self.engine_error is not None:
+            return
+        with self.changed:
+            self.ledger.abort(request_ids)
+        self._attempt(lambda: self.calls.abort(request_ids), None)
+
+    def sleep(self) -> None:
+        """Has the engine free its memory, if it works and is set to."""
+        if self.engine_error is None and self.engine.sleep_level:
+            self._attempt(self.calls.sleep, None)
+
+    def partial_completions(self) -> list[Completion]:
+        """Partial completions of running requests; empty if the engine cannot provide them."""
+
+        def ask() -> list[Completion]:
+            found = self.calls.partial_completions()
+            with self.changed:
+                return self.ledger.receive_partials(found)
+
+        return self._attempt(ask, []) if self.engine_error is None else []
+
+    def random_state(self) -> Tensor | None:
+        """Random state of the engine, if it works and has one."""
+        if self.engine_error is not None:
+            return None
+        return self._attempt(lambda: self.calls.ask("random_state", self.engine.random_state), None)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Restores the random state; errors are raised, because the resume would not be exact."""
+        self.calls.ask("set_random_state", lambda: self.engine.set_random_state(state))
+
+    def break_engine(self, error: Exception, engine: RolloutEngine) -> None:
+        """Records a failure of the current engine."""
+        with self.changed:
+            if engine is self.engine and self.engine_error is None:
+                self.engine_error = error
+                self.changed.notify_all()
+
 
 POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 
@@ -45,7 +331,9 @@ class EngineListener(EngineInUse):
     ) -> None:
         super().__init__(engine, changed, timeout_s, vocab_size)
         self.error: BaseException | None = None
-        self._on_completion, self._on_turn, self._on_given_up = on_completion, on_turn, on_given_up
+        self._on_completion = on_completion
+        self._on_turn = on_turn
+        self._on_given_up = on_given_up
         self._stopped = threading.Event()
         self._thread = self._new_thread()
 
@@ -134,7 +422,8 @@ class EngineListener(EngineInUse):
             self._stopped.wait(POLL_S)
             return []
         try:
-            began, spans = time.monotonic(), self._spans
+            began = time.monotonic()
+            spans = self._spans
             completions = self.ledger.listed(engine.poll(POLL_S), "poll")
             if spans is not None:
                 spans.polled(engine, began, self.ledger.loaded)

@@ -22,8 +22,8 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
-from lit_async_rl.prompts.usable import UsableSubset
-from lit_async_rl.rewards.metrics import pass_at_k
+from lit_async_rl.prompts.stream import UsableSubset
+from lit_async_rl.rewards.functions import pass_at_k
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.types import Prompt
@@ -134,9 +134,14 @@ class EvaluationRun:
             raise InvariantError("an evaluation without questions")
         if plan.first_id < FIRST_ID:
             raise InvariantError(f"ids of an evaluation begin at {FIRST_ID}, got {plan.first_id}")
-        self.version, self.num_samples = plan.version, plan.num_samples
-        self._stop, self._stop_token_ids = plan.sampling.stop, plan.sampling.stop_token_ids
-        self._listener, self._engine, self._scorer, self._codec = listener, listener.engine, scorer, codec
+        self.version = plan.version
+        self.num_samples = plan.num_samples
+        self._stop = plan.sampling.stop
+        self._stop_token_ids = plan.sampling.stop_token_ids
+        self._listener = listener
+        self._engine = listener.engine
+        self._scorer = scorer
+        self._codec = codec
         at_once = len(plan.questions) * plan.num_samples
         self._limit = plan.max_concurrent if self._engine.in_flight_weight_updates else at_once
         self._waiting = deque(plan.requests())
@@ -144,7 +149,8 @@ class EvaluationRun:
         self._in_engine: set[int] = set()
         self._num_left = at_once  # samples
         self._is_abandoned = False
-        self._began, self.seconds = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self.seconds = 0.0
         self._changed = listener.changed
 
     def submit(self) -> None:
@@ -233,7 +239,8 @@ class EvaluationRun:
         """Aborts its requests."""
         with self._changed:
             self._is_abandoned = True
-            requests, self._in_engine = list(self._in_engine), set()
+            requests = list(self._in_engine)
+            self._in_engine = set()
             if not self.is_lost:
                 self._listener.abort(requests)
 

@@ -4,16 +4,260 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+import torch
+from torch import Tensor
+
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.rollouts.sample_requests import SampleRequests
-from lit_async_rl.rollouts.serialization import SavedGroup
-from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.types import (
+    Completion,
+    ExpertChoices,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Turn,
+    join_heads,
+    pack_choices,
+    pack_heads,
+    unpack_choices,
+    unpack_heads,
+)
+
+# -- Mapping between requests of the engine and the samples of groups, including resumed ones -------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sample that a request stands for, with its resumed tokens, if it is not sample n of group `id`."""
+
+    index: int
+    sample: int
+    prefix: Completion | None = None
+
+
+class SampleRequests:
+    """Makes requests for missing samples and maps completions back to groups.
+
+    Args:
+        group_size: completions per prompt.
+        sampling: sampling parameters.
+        replicate_prompts: one request per completion.
+    """
+
+    def __init__(self, group_size: int, sampling: SamplingParams, replicate_prompts: bool) -> None:
+        self.group_size = group_size
+        self.sampling = sampling
+        self.replicate_prompts = replicate_prompts
+        self._parts: dict[int, list[_Part]] = {}
+
+    def make(
+        self,
+        index: int,
+        prompt: Prompt,
+        prompt_ids: tuple[int, ...],
+        lacking: Sequence[int],
+        partials: Iterable[Completion],
+    ) -> list[GenerationRequest]:
+        """Requests for the samples `lacking` of group `index`; those in `partials` are resumed.
+
+        Samples without tokens share one request whose id is the group's index. Others have a request each, with
+        negative ids.
+        """
+        prefixes = {c.sample_index: c for c in partials if c.token_ids and c.finish_reason == "abort"}
+        fresh = [n for n in lacking if n not in prefixes and not self.replicate_prompts]
+        is_fresh = set(fresh)  # a group may have a hundred thousand samples
+        requests = []
+        self._parts.pop(index, None)
+        if fresh:
+            if len(fresh) < self.group_size:
+                self._parts[index] = [_Part(index, n) for n in fresh]
+            requests.append(
+                GenerationRequest(
+                    id=index,
+                    prompt_ids=prompt_ids,
+                    num_samples=len(fresh),
+                    sampling=self.sampling,
+                    prompt=prompt,
+                    session=index,
+                )
+            )
+        for n in lacking:
+            if n in is_fresh:
+                continue
+            part = _Part(index, n, prefixes.get(n))
+            known = () if part.prefix is None else part.prefix.token_ids
+            rest = dataclasses.replace(self.sampling, max_tokens=self.sampling.max_tokens - len(known))
+            request_id = -1 - (index * self.group_size + n)
+            requests.append(
+                GenerationRequest(
+                    id=request_id,
+                    prompt_ids=prompt_ids + known,
+                    num_samples=1,
+                    sampling=rest,
+                    prompt=prompt,
+                    num_resumed=len(known),
+                    session=index,
+                )
+            )
+            self._parts[request_id] = [part]
+        return requests
+
+    def index_of(self, request_id: int) -> int:
+        """The group that a request is for."""
+        parts = self._parts.get(request_id)
+        return parts[0].index if parts else request_id
+
+    def whole(self, completion: Completion) -> Completion:
+        """A completion, finished or not, under its group's id and sample index, with its resumed tokens."""
+        if completion.request_id not in self._parts:
+            return completion
+        part = self._parts[completion.request_id][completion.sample_index]
+        named = dataclasses.replace(completion, request_id=part.index, sample_index=part.sample)
+        if part.prefix is None:
+            return named
+        heads = [head for head in (part.prefix.head, completion.head) if head is not None]
+        return dataclasses.replace(
+            named,
+            head=join_heads(heads) if len(heads) == 2 else None,
+            experts=_continued(part.prefix, completion),
+            token_ids=part.prefix.token_ids + completion.token_ids,
+            logprobs=part.prefix.logprobs + completion.logprobs,
+            versions=part.prefix.versions + completion.versions,
+        )
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Removes these request ids; later completions for them are dropped."""
+        for request_id in request_ids:
+            self._parts.pop(request_id, None)
+
+
+def _continued(prefix: Completion, rest: Completion) -> ExpertChoices | None:
+    """Experts of a resumed completion: of each token when the next one was sampled."""
+    if prefix.experts is None or rest.experts is None:
+        return None
+    return prefix.experts.continued(rest.experts)
+
+
+# -- Groups admitted but not trained on as tensors of a checkpoint, without pickle ------------------------------------
+# Prompts are saved as positions in the stream, and their token ids are compared on loading. G groups, R completions of
+# all of them (finished or partial), N tokens of all completions.
+
+
+REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedGroup:
+    """An admitted group.
+
+    Attributes:
+        index: `RolloutGroup.index`; `position`: of its prompt in the stream; `deadline`: last round it may train in.
+        is_finished: whether all completions are present and scored.
+        completions: finished ones, and partial ones with `finish_reason` `abort`.
+    """
+
+    index: int
+    position: int
+    prompt_ids: tuple[int, ...]
+    admitted_version: int
+    deadline: int
+    generation_s: float = 0.0
+    is_finished: bool = False
+    completions: tuple[Completion, ...] = field(default=())
+
+
+def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, Tensor]:
+    """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
+
+    Rollouts of several turns have `turns` [K, 3], row, end and state of each, and `turn_rewards` [K]. Recorded
+    distributions are in `head_*` and chosen experts in `expert_*`, if there are any.
+    """
+    rows = [completion for group in groups for completion in group.completions]
+    masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
+    heads = [
+        [g.index, g.position, g.admitted_version, g.deadline, g.is_finished, len(g.completions), len(g.prompt_ids)]
+        for g in groups
+    ]
+    labels = [[c.sample_index, len(c.token_ids), REASONS.index(c.finish_reason), c.loss_mask is not None] for c in rows]
+    turns = [(n, turn) for n, c in enumerate(rows) if c.turns is not None for turn in c.turns]
+    no_reward = float("nan")
+    recorded = pack_heads([c.head for c in rows]) | pack_choices([c.experts for c in rows])
+    return recorded | {
+        "groups": torch.tensor(heads, dtype=torch.long).reshape(-1, 7),
+        "generation_s": torch.tensor([group.generation_s for group in groups], dtype=torch.float64),
+        "prompt_ids": _flat([g.prompt_ids for g in groups], torch.long),
+        "rows": torch.tensor(labels, dtype=torch.long).reshape(-1, 4),
+        "rewards": torch.tensor([no_reward if c.reward is None else c.reward for c in rows], dtype=torch.float64),
+        "token_ids": _flat([c.token_ids for c in rows], torch.long),
+        "logprobs": _flat([c.logprobs for c in rows], torch.float64),
+        "versions": _flat([c.versions for c in rows], torch.long),
+        "loss_mask": _flat(masks, torch.bool),
+        "turns": torch.tensor([[n, turn.end, turn.state] for n, turn in turns], dtype=torch.long).reshape(-1, 3),
+        "turn_rewards": torch.tensor([turn.reward for _, turn in turns], dtype=torch.float64),
+    }
+
+
+def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for row in values for value in row], dtype=dtype)
+
+
+def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
+    """Inverse of `pack_groups`: the saved groups."""
+    lists = {name: tensor.tolist() for name, tensor in packed.items() if not name.startswith(("head_", "expert_"))}
+    size = len(lists["rows"])
+    heads = unpack_heads(packed, size)
+    experts = unpack_choices(packed, size)
+    groups = []
+    token = 0
+    prompt_token = 0
+    number = 0
+    turns: dict[int, list[Turn]] = {}
+    for (row, end, state), reward in zip(lists["turns"], lists["turn_rewards"], strict=True):
+        turns.setdefault(row, []).append(Turn(end, reward, state))
+    rows = iter(zip(lists["rows"], lists["rewards"], strict=True))
+    for head, generation_s in zip(lists["groups"], lists["generation_s"], strict=True):
+        index, position, version, deadline, is_finished, num_rows, prompt_length = head
+        completions = []
+        for (sample, length, reason, has_mask), reward in islice(rows, num_rows):
+            here = slice(token, token := token + length)
+            completions.append(
+                Completion(
+                    request_id=index,
+                    sample_index=sample,
+                    token_ids=tuple(lists["token_ids"][here]),
+                    logprobs=tuple(lists["logprobs"][here]),
+                    versions=tuple(lists["versions"][here]),
+                    finish_reason=REASONS[reason],
+                    loss_mask=tuple(lists["loss_mask"][here]) if has_mask else None,
+                    reward=None if reward != reward else reward,
+                    turns=tuple(turns[number]) if number in turns else None,
+                    head=heads[number],
+                    experts=experts[number],
+                )
+            )
+            number += 1
+        prompt_ids = lists["prompt_ids"][prompt_token : (prompt_token := prompt_token + prompt_length)]
+        groups.append(
+            SavedGroup(
+                index=index,
+                position=position,
+                prompt_ids=tuple(prompt_ids),
+                admitted_version=version,
+                deadline=deadline,
+                generation_s=generation_s,
+                is_finished=bool(is_finished),
+                completions=tuple(completions),
+            )
+        )
+    return groups
 
 
 @dataclass
@@ -58,7 +302,9 @@ class GroupBook:
         self, codec: TextCodec, group_size: int, sampling: SamplingParams, replicate_prompts: bool = False
     ) -> None:
         codec.check_stop(sampling.stop, sampling.stop_token_ids)
-        self.codec, self.group_size, self.sampling = codec, group_size, sampling
+        self.codec = codec
+        self.group_size = group_size
+        self.sampling = sampling
         self.requests = SampleRequests(group_size, sampling, replicate_prompts)
         self.unfinished: dict[int, OpenGroup] = {}
         self.finished: dict[int, RolloutGroup] = {}

@@ -2,20 +2,136 @@
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lit_async_rl.prompts.curriculum import Curriculum, PassRates
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.success import SuccessWatch, success_threshold
-from lit_async_rl.rollouts.filters import GroupFilter
-from lit_async_rl.types import RolloutGroup
+from lit_async_rl.types import Rollout, RolloutGroup
 from lit_async_rl.utils.checks import check_range
 
+# -- Post-scoring group filters: keep, modify, or drop ----------------------------------------------------------------
+# `data.intake.filters` is a list applied to each group in order. A dropped group returns its slot at once, and the next
+# prompt is submitted in the same call, so the engine does not idle; the new group is admitted at that time, so the
+# staleness bound holds for it as for any other.
+
+
+log = logging.getLogger(__name__)
+
+
+class GroupFilter(ABC):
+    """Filter of finished groups, called in the order in which they finish.
+
+    Attributes:
+        drops: whether it may drop groups, which depends on timing and is refused with `FixedLag`.
+        fate: label of its dropped groups in monitors.
+    """
+
+    drops: ClassVar[bool] = False
+    fate: ClassVar[str] = "dropped"
+
+    @abstractmethod
+    def __call__(self, group: RolloutGroup) -> RolloutGroup | None:
+        """The group, possibly modified; None drops it."""
+
+
+class DynamicSampling(GroupFilter):
+    """Drops groups whose rewards are all equal, which have zero advantage. DAPO, arXiv:2503.14476, eq. 11.
+
+    The paper samples until a batch is full of other groups; here each slot is refilled on its own. Place it before
+    `OverlongPenalty`, so that it sees accuracy and not the shaped reward. The groups that remain are not a uniform
+    sample of the prompts and finish later on average; `LengthBiasMonitor` reports what was dropped.
+
+    Args:
+        tolerance: rewards that differ by at most this are equal.
+        max_in_a_row: maximum number of consecutive drops; further groups are kept until one has unequal rewards, so
+            that a run whose task is solved (or hopeless) ends instead of sampling forever.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    drops: ClassVar[bool] = True
+    fate: ClassVar[str] = "no_signal"
+
+    def __init__(self, tolerance: float = 0.0, max_in_a_row: int = 1000) -> None:
+        check_range("DynamicSampling", ">= 0", tolerance=tolerance)
+        check_range("DynamicSampling", "integer >= 1", max_in_a_row=max_in_a_row)
+        self.tolerance = tolerance
+        self.max_in_a_row = max_in_a_row
+        self._in_a_row = 0
+        self._has_warned = False
+
+    def __call__(self, group: RolloutGroup) -> RolloutGroup | None:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        if max(rewards) - min(rewards) > self.tolerance:
+            self._in_a_row = 0
+            return group
+        if self._in_a_row < self.max_in_a_row:
+            self._in_a_row += 1
+            return None
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("DynamicSampling: max_in_a_row=%d groups had no signal; the next are kept", self.max_in_a_row)
+        return group
+
+
+class OverlongPenalty(GroupFilter):
+    """R <- R - factor min(1, max(0, L - (max_tokens - buffer_tokens)) / buffer_tokens). DAPO, arXiv:2503.14476, eq. 13.
+
+    L is the number of tokens that the policy wrote, whether or not a filter masks them. The penalty of a multi-turn
+    rollout is added to its last turn.
+
+    Args:
+        max_tokens: length of the full penalty, usually `data.sampling.max_tokens`.
+        buffer_tokens: length over which the penalty rises from 0.
+        factor: maximum penalty. DAPO: 16,384 + 4,096 tokens, factor 1.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(self, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> None:
+        check_range("OverlongPenalty", "integer", max_tokens=max_tokens)
+        check_range("OverlongPenalty", f"integer in [1, {max_tokens}]", buffer_tokens=buffer_tokens)
+        check_range("OverlongPenalty", ">= 0", factor=factor)
+        self.max_tokens = max_tokens
+        self.buffer_tokens = buffer_tokens
+        self.factor = factor
+
+    def __call__(self, group: RolloutGroup) -> RolloutGroup:
+        return replace(group, rollouts=tuple(self._penalised(rollout) for rollout in group.rollouts))
+
+    def _penalised(self, rollout: Rollout) -> Rollout:
+        excess = rollout.num_policy_tokens - (self.max_tokens - self.buffer_tokens)
+        return rollout.add_reward(-self.factor * min(1.0, max(0, excess) / self.buffer_tokens))
+
+
+class OverlongFilter(GroupFilter):
+    """Masks rollouts truncated at the token limit (finish reason `length`). DAPO, arXiv:2503.14476.
+
+    They stay in the group's baseline, as in the paper's code. A fully masked group is kept: it takes its place in the
+    step, with weight 0.
+    """
+
+    def __call__(self, group: RolloutGroup) -> RolloutGroup:
+        return replace(group, rollouts=tuple(map(_masked_if_cut, group.rollouts)))
+
+
+def _masked_if_cut(rollout: Rollout) -> Rollout:
+    if rollout.finish_reason != "length":
+        return rollout
+    return replace(rollout, loss_mask=(False,) * len(rollout.completion_ids))
+
+
 WATCHED_GROUPS = 64  # then a curriculum says whether its pass rates can be right
-TRAINED, EXPIRED = "trained", "expired"
+TRAINED = "trained"
+EXPIRED = "expired"
 UNBEGUN = "unbegun"  # too old before it had a token
 
 
@@ -71,8 +187,11 @@ class Intake:
         replicate_prompts: bool = False,
     ) -> None:
         check_range("data.intake", "integer", seed=seed)
-        self.filters, self.curriculum, self.seed = tuple(filters or ()), curriculum, seed
-        self.stream_groups, self.replicate_prompts = stream_groups, replicate_prompts
+        self.filters = tuple(filters or ())
+        self.curriculum = curriculum
+        self.seed = seed
+        self.stream_groups = stream_groups
+        self.replicate_prompts = replicate_prompts
         check_range("data.intake", "finite", success_reward=success_reward)
         self.success_reward = success_reward
         self.threshold = success_threshold(success_reward, None)
@@ -87,7 +206,9 @@ class Intake:
         self.pass_rates = PassRates()
         self._fates: dict[str, FateTotals] = {}
         self._num_lost: Counter[int] = Counter()  # position -> how often it was lost in a row
-        self.num_sampled, self.num_dropped, self.sampled_reward = 0, 0, 0.0
+        self.num_sampled = 0
+        self.num_dropped = 0
+        self.sampled_reward = 0.0
         self._watch = SuccessWatch("data.intake.success_reward", "pass rates of prompts", self.success_reward is None)
         self._successes: dict[int, float] = {}  # group -> its pass rate, until it was trained on
 
@@ -152,7 +273,8 @@ class Intake:
         return sum(rollout.reward >= self.threshold for rollout in group.rollouts) / len(group.rollouts)
 
     def _count(self, fate: str, number: int, length: float, seconds: float) -> None:
-        before, rate = self._fates.get(fate, FateTotals()), self.pass_rates.of(number)
+        before = self._fates.get(fate, FateTotals())
+        rate = self.pass_rates.of(number)
         self._fates[fate] = replace(
             before,
             num_groups=before.num_groups + 1,

@@ -13,26 +13,261 @@ by `take` with their cause; an engine that hangs or fails can be replaced.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
-from lit_async_rl.engines.base import Completion, RolloutEngine, SamplingParams
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.errors import StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
-from lit_async_rl.rollouts.engine_listener import EngineListener
+from lit_async_rl.rollouts.engine_listener import POLL_S, EngineInUse, EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun
 from lit_async_rl.rollouts.group_book import GroupBook, OpenGroup
-from lit_async_rl.rollouts.group_wait import GroupWait
-from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.rollouts.stats import ProducerStats
-from lit_async_rl.rollouts.wait_timer import WaitTimer
+from lit_async_rl.rollouts.intake import FateTotals, Intake
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.types import RolloutGroup
-from lit_async_rl.utils.patience import announced
-from lit_async_rl.utils.spans import Spans
+from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
+from lit_async_rl.utils.guarded_calls import announced
+from lit_async_rl.utils.spans import TRAINER, Lane, Spans
+from lit_async_rl.utils.tries import Work
+
+# -- Waiting for groups in the trainer's thread: bounded by time without progress -------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+
+class GroupWait:
+    """Waits for the background threads and detects that they failed or hang.
+
+    Args:
+        listener: owns the engine and the condition notified on changes.
+        book: open groups.
+        scorer: of the completions; its clock is that of the timeout.
+        timeout_s: seconds without a new token or reward before `StalledError`. Rewards and environments that work have
+            limits of their own: nothing is stalled while they keep to them.
+        num_scored: number of completions scored so far; a change of it is progress, as is a new token.
+    """
+
+    def __init__(
+        self,
+        listener: EngineListener,
+        book: GroupBook,
+        scorer: Scorer,
+        timeout_s: float,
+        num_scored: Callable[[], int],
+    ) -> None:
+        self._listener = listener
+        self._book = book
+        self._scorer = scorer
+        self._clock = scorer.clock
+        self.timeout_s = timeout_s
+        self._num_scored = num_scored
+        self._has_waited = False
+
+    def until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool] = lambda: False) -> int | None:
+        """First number returned by `ready`; None to stop. Call it with `listener.changed` held.
+
+        Raises:
+            ProducerError: a background thread died (its error is the cause).
+            StalledError: no progress for `timeout_s`.
+        """
+        if self._has_waited:
+            return self._until(ready, should_stop)
+        with announced(self._first_rollouts):
+            found = self._until(ready, should_stop)
+        self._has_waited = True
+        return found
+
+    def _first_rollouts(self) -> str:
+        book = self._book
+        lacking = len(self._book.lacking)
+        waiting = f"{lacking} groups being sampled, {len(book.unfinished) - lacking} being scored"
+        return f"the first rollouts: {waiting}, {self._listener.num_tokens:,} tokens generated"
+
+    def _until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool]) -> int | None:
+        last_change = self._clock.now()
+        progress = self._progress()
+        is_said = False
+        while True:
+            self._listener.check_thread()
+            if (found := ready()) is not None:
+                return found
+            if should_stop():
+                return None
+            self._listener.check_engine()
+            now = self._clock.now()
+            if progress != (progress := self._progress()):
+                last_change = now
+                is_said = False
+            waited_s = now - last_change
+            if waited_s > self.timeout_s and not any(work.is_within_limits for work in self._works()):
+                self._stall()
+            if waited_s > self.timeout_s / 2 and not is_said:
+                log.warning("slow: %s", self._message(waited_s))
+                is_said = True
+            self._listener.changed.wait(POLL_S)
+
+    def _progress(self) -> tuple[int, int]:
+        return self._listener.num_tokens, self._num_scored()
+
+    def _works(self) -> list[Work]:
+        """Calls of rewards and environments that are under way."""
+        works = self._scorer.work(), self._listener.engine.outside_work()
+        return [work for work in works if work is not None]
+
+    def _stall(self) -> NoReturn:
+        """Attributes the stall to the engine if completions are missing."""
+        advice = (
+            "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
+        )
+        if works := self._works():
+            advice = (
+                f"Look at {' and '.join(work.name for work in works)} first, whose limit has passed and which has not "
+                "returned: an `async` function must await and never block its event loop"
+            )
+        elif not self._book.lacking:
+            advice = "Look at data.reward and data.admission first: the engine has nothing to do"
+        error = StalledError(f"{self._message(self.timeout_s)}. {advice}")
+        if self._book.lacking:
+            self._listener.break_engine(error, self._listener.engine)
+        raise error
+
+    def _message(self, waited_s: float) -> str:
+        book = self._book
+        lacking = len(self._book.lacking)
+        works = "".join(f"; {work}" for work in self._works())
+        return (
+            f"the trainer waited {waited_s:.1f} s of data.limits.rollout_timeout_s={self.timeout_s:g} for a group "
+            f"and nothing happened: {lacking} groups being sampled, {len(book.unfinished) - lacking} being scored, "
+            f"{len(book.finished)} finished but not allowed yet, {self._listener.num_tokens} tokens generated so "
+            f"far by {type(self._listener.engine).__name__}{works}"
+        )
+
+
+# -- How long the trainer waits for rollouts --------------------------------------------------------------------------
+
+
+class WaitTimer:
+    """Seconds since the start, and those of them in which the trainer waited.
+
+    Attributes:
+        wait_s: seconds waited so far.
+    """
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+        self._began = time.monotonic()
+        self._lane: Lane | None = None  # of a timeline
+
+    def observe(self, spans: Spans) -> None:
+        """Records in a timeline when the trainer waits."""
+        self._lane = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
+
+    def start(self) -> None:
+        """Counts `run_s` from now on."""
+        self._began = time.monotonic()
+
+    @property
+    def run_s(self) -> float:
+        """Seconds since the start."""
+        return max(1e-9, time.monotonic() - self._began)  # clocks may be coarse
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context that counts as waiting."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self.wait_s += seconds
+            if self._lane is not None:
+                self._lane.add("wait", began, seconds)
+
+
+# -- Totals of sampling and scoring, for monitors ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProducerStats:
+    """Totals since the start.
+
+    Attributes:
+        wait_s: seconds the trainer waited for groups; `run_s`: seconds since the start.
+        engine_busy_s: seconds of generation; `num_tokens`: tokens generated.
+        scoring_s: seconds of scoring, the mean over workers; `scoring_cpu_share`: share of it spent computing.
+        num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
+        num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
+        fates: what became of the groups, and how long they were.
+        num_sampled: groups that got their rewards; `num_dropped`: those of them that filters dropped.
+        sampled_reward: sum over all of them of a group's mean reward, before filters.
+    """
+
+    wait_s: float
+    run_s: float
+    engine_busy_s: float
+    scoring_s: float
+    num_tokens: int
+    num_finished: int
+    num_queued: int
+    num_unfinished: int
+    num_lost: int
+    fates: Mapping[str, FateTotals] = field(default_factory=dict)
+    num_sampled: int = 0
+    num_dropped: int = 0
+    sampled_reward: float = 0.0
+    scoring_cpu_share: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        timer: WaitTimer,
+        engine: EngineInUse,
+        scorer: Scorer,
+        book: GroupBook,
+        intake: Intake,
+        num_lost: int,
+    ) -> ProducerStats:
+        """Totals of the parts of a producer, whose lock is held."""
+        return cls(
+            wait_s=timer.wait_s,
+            run_s=timer.run_s,
+            engine_busy_s=engine.busy_s,
+            scoring_s=scorer.busy_s,
+            num_tokens=engine.num_tokens,
+            num_finished=intake.num_sampled,
+            num_queued=len(book.finished),
+            num_unfinished=len(book.unfinished),
+            num_lost=num_lost,
+            fates=intake.fates,
+            num_sampled=intake.num_sampled,
+            num_dropped=intake.num_dropped,
+            sampled_reward=intake.sampled_reward,
+            scoring_cpu_share=scorer.cpu_share,
+        )
+
+    @classmethod
+    def zero(cls) -> ProducerStats:
+        """Totals before the start."""
+        return cls(
+            wait_s=0.0,
+            run_s=0.0,
+            engine_busy_s=0.0,
+            scoring_s=0.0,
+            num_tokens=0,
+            num_finished=0,
+            num_queued=0,
+            num_unfinished=0,
+            num_lost=0,
+        )
 
 
 class Producer:
@@ -64,7 +299,9 @@ class Producer:
         timeout_s: float,
         intake: Intake | None = None,
     ) -> None:
-        self.stream, self.scorer, self.admission = stream, scorer, admission
+        self.stream = stream
+        self.scorer = scorer
+        self.admission = admission
         self.intake = intake or Intake()
         self.version = 0
         self.book = GroupBook(codec, group_size, sampling, self.intake.replicate_prompts)
@@ -199,7 +436,8 @@ class Producer:
         partials = self.listener.partial_completions() if is_sampling else []
         running: list[int] = []
         for index in lost:
-            position, progress = self.book.positions[index], self.book.progress_of(index, partials)
+            position = self.book.positions[index]
+            progress = self.book.progress_of(index, partials)
             running += self.book.give_up(index)
             number = self.stream.number_at(position)
             if self.intake.lose(index, number, position, *progress, self.admission.max_tries):

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lit_async_rl.errors import InvariantError, StalenessError
@@ -77,7 +79,8 @@ class Admission:
             )
         if redundant_groups and in_order:
             raise ValueError(f"Admission.redundant_groups={redundant_groups} with in_order=True, which loses no group")
-        self.async_ratio, self.redundant_groups = async_ratio, redundant_groups
+        self.async_ratio = async_ratio
+        self.redundant_groups = redundant_groups
         self.groups_per_round = groups_per_round
         self.max_staleness = max_staleness
         self.bounds: dict[int, int] = {}  # of the groups under way: each keeps the one it was admitted under
@@ -150,7 +153,8 @@ class Admission:
     def _is_safe(self, index: int) -> bool:
         """Whether all other groups (but R) can still meet their deadlines if `index` is taken now."""
         own = self._deadlines[index]
-        room, due = self.num_left_in_round - 1 + self.redundant_groups, 0
+        room = self.num_left_in_round - 1 + self.redundant_groups
+        due = 0
         for deadline in range(self.round, own):
             due += self._due[deadline]
             if due > room:
@@ -225,8 +229,10 @@ class Admission:
                 f"data.groups_per_step * data.weight_sync_steps is {self.groups_per_round}, and was "
                 f"{state['groups_per_round']} when the checkpoint was saved; between two publications it must stay"
             )
-        self.round, self.next_index = state["round"], state["next_index"]
-        self.num_taken, self.num_lost = state["num_taken"], state["num_lost"]
+        self.round = state["round"]
+        self.next_index = state["next_index"]
+        self.num_taken = state["num_taken"]
+        self.num_lost = state["num_lost"]
         largest = state.get("largest_bound", state["max_staleness"])  # older checkpoints have one for all
         bounds = {index: state.get("bounds", {}).get(index, largest) for index in deadlines}
         sooner = {index: max(0, bound - self.max_staleness) for index, bound in bounds.items()}
@@ -239,3 +245,275 @@ class Admission:
         for index in sorted(kept):
             self._hold(index, kept[index], bounds[index] - sooner[index])
         return set(kept)
+
+
+# -- Admission with a ring buffer between sampling and training, which drops its oldest group when full (`Ring`) ------
+# `Admission` bounds staleness by admitting only what can be trained on in time, and discards nothing. Here a fixed
+# number of groups is sampled at any time, and finished ones enter a buffer of C. When it is full, its oldest group is
+# dropped, as is one that exceeds `max_staleness` in the buffer. Which prompts are lost depends on their latency: slow
+# groups are older when they finish.
+
+
+class RingAdmission(Admission):
+    """Admission that never pauses sampling.
+
+    Args:
+        groups_per_round: P, groups trained on between two publications.
+        max_staleness: S; a group that cannot be trained on within it is dropped.
+        num_sampling: groups sampled at any time.
+        capacity: C, finished groups in the buffer.
+    """
+
+    may_be_late = True
+
+    def __init__(self, groups_per_round: int, max_staleness: int, num_sampling: int, capacity: int) -> None:
+        super().__init__(groups_per_round, max_staleness)
+        self.num_sampling = num_sampling
+        self.capacity = capacity
+        self._waiting: deque[int] = deque()  # finished, in the order in which they finished
+        self._lost: list[int] = []
+        self._surplus = 0  # finished groups above the capacity: after a resume, until the interrupted round is over
+
+    @property
+    def num_admissible(self) -> int:
+        """Number of groups whose sampling may start now."""
+        return max(0, self.num_sampling - (len(self._deadlines) - len(self._waiting)))
+
+    def finish(self, index: int) -> None:
+        """Puts a group into the buffer; drops the oldest one if it is full."""
+        self._waiting.append(index)
+        while len(self._waiting) > self.capacity + self._surplus:
+            self._lose_oldest()
+
+    def choose(self) -> int | None:
+        """The oldest group in the buffer within the bound."""
+        while self._waiting and self._deadlines[self._waiting[0]] < self.round:
+            self._lose_oldest()
+        return self._waiting[0] if self._waiting and self.num_left_in_round > 0 else None
+
+    def take(self, index: int) -> int:
+        """Takes the chosen group in this round; returns its deadline."""
+        if index != self._waiting[0]:
+            raise InvariantError(f"group {index} is not the one that has waited longest")
+        self._waiting.popleft()
+        return super().take(index)
+
+    def lose(self) -> list[int]:
+        """Groups dropped since the last call."""
+        lost = self._lost
+        self._lost = []
+        return lost
+
+    def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
+        """As `Admission`; the groups of the interrupted step come back into the buffer, however full it is."""
+        kept = super().restore(state, deadlines)
+        self._surplus = max(0, len(kept) - self.capacity)
+        return kept
+
+    def advance(self) -> None:
+        super().advance()
+        self._surplus = 0
+
+    def _lose_oldest(self) -> None:
+        index = self._waiting.popleft()
+        self.drop(index)
+        self._lost.append(index)
+
+
+# -- Admission that keeps the engine busy and drops groups that exceed the bound (`Drop`, `Retry`) --------------------
+# Groups are started whether or not they can be trained on in time, and those too old at the start of a round are
+# dropped. Slow groups are dropped more often; `LengthBiasMonitor` measures by how much.
+
+
+class ExpiringAdmission(Admission):
+    """Admits up to floor((1 + ahead) P) groups at a time and drops those that exceed the bound.
+
+    A group admitted in round v may train in rounds v ... v + S, as with `Admission`, so no token is older than S
+    versions; here it may also miss them. A round always ends: it needs P groups, and those admitted in a round are in
+    time for it.
+
+    Args:
+        groups_per_round: P, groups trained on between two publications.
+        max_staleness: S, in versions.
+        ahead: rounds of groups that are sampled or queued beyond the current one.
+        max_tries: a prompt is sampled again until its group was dropped that many times in a row.
+    """
+
+    may_be_late = True
+
+    def __init__(self, groups_per_round: int, max_staleness: int, ahead: float, max_tries: int = 1) -> None:
+        super().__init__(groups_per_round, max_staleness)
+        self.ahead = ahead
+        self.max_tries = max_tries
+        self._swept = 0  # round in which groups were dropped last
+
+    @property
+    def num_admissible(self) -> int:
+        """Number of groups whose sampling may start now; a taken group returns its slot at once."""
+        return max(0, math.floor((1 + self.ahead) * self.groups_per_round + 1e-9) - len(self._deadlines))
+
+    def choose(self) -> int | None:
+        """The oldest finished group."""
+        while self._finished and self._finished[0] not in self._deadlines:
+            heapq.heappop(self._finished)
+        return self._finished[0] if self._finished and self.num_left_in_round > 0 else None
+
+    def lose(self) -> list[int]:
+        """Drops the groups whose last round is over."""
+        if self._swept == self.round:
+            return []  # called for every group, and looks at all of them: once a round is enough
+        self._swept = self.round
+        lost = [index for index, deadline in self._deadlines.items() if deadline < self.round]
+        for index in lost:
+            self.drop(index)
+        return lost
+
+
+# -- Admission policies, the setting `data.admission`: how far sampling may run ahead of training, and at which price
+# | policy | engine at the staleness bound | groups thrown away | repeatable to the bit |
+# |---|---|---|---|
+# | `Bounded` (default) | waits | none, or the slowest of a round | no |
+# | `FixedLag` | waits | none | yes |
+# | `Drop`, `Retry` | never waits | those that are too old | no |
+# | `Ring` | never waits | the oldest in the buffer | no |
+# | `FromTape` | there is none | none | yes |
+#
+# All of them keep the bound: no token older than `data.max_staleness` versions is trained on.
+
+
+@dataclass(frozen=True)
+class AdmissionPolicy(ABC):
+    """Factory of a run's `Admission`.
+
+    Attributes:
+        in_order: whether groups train strictly in the order of admission, which makes a run repeatable; needs an engine
+            without in-flight weight updates, and filters that drop no group.
+    """
+
+    in_order: ClassVar[bool] = False
+
+    @abstractmethod
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        """Admission for this many groups between two publications and this staleness bound in versions."""
+
+
+@dataclass(frozen=True)
+class Bounded(AdmissionPolicy):
+    """Admits a group only if it can be trained on within the bound; trains on any finished group in time.
+
+    Args:
+        async_ratio: at most (1 + `async_ratio`) rounds of groups are sampled or queued (ROLL Flash, arXiv:2510.11345);
+            at most `max_staleness`, which is also the meaning of None.
+        redundant_groups: samples that many more groups in a round than are trained on and aborts the slowest (ROLL
+            Flash).
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    async_ratio: float | None = None
+    redundant_groups: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("data.admission", ">= 0", async_ratio=self.async_ratio)
+        check_range("data.admission", "integer >= 0", redundant_groups=self.redundant_groups)
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        limits = self.async_ratio, self.redundant_groups
+        return Admission(groups_per_round, max_staleness, False, *limits)
+
+
+@dataclass(frozen=True)
+class FixedLag(AdmissionPolicy):
+    """Trains step n on rollouts of version n - `max_staleness`: runs are bitwise reproducible."""
+
+    in_order: ClassVar[bool] = True
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return Admission(groups_per_round, max_staleness, in_order=True)
+
+
+@dataclass(frozen=True)
+class Drop(AdmissionPolicy):
+    """Keeps the engine busy; drops groups that are too old at the start of a round. Their prompts are skipped.
+
+    With `max_staleness: 0` a step takes the first groups to finish, and those started at older weights do not count:
+    the aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often;
+    `LengthBiasMonitor` measures by how much.
+
+    Args:
+        ahead: rounds of groups sampled or queued beyond the one that trains; above `max_staleness` some are always
+            dropped.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    ahead: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("data.admission", ">= 0", ahead=self.ahead)
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return ExpiringAdmission(groups_per_round, max_staleness, self.ahead)
+
+
+@dataclass(frozen=True)
+class Retry(Drop):
+    """Like `Drop`, but samples the prompt again, with the newest weights and before new prompts.
+
+    No prompt is lost, but its long completions are underrepresented.
+
+    Args:
+        max_tries: a prompt is given up after its group was dropped that many times in a row.
+    """
+
+    max_tries: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("data.admission", "integer >= 1", max_tries=self.max_tries)
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return ExpiringAdmission(groups_per_round, max_staleness, self.ahead, self.max_tries)
+
+
+@dataclass(frozen=True)
+class Ring(AdmissionPolicy):
+    """Sampling never pauses; a ring buffer between sampling and training drops its oldest group when full.
+
+    As in PipelineRL (arXiv:2509.19128), whose code counts lag in samples and drops single samples; here lag is in
+    versions and whole groups are dropped. PipelineRL's other mode, a maximum lag that pauses sampling, is `Bounded`
+    with `async_ratio` = lag / samples of a step.
+
+    Args:
+        num_sampling: groups sampled at any time.
+        capacity: finished groups in the buffer.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    num_sampling: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        check_range("data.admission", "integer >= 1", num_sampling=self.num_sampling, capacity=self.capacity)
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return RingAdmission(groups_per_round, max_staleness, self.num_sampling, self.capacity)
+
+
+@dataclass(frozen=True)
+class FromTape(AdmissionPolicy):
+    """Trains on a recorded tape, in its order and without an engine; the bound is that of the recorded run.
+
+    Args:
+        folder: written by the `RolloutTape` callback.
+    """
+
+    folder: str
+    in_order: ClassVar[bool] = True
+
+    def make(self, groups_per_round: int, max_staleness: int) -> Admission:
+        return Admission(groups_per_round, max_staleness)

@@ -23,7 +23,8 @@ class Sleeping(Environment):
     def __init__(self, latency: Latency, num_turns: int = 2, seed: int = 0) -> None:
         check_range("Sleeping", "integer >= 1", num_turns=num_turns)
         check_range("Sleeping", "integer", seed=seed)
-        self.latency, self.num_turns = latency, num_turns
+        self.latency = latency
+        self.num_turns = num_turns
         self._rng = random.Random(seed)
 
     async def start(self, prompt: Prompt) -> SleepingEpisode:
@@ -53,7 +54,8 @@ class Delayed(Environment):
     """
 
     def __init__(self, environment: Environment, latency: Latency | None = None, seed: int = 0) -> None:
-        self.environment, self.latency = environment, latency
+        self.environment = environment
+        self.latency = latency
         self._rng = random.Random(seed)
 
     async def start(self, prompt: Prompt) -> DelayedEpisode:
@@ -67,7 +69,9 @@ class DelayedEpisode(Episode):
     """Episode with random delays."""
 
     def __init__(self, episode: Episode, latency: Latency | None, rng: random.Random) -> None:
-        self._episode, self._latency, self._rng = episode, latency, rng
+        self._episode = episode
+        self._latency = latency
+        self._rng = rng
 
     async def step(self, completion: str) -> Observation:
         observation = await self._episode.step(completion)

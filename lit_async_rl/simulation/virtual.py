@@ -65,7 +65,10 @@ class VirtualRun:
         streams: bool = False,
         seed: int = 0,
     ) -> None:
-        self.admission, self.latency, self.train_s, self.streams = admission, latency, train_s, streams
+        self.admission = admission
+        self.latency = latency
+        self.train_s = train_s
+        self.streams = streams
         self.group_size = group_size
         self.trace = VirtualTrace()
         self._rng = random.Random(seed)

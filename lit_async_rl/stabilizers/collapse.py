@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,14 @@ class CollapseWatch:
         window: int,
     ) -> None:
         check_range("CollapseAlarm", "integer >= 1", patience=patience, window=window)
-        self.min_ess_ratio, self.max_kl, self.max_grad_norm_factor = min_ess_ratio, max_kl, max_grad_norm_factor
-        self.max_cosine, self.min_entropy, self.max_reward_drop = max_cosine, min_entropy, max_reward_drop
-        self.patience, self.window = patience, window
+        self.min_ess_ratio = min_ess_ratio
+        self.max_kl = max_kl
+        self.max_grad_norm_factor = max_grad_norm_factor
+        self.max_cosine = max_cosine
+        self.min_entropy = min_entropy
+        self.max_reward_drop = max_reward_drop
+        self.patience = patience
+        self.window = window
         self.reset()
 
     def reset(self) -> None:
@@ -161,7 +168,8 @@ class CollapseTrend:
     """
 
     def __init__(self, min_ess_ratio: float = 0.05, reward_drop: float = 0.1, window: int = 10) -> None:
-        self.min_ess_ratio, self.reward_drop = min_ess_ratio, reward_drop
+        self.min_ess_ratio = min_ess_ratio
+        self.reward_drop = reward_drop
         self._ess: deque[float] = deque(maxlen=window)
         self._rewards: deque[float] = deque(maxlen=window)
         self._best = -math.inf
@@ -173,7 +181,8 @@ class CollapseTrend:
         self._rewards.append(reward)
         if len(self._ess) < (self._ess.maxlen or 0):
             return None
-        mean, ess = statistics.fmean(self._rewards), statistics.median(self._ess)
+        mean = statistics.fmean(self._rewards)
+        ess = statistics.median(self._ess)
         self._best = max(self._best, mean)
         if self._best - mean <= self.reward_drop * abs(self._best):
             self._lowest_ess = math.inf
@@ -195,3 +204,122 @@ def _below(value: float | None, limit: float | None) -> bool:
 
 def _above(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and not value <= limit
+
+
+# -- Protocol of data modules whose staleness bound can change during training ----------------------------------------
+
+
+@runtime_checkable
+class BoundedData(Protocol):
+    """Data module with a bound on staleness, in versions; `RolloutDataModule` implements it.
+
+    It starts at its configured bound, also after a resume: callbacks that change the bound restore their change.
+    """
+
+    @property
+    def max_staleness(self) -> int:
+        """Staleness bound of rollouts admitted from now on, in versions."""
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Changes the bound, on all ranks. Called before training, too: with the present bound, or a resumed run's."""
+
+
+def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
+    """Returns the trainer's data module, for the callback `owner`.
+
+    Raises:
+        ValueError: the data module has no staleness bound to change.
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(data, BoundedData):
+        raise ValueError(
+            f"{owner} needs a data module with `max_staleness` and `set_max_staleness(int)`, got {type(data).__name__}"
+        )
+    return data
+
+
+# -- Actions of `CollapseAlarm`: warn, stop, or lower the staleness bound. Those that roll back are in `rollback`
+
+
+class AlarmAction(ABC):
+    """Action taken after the step that raised an alarm; called on all ranks."""
+
+    def begin(self, trainer: AnyTrainer) -> None:  # noqa: B027
+        """Called when training starts: resets the state of an earlier run, and checks the trainer."""
+
+    def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
+        """Called before each update whose signals are within all limits; the current weights are good."""
+
+    def unhealthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
+        """Called before each other update: a limit is broken, or the cooldown after an alarm has not passed."""
+
+    @abstractmethod
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        """Takes the action; returns a sentence for the report."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for the checkpoint: plain values, the same on all ranks."""
+        return {}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:  # noqa: B027
+        """Restores the state of a resumed run, after `begin`."""
+
+
+class Warn(AlarmAction):
+    """Reports the alarm only."""
+
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        return "Training continues unchanged."
+
+
+class Stop(AlarmAction):
+    """Stops training after this step (`trainer.should_stop`)."""
+
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        trainer.should_stop = True
+        return "Training stops."
+
+
+class LowerStaleness(AlarmAction):
+    """Lowers the data module's `max_staleness`.
+
+    Args:
+        by: versions per alarm.
+        minimum: lowest bound.
+
+    Raises:
+        ValueError: a setting is out of range; when training starts, the data module has no bound or cannot change it.
+    """
+
+    def __init__(self, by: int = 1, minimum: int = 0) -> None:
+        check_range("LowerStaleness", "integer >= 1", by=by)
+        check_range("LowerStaleness", "integer >= 0", minimum=minimum)
+        self.by = by
+        self.minimum = minimum
+        self._bound: int | None = None
+
+    def begin(self, trainer: AnyTrainer) -> None:
+        """Checks that the data module has a bound that can be changed."""
+        data = bounded_data(trainer, "LowerStaleness")
+        data.set_max_staleness(data.max_staleness)
+        self._bound = None
+
+    def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
+        data = bounded_data(trainer, "LowerStaleness")
+        before = data.max_staleness
+        after = max(self.minimum, data.max_staleness - self.by)
+        if after >= before:
+            return f"max_staleness stays at {before}, its minimum."
+        data.set_max_staleness(after)
+        self._bound = after
+        return f"max_staleness was lowered from {before} to {after}."
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bound": self._bound}
+
+    def resume(self, trainer: AnyTrainer, state_dict: dict[str, Any]) -> None:
+        """Lowers the bound again, because the data module starts at its configured bound."""
+        self._bound = state_dict["bound"]
+        data = bounded_data(trainer, "LowerStaleness")
+        if self._bound is not None and self._bound < data.max_staleness:
+            data.set_max_staleness(self._bound)

@@ -56,7 +56,8 @@ class NIGT(Optimizer):
         for group, p in moved:
             state = self.state[p]
             if not state:
-                state["momentum"], state["theta"] = p.grad.clone(), p.clone()
+                state["momentum"] = p.grad.clone()
+                state["theta"] = p.clone()
             else:
                 state["momentum"].mul_(1 - group["eta"]).add_(p.grad, alpha=group["eta"])
         norm = _norm([self.state[p]["momentum"] for _, p in moved])

@@ -12,19 +12,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_async_rl.models.sharded_checkpoint import MANIFEST
-from lit_async_rl.models.weight_copies import own_piece
-from lit_async_rl.stabilizers.alarm_actions import AlarmAction
-from lit_async_rl.stabilizers.moments import (
-    copied_moments,
-    parameters_of,
-    restorable_tensors,
-    restore_moments,
-)
+from lit_async_rl.models.weights import own_piece
+from lit_async_rl.stabilizers.collapse import AlarmAction
 from lit_async_rl.stabilizers.step_lr import group_settings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import duplicate
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 from lit_async_rl.utils.saving import finish_saving
+
+# -- Copies of weights and of an optimizer's moments in CPU memory; each rank has its own shards ----------------------
+
+
+def restorable_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Trained parameters, those of a reference that is reset, and buffers."""
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad or hasattr(p, "is_reset")}
+    return trained | dict(module.named_buffers())
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Parameters of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def copied_moments(moments: dict[str, object]) -> dict[str, object]:
+    """An optimizer's state of one parameter, its tensors copied."""
+    return {k: own_piece(v).to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in moments.items()}
+
+
+def restore_moments(optimizer: Optimizer, param: nn.Parameter, saved: dict[str, object]) -> None:
+    """Restores moments in place, because they may be sharded; removes those that did not exist yet."""
+    if not saved:
+        optimizer.state.pop(param, None)
+        return
+    for name, value in saved.items():
+        if isinstance(value, Tensor):
+            own_piece(optimizer.state[param][name]).copy_(value)
+        else:
+            optimizer.state[param][name] = value
+
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +115,10 @@ class RollBack(_Limited):
         self._moments: list[dict[nn.Parameter, dict[str, object]]] = []
 
     def begin(self, trainer: AnyTrainer) -> None:
-        self._step, self._weights, self._moments, self.num_rollbacks = None, {}, [], 0
+        self._step = None
+        self._weights = {}
+        self._moments = []
+        self.num_rollbacks = 0
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Takes a copy every `every_n_steps` steps, before the update: the one that follows is not known to be good."""
@@ -152,9 +180,12 @@ class RollBackToCheckpoint(_Limited):
                 "CollapseAlarm.action=RollBackToCheckpoint: Lightning's AsyncCheckpointIO does not tell when a file is "
                 "complete; use lit_async_rl's BackgroundCheckpointIO in trainer.plugins"
             )
-        newest, resumed = _newest(_names(trainer)), trainer.ckpt_path
+        newest = _newest(_names(trainer))
+        resumed = trainer.ckpt_path
         is_present = newest is not None and resumed and Path(resumed).exists() and newest.samefile(resumed)
-        self.path, self._original, self.num_rollbacks = None, "", 0
+        self.path = None
+        self._original = ""
+        self.num_rollbacks = 0
         self._judged = None if newest is None or is_present else _identity(newest)
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -184,7 +215,8 @@ class RollBackToCheckpoint(_Limited):
 
     def _judge(self, trainer: AnyTrainer, is_healthy: bool) -> None:
         """Decides on the newest checkpoint, when it is written."""
-        names, checkpoint_io = _names(trainer), trainer.strategy.checkpoint_io
+        names = _names(trainer)
+        checkpoint_io = trainer.strategy.checkpoint_io
         if not names or not trainer.is_global_zero:
             return
         can_link = getattr(checkpoint_io, "replaces_files", False)
@@ -208,7 +240,8 @@ class RollBackToCheckpoint(_Limited):
         except OSError as error:
             log.warning("RollBackToCheckpoint could not keep %s, an older one stays: %s", newest, error)
             return
-        self.path, self._original = str(kept), newest.name
+        self.path = str(kept)
+        self._original = newest.name
 
 
 def _names(trainer: AnyTrainer) -> list[str]:

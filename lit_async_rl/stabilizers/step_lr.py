@@ -158,7 +158,8 @@ class OneStepLearningRate:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
-        self._in_step, self._factor = False, 1.0
+        self._in_step = False
+        self._factor = 1.0
 
     def _apply(self) -> None:
         if self._factor == 1:

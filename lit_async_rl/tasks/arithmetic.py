@@ -30,7 +30,8 @@ class Addition(SplitPrompts):
         super().__init__(size, split)
         check_range("Addition", "integer >= 1", num_digits=num_digits)
         check_range("Addition", "integer", seed=seed)
-        self.num_digits, self.seed = num_digits, seed
+        self.num_digits = num_digits
+        self.seed = seed
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:
         """Random pairs of summands, and their problems."""
@@ -79,8 +80,10 @@ class MentalArithmetic(PromptSource):
         check_range("MentalArithmetic", "in (0, 1)", held_out=held_out)
         if unknown := set(kinds) - set(_KINDS):
             raise ValueError(f"MentalArithmetic.kinds={list(kinds)}: {sorted(unknown)} are none of {list(_KINDS)}")
-        self.largest, self.split = largest, split
-        self.smallest_factor, self.largest_factor = smallest_factor, largest_factor
+        self.largest = largest
+        self.split = split
+        self.smallest_factor = smallest_factor
+        self.largest_factor = largest_factor
         found = {p.text: p for kind in kinds for p in _KINDS[kind](self)}  # 10 + 10 is of two kinds
         problems = [p for p in found.values() if is_held_out(p.key, held_out) == (split == "held_out")]
         random.Random(0).shuffle(problems)

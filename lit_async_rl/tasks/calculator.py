@@ -35,7 +35,8 @@ class Calculator(Environment):
     def __init__(self, latency_s: float = 0.0, max_calls: int = 2) -> None:
         check_range("Calculator", ">= 0", latency_s=latency_s)
         check_range("Calculator", "integer >= 1", max_calls=max_calls)
-        self.latency_s, self.max_calls = latency_s, max_calls
+        self.latency_s = latency_s
+        self.max_calls = max_calls
 
     async def start(self, prompt: Prompt) -> CalculatorEpisode:
         """Starts an episode for one prompt."""
@@ -46,7 +47,9 @@ class CalculatorEpisode(Episode):
     """Episode of one sum, with a limited number of calculator calls."""
 
     def __init__(self, prompt: Prompt, latency_s: float, calls_left: int) -> None:
-        self.prompt, self.latency_s, self.calls_left = prompt, latency_s, calls_left
+        self.prompt = prompt
+        self.latency_s = latency_s
+        self.calls_left = calls_left
 
     async def step(self, completion: str) -> Observation:
         """Answers a calculator call, or scores the final answer."""

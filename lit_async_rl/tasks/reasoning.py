@@ -51,7 +51,9 @@ class ReasoningGym(SplitPrompts):
             import reasoning_gym
         except ImportError:
             raise ModuleNotFoundError('ReasoningGym needs: pip install "lit-async-rl[tasks]"') from None
-        self.task, self.template, self.config = task, template, json.dumps(config or {})
+        self.task = task
+        self.template = template
+        self.config = json.dumps(config or {})
         try:
             self._dataset = reasoning_gym.create_dataset(task, size=size * MAX_DRAWS, seed=seed, **(config or {}))
         except (ValueError, AssertionError, TypeError) as error:
@@ -85,7 +87,7 @@ class ReasoningGymReward:
             raise ModuleNotFoundError('ReasoningGymReward needs: pip install "lit-async-rl[tasks]"')
         self.answer_tag = answer_tag
         self.references = References(self._tagged, partial_credit=True)
-        self._grade = IsolatedFunction("lit_async_rl.rewards.graders:reasoning_grader", timeout_s)
+        self._grade = IsolatedFunction("lit_async_rl.rewards.functions:reasoning_grader", timeout_s)
         self.call_timeout_s = timeout_s
 
     def _tagged(self, prompt: Prompt) -> str | None:

@@ -40,7 +40,9 @@ class SortDigits(SplitPrompts):
         check_range("SortDigits", "integer", seed=seed)
         check_range("SortDigits", f"integer in [2, {num_digits}]", min_digits=min_digits)
         check_range("SortDigits", "positive", tail=tail)
-        self.num_digits, self.seed, self.tail = num_digits, seed, tail
+        self.num_digits = num_digits
+        self.seed = seed
+        self.tail = tail
         self.min_digits = num_digits if min_digits is None else min_digits
 
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:

@@ -35,7 +35,8 @@ class SplitPrompts(PromptSource):
 
     def __init__(self, size: int, split: Split) -> None:
         check_range(type(self).__name__, "integer >= 1", size=size)
-        self.size, self.split = size, split
+        self.size = size
+        self.split = split
 
     @abstractmethod
     def candidates(self, index: int) -> Iterator[tuple[str, Prompt]]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LogMeanExp
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
-from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, Proximal
+from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal, Proximal
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.losses import OAPL, PolicyLoss, Reinforce, TrajectoryBalance
 from lit_async_rl.losses.aggregation import Aggregation, PromptMean, SequenceMean, within_sources
@@ -25,7 +25,8 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
         ValueError: they do not; says which settings, why, and what to use instead.
     """
     names = f"model.loss={_name(loss)} with model.proximal={_name(proximal)}"
-    is_behavior, is_current = isinstance(proximal, BehaviorProximal), isinstance(proximal, CurrentProximal)
+    is_behavior = isinstance(proximal, BehaviorProximal)
+    is_current = isinstance(proximal, CurrentProximal)
     if correction is not None and is_behavior:
         raise ValueError(
             f"model.correction={_name(correction)} with model.proximal=BehaviorProximal: the correction weighs "

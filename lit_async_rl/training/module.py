@@ -6,51 +6,200 @@ precision, schedulers and all sharding strategies work as in any Lightning proje
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+import xxhash
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_async_rl.baselines.optimal import OptimalBaseline
 from lit_async_rl.corrections import Correction
-from lit_async_rl.corrections.proximal import BehaviorProximal, Proximal
+from lit_async_rl.corrections.weights import BehaviorProximal, Proximal
 from lit_async_rl.distributed.ranks import data_parallel
-from lit_async_rl.engines.logprob_error import default_bound
+from lit_async_rl.engines.base import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.losses.reference_kl import KLEstimator, check_estimator
-from lit_async_rl.models.lora import LoRA, without_adapters
-from lit_async_rl.models.meta_loading import is_on_meta
+from lit_async_rl.models.loading import check_finite, has_adapter, is_on_meta, load_policy
+from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
 from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.models.policy import CausalPolicy
+from lit_async_rl.models.routers import checkpoint_contexts
 from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
-from lit_async_rl.models.weights import is_sharded, stream_weights
+from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
+from lit_async_rl.training.checkpoint_io import check_same_model
 from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.end_check import check_end
 from lit_async_rl.training.objective import Objective, Reference
 from lit_async_rl.training.optimizer import (
+    ConstantRate,
+    RateSchedule,
     adopt_settings,
+    bind_scheduler,
     check_constants,
+    check_resumable,
     check_trained_dtypes,
     gradients,
     make_adamw,
     make_optimizer,
+    scheduled_rate,
     warn_of_lost_updates,
 )
-from lit_async_rl.training.policies import load_policies
-from lit_async_rl.training.saved_weights import SavedWeights
-from lit_async_rl.training.scheduler import bind_scheduler, check_resumable, scheduled_rate
-from lit_async_rl.training.schedules import ConstantRate, RateSchedule
 from lit_async_rl.training.trackers import log_validation
 from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_objects, check_range
 
+# -- The policy that trains, and the frozen one of the KL penalty -----------------------------------------------------
+
+
 log = logging.getLogger(__name__)
+CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+
+
+def load_policies(
+    model: str,
+    logprob_chunk_tokens: int,
+    packing: SharedPromptPacking | None,
+    lora: LoRA | None,
+    on_meta_device: bool,
+    needs_reference: bool,
+    gradient_checkpointing: bool,
+    **load: Any,
+) -> tuple[CausalPolicy, CausalPolicy | None]:
+    """Policy and reference; the latter is a frozen copy, or None if none is needed or only adapters train.
+
+    Args:
+        model: Hugging Face name or folder.
+        logprob_chunk_tokens: logits of at most this many tokens exist at a time.
+        packing: of the prompts of a group; None is none.
+        lora: adapters to train; None trains all weights.
+        on_meta_device: whether weights are loaded later, when they are sharded.
+        needs_reference: whether there is a KL penalty.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+        load: further arguments of `load_policy`.
+
+    Raises:
+        ValueError: weights that are made here, not loaded, would have to be on the meta device.
+    """
+    if on_meta_device and (load.get("random_init") or lora):
+        raise ValueError(
+            "model.sharding.meta_device=true goes with neither model.random_init nor model.lora: set it to false"
+        )
+    if on_meta_device and has_adapter(model):
+        raise ValueError(
+            f"model.sharding.meta_device=true reads files, and model.model={model!r} holds an adapter beside them: "
+            "merge it first, or set meta_device to false"
+        )
+    continued = lora is not None and lora.continue_adapter
+    adapter: Any = "leave_out" if continued else "merge"
+    lm = load_policy(model, **load, device="meta" if on_meta_device else "cpu", adapter=adapter)
+    if has_adapter(model) and not load.get("random_init"):
+        done = "trained further" if continued else "merged into the weights"
+        log.warning("model.model=%r holds an adapter, which is %s (model.lora.continue_adapter)", model, done)
+    reference = None
+    if needs_reference and (lora is None or lora.modules_to_save or continued):
+        # a continued adapter cannot be switched off to get the policy that training began with
+        start = load_policy(model, **load) if continued else copy.deepcopy(lm)
+        reference = CausalPolicy(start, logprob_chunk_tokens, packing).requires_grad_(False)
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+        lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
+    adapted = lm if lora is None else add_lora(lm, lora, model if has_adapter(model) else None)
+    return CausalPolicy(adapted, logprob_chunk_tokens, packing), reference
+
+
+# -- The weights in a checkpoint: what training changes, and the digest of the frozen base that adapters belong to
+
+
+class SavedWeights:
+    """Leaves out of a module's checkpoints what is frozen: the reference, and the base below LoRA adapters.
+
+    Sharded ones are kept: such checkpoints are loaded completely or not at all.
+
+    Args:
+        module: has the parts `policy` and `reference`.
+        model: name of the base.
+    """
+
+    def __init__(self, module: torch.nn.Module, model: str) -> None:
+        self._module = module
+        self._model = model
+        self._digest = ""
+
+    def reduce(self, checkpoint: dict[str, Any], policy: CausalPolicy) -> None:
+        """Drops what is frozen; names the base of adapters."""
+        if is_sharded(self._module):
+            return
+        checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
+        if policy.has_adapters:
+            checkpoint["state_dict"] = without_frozen(self._module, checkpoint["state_dict"])
+            checkpoint["base"] = {"model": self._model, "digest": self.digest(policy), "alpha": alpha_of(policy)}
+
+    def check(self, checkpoint: dict[str, Any], policy: CausalPolicy) -> None:
+        """Refuses weights of another model, adapters of another base or scale, and values that are not finite.
+
+        Drops a reference, which sharded policies save, where this run has none.
+
+        Raises:
+            ValueError: says which.
+        """
+        if "state_dict" not in checkpoint or is_wrapped(self._module):  # no rank has the shapes of FSDP1's weights
+            return
+        saved = without_reference(checkpoint["state_dict"])
+        own = without_reference(self._module.state_dict())
+        if "base" in checkpoint and policy.has_adapters:  # earlier checkpoints hold the base
+            own = without_frozen(self._module, own)
+            _check_base(checkpoint["base"], self._model, self.digest(policy), alpha_of(policy))
+        check_same_model(saved, own)
+        check_finite(saved.items(), "the checkpoint")
+        if getattr(self._module, "reference", None) is None:
+            checkpoint["state_dict"] = saved
+
+    def digest(self, policy: CausalPolicy) -> str:
+        """XXH3 of names, dtypes, shapes and values of the frozen parameters; computed once. A collective if sharded."""
+        if not self._digest:
+            self._digest = _frozen_digest(policy)
+        return self._digest
+
+
+def without_frozen(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of a state dict that training changes."""
+    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
+@torch.no_grad()
+def _frozen_digest(policy: CausalPolicy) -> str:
+    digest = xxhash.xxh3_128()
+    for name, parameter in sorted(policy.named_parameters()):
+        if not parameter.requires_grad:
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest.update(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float) -> None:
+    if saved["digest"] != digest:
+        raise ValueError(
+            f"the checkpoint holds adapters of another model: of model.model={saved['model']!r} with the digest "
+            f"{saved['digest'][:12]}, and model.model={model!r} has {digest[:12]} "
+            "(model.dtype and model.lora.modules_to_save count, too)"
+        )
+    if saved.get("alpha", alpha) != alpha:  # earlier checkpoints do not say
+        raise ValueError(
+            f"model.lora.alpha is {alpha:g}, and was {saved['alpha']:g} when the checkpoint was saved: its adapters "
+            "would have another effect than they were trained to have"
+        )
 
 
 class PolicyModule(WholeSteps):
@@ -131,16 +280,24 @@ class PolicyModule(WholeSteps):
         self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient, kl_estimator)
         check_baseline(self.objective.loss, baseline)
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
-        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, tuple(betas)
-        self.make_optimizer, self.scheduler = optimizer, scheduler or ConstantRate()
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.betas = tuple(betas)
+        self.make_optimizer = optimizer
+        self.scheduler = scheduler or ConstantRate()
         load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
         ours = sharding.meta_device, self.objective.needs_reference, gradient_checkpointing
         self.policy, reference = load_policies(model, logprob_chunk_tokens, packing, lora, *ours, **load)
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
         self.strict_loading = reference is None and lora is None  # checkpoints lack it, and the base of adapters
-        self.model, self.sharding, self.version, self.self_check = model, sharding, 0, self_check
+        self.model = model
+        self.sharding = sharding
+        self.version = 0
+        self.self_check = self_check
         self.stabilizer_signals: dict[str, Any] = {}
-        self.saved_weights, self.validator, self._gradient_scale = SavedWeights(self, model), Validator(), 1.0
+        self.saved_weights = SavedWeights(self, model)
+        self.validator = Validator()
+        self._gradient_scale = 1.0
 
     @property
     def wants_whole_groups(self) -> bool:

@@ -12,13 +12,12 @@ from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import GenerationRequest
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.attention import decoding_attention
 from lit_async_rl.models.loading import evaluation_mode, load_policy
-from lit_async_rl.models.received import apply_weights, receive_weights
-from lit_async_rl.models.weights import is_sharded
-from lit_async_rl.rewards.metrics import pass_at_k
+from lit_async_rl.models.weights import apply_weights, is_sharded, receive_weights
+from lit_async_rl.rewards.functions import pass_at_k
 from lit_async_rl.types import Prompt, PromptBatch
 
 
@@ -40,7 +39,9 @@ class Validator(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reward, self.pass_at_1, self.pass_at_k = MeanMetric(), MeanMetric(), MeanMetric()
+        self.reward = MeanMetric()
+        self.pass_at_1 = MeanMetric()
+        self.pass_at_k = MeanMetric()
         self.samples: list[Sample] = []
         self.num_samples = 1
         self._is_checked = False  # a merged or gathered copy is another model at each validation, of the same kind
@@ -92,8 +93,10 @@ class Validator(torch.nn.Module):
             with closing(engine):
                 found = run_requests(engine, requests, *limits, data.note_progress)
         played = [(prompt, row) for prompt, row in zip(batch.prompts, found, strict=True) if row]  # others: given up
-        prompts, found = [prompt for prompt, _ in played], [row for _, row in played]
-        stop, stop_token_ids = data.val_sampling.stop, data.val_sampling.stop_token_ids
+        prompts = [prompt for prompt, _ in played]
+        found = [row for _, row in played]
+        stop = data.val_sampling.stop
+        stop_token_ids = data.val_sampling.stop_token_ids
         texts = [
             [data.codec.decode(c.token_ids, stop if c.turns is None else (), stop_token_ids) for c in row]
             for row in found

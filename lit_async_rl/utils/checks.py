@@ -5,11 +5,14 @@ torch is imported where it is asked: the processes of graders need this module, 
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_REWARD = 3.4028234663852886e38  # of float32
 _BOUND = re.compile(r"(>=|>|<=|<) (\S+)")
@@ -153,10 +156,52 @@ def _holds(rule: str, value: int | float) -> bool:
     if rule == "finite":
         return math.isfinite(value)
     if bound := _BOUND.fullmatch(rule):
-        operator, limit = bound[1], float(bound[2])
+        operator = bound[1]
+        limit = float(bound[2])
         return {">=": value >= limit, ">": value > limit, "<=": value <= limit, "<": value < limit}[operator]
     if interval := _INTERVAL.fullmatch(rule):
-        low, high = float(interval[2]), float(interval[3])
+        low = float(interval[2])
+        high = float(interval[3])
         above = value >= low if interval[1] == "[" else value > low
         return above and (value <= high if interval[4] == "]" else value < high)
     raise ValueError(f"unknown rule {rule!r}")
+
+
+# -- Suggestions for misspelt names -----------------------------------------------------------------------------------
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is most like this one, or None; letter case does not matter.
+
+    Args:
+        name: as it was typed.
+        known: names that exist.
+        cutoff: least similarity, between 0 and 1 (see `difflib.get_close_matches`).
+    """
+    by_name = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=cutoff)
+    return by_name[found[0]] if found else None
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` where a known name is close, else nothing."""
+    close = closest(name, known)
+    return f"; did you mean {close}?" if close else ""
+
+
+# -- Argument parser of the small commands: errors are one line, and misspelt flags are suggested ---------------------
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` whose flags are never abbreviated, and whose errors do not repeat the usage text."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        if match := re.match(r"unrecognized arguments: (\S+)", message):
+            message = f"there is no argument {match[1]}{meant(match[1].split('=')[0], flags)}"
+        sys.stderr.write(f"error: {message}; --help lists the arguments\n")
+        self.exit(2)

@@ -2,18 +2,157 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import logging
 import os
+import pickle
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import struct
+import threading
+import time
+import warnings
+import zipfile
+from collections import deque
+from collections.abc import Container, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from lit_async_rl.utils.folder_lock import part_name
+import torch
+import xxhash
+from filelock import FileLock, Timeout
+
+from lit_async_rl.errors import describe
+
+# -- Exclusive use of a run's folder: a lock between processes that the kernel releases when its owner dies -----------
+
 
 log = logging.getLogger(__name__)
+_held: dict[Path, tuple[FileLock, int]] = {}  # and how many owners there are in this process
+_guard = threading.Lock()
+
+
+class FolderLock:
+    """Lock of a folder among processes, until `release`; several owners within one process share it.
+
+    Args:
+        folder: exists, and can be written to.
+        what: the setting that names it, for the message.
+        beside: the lock lies beside the folder where that can be written to, because others want the folder empty.
+
+    Raises:
+        OSError: another process holds the lock; says which one.
+    """
+
+    def __init__(self, folder: str | Path, what: str, beside: bool = False) -> None:
+        self._path: Path | None = lock_path(Path(folder).resolve(), beside)
+        with _guard:
+            lock, owners = _held.get(self._path, (None, 0))
+            _held[self._path] = (lock or _acquire(self._path, f"{what} {str(folder)!r}"), owners + 1)
+
+    def release(self) -> None:
+        """Releases the lock. Safe to call twice."""
+        with _guard:
+            if self._path is None:
+                return
+            lock, owners = _held.pop(self._path)
+            if owners > 1:
+                _held[self._path] = (lock, owners - 1)
+            else:
+                _owner_file(self._path).unlink(missing_ok=True)
+                lock.release()
+            self._path = None
+
+
+def lock_path(folder: Path, beside: bool = False) -> Path:
+    """File of a folder's lock. It stays when the lock is released: deleting one that others may wait for breaks it."""
+    if beside and os.access(folder.parent, os.W_OK):
+        return folder.with_name(f".{folder.name}.run.lock")
+    return folder / ".run.lock"
+
+
+@contextmanager
+def locked(folders: Iterable[tuple[str, Path]], beside: Container[str] = ()) -> Iterator[None]:
+    """Exclusive use of several folders, each with the setting that names it; see `FolderLock` for those `beside`."""
+    with ExitStack() as stack:
+        for what, folder in folders:
+            stack.callback(FolderLock(folder, what, what in beside).release)
+            remove_stale_parts(folder)
+        yield
+
+
+def _acquire(path: Path, what: str) -> FileLock:
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise OSError(f"{what} is in use by {_owner(path)}: two runs would mix their files") from None
+    about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with contextlib.suppress(OSError):  # a full disk; the lock holds without it
+        _owner_file(path).write_text(json.dumps(about))
+    return lock
+
+
+def _owner_file(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def _owner(path: Path) -> str:
+    try:
+        about = json.loads(_owner_file(path).read_text())
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def part_name(target: Path) -> Path:
+    """Temporary name beside `target` while this process writes it; contains host and process id."""
+    return target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.part")
+
+
+def remove_stale_parts(folder: Path) -> None:
+    """Removes what processes of this machine that are gone left half written: files and folders of `part_name`.
+
+    A folder that takes the place of another is renamed in two steps. If the process was killed between them, so that
+    there is no folder of that name, the new one takes its place now, or the old one comes back.
+    """
+    ours = re.compile(rf"\.(.+)\.(?:{re.escape(socket.gethostname())}-)?(\d+)(\.old)?\.part")
+    for path in sorted(folder.glob(".*.part"), key=lambda path: path.name.endswith(".old.part")):  # new ones first
+        match = ours.fullmatch(path.name)
+        if match is None or _is_alive(int(match[2])):
+            continue
+        target = folder / match[1]
+        with contextlib.suppress(OSError):
+            if not target.exists() and (match[3] or _is_whole(path)):
+                path.rename(target)
+                log.warning("recovered %s, which a run that was killed had not renamed yet", target)
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            log.warning("removed %s, which a run that was killed left half written", path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a folder has its manifest, which is written last."""
+    try:
+        return bool(json.loads((path / "manifest.json").read_text()))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another process holds it
+        return True
+    return True
+
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -139,3 +278,161 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# -- Digests of checkpoints, written with the file and verified before its content is used ----------------------------
+# A checkpoint file is a zip archive, and its digest is the archive's comment: one file, renamed atomically, so a crash
+# cannot leave file and digest inconsistent, and other readers of zip archives (`torch.load`) ignore it. The digest is
+# XXH3 (128 bits) of the archive without the comment. It detects damage; it is not a signature.
+
+
+MARK = b"lit-async-rl xxh3:"
+COMMENT = len(MARK) + 32  # bytes
+END = b"PK\5\6"  # of an archive; 22 bytes with the comment's length at the end
+CHUNK = 1 << 24
+_checked: dict[str, tuple[int, int, int]] = {}  # inode, size and time of files that were read whole by this process
+
+
+class DigestWriter:
+    """Binary file writer that computes a digest of what it writes.
+
+    Args:
+        file: opened for writing, and empty.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self._file.write(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish_archive(self) -> None:
+        """Writes the digest as the comment of the zip archive."""
+        self._file.seek(-2, os.SEEK_END)  # the length of its comment, 0 so far
+        self._file.write(struct.pack("<H", COMMENT) + MARK + self._hash.hexdigest().encode())
+
+
+def check_file(file: Path, where: str) -> None:
+    """Refuses a checkpoint file that is damaged, not a checkpoint, or would execute code when loaded.
+
+    Each file is read once; further calls for the same file are free.
+
+    Args:
+        file: exists.
+        where: prefix of messages.
+
+    Raises:
+        ValueError: the file is refused; says why.
+    """
+    status = file.stat()
+    seen = status.st_ino, status.st_size, status.st_mtime_ns
+    if _checked.get(str(file)) == seen:
+        return
+    with file.open("rb") as opened:
+        _check_digest(opened, where)
+    check_content(read_safely(file, where), where, ("state_dict", "version", "updated", "random_state"))
+    _checked[str(file)] = seen
+
+
+def _check_digest(file: BinaryIO, where: str) -> None:
+    damaged = f"{where} is damaged: its bytes do not have the digest that was saved with them. Use another checkpoint"
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - COMMENT - 22))
+    tail = file.read()
+    if len(tail) < COMMENT + 22 or (MARK not in tail and not tail.startswith(END)):
+        end = tail.rfind(END)
+        is_cut = end >= 0 and int.from_bytes(tail[end + 20 : end + 22], "little") != len(tail) - end - 22
+        if is_cut or not zipfile.is_zipfile(file):
+            raise ValueError(f"{where} is not a complete checkpoint: it is truncated, or another kind of file")
+        log.warning("%s has no digest (saved elsewhere, or by an earlier version): damage would not be noticed", where)
+        return
+    length = struct.pack("<H", COMMENT)
+    if not tail.startswith(END) or tail[20:22] != length or not tail[22:].startswith(MARK):
+        raise ValueError(damaged)
+    digest = xxhash.xxh3_128()
+    file.seek(0)
+    left = size - COMMENT - 2
+    while left:
+        if not (chunk := file.read(min(CHUNK, left))):
+            break
+        digest.update(chunk)
+        left -= len(chunk)
+    digest.update(b"\0\0")
+    if digest.hexdigest().encode() != tail[-32:]:
+        raise ValueError(damaged)
+
+
+def check_content(checkpoint: Any, where: str, needed: tuple[str, ...]) -> None:
+    """Refuses content that a `PolicyModule` did not save.
+
+    Raises:
+        ValueError: a required key is missing.
+    """
+    if not isinstance(checkpoint, dict) or any(name not in checkpoint for name in needed):
+        found = sorted(map(str, checkpoint))[:8] if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        raise ValueError(f"{where} is not a checkpoint of a PolicyModule: it lacks one of {needed}, and holds {found}")
+
+
+def read_safely(file: Path, where: str) -> Any:
+    """Content of a `torch.save` file on the meta device (no tensor values), without warnings; never executes code.
+
+    Raises:
+        ValueError: the file cannot be read without executing code, or not at all.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return read_in_thread(file, where)
+
+
+def read_in_thread(file: Path, where: str) -> Any:
+    """As `read_safely`, for any thread: leaves the filters of warnings, which all threads share, as they are."""
+    try:
+        return torch.load(file, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"(?i)unsupported global:? (?:GLOBAL )?(\S+)", str(error)):
+            raise ValueError(f"{where} holds code, which is never executed: {found[1]}") from None
+        raise ValueError(f"{where} cannot be read: it is damaged, or no checkpoint") from None
+    except Exception as error:  # a damaged archive raises all kinds of errors
+        raise ValueError(f"{where} cannot be read: {describe(error)}") from None
+
+
+# -- Rate limit for warnings ------------------------------------------------------------------------------------------
+
+
+NUM_LINES = 10
+WINDOW_S = 10.0
+
+
+class LimitedLog:
+    """Logs at most `NUM_LINES` warnings in any `WINDOW_S` seconds, and the number of suppressed ones.
+
+    Args:
+        log: destination.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._written: deque[float] = deque(maxlen=NUM_LINES)
+        self._num_left_out = 0
+
+    def warning(self, message: str, *args: object) -> None:
+        """Logs a warning, as `logging.Logger.warning`."""
+        with self._lock:
+            now = time.monotonic()
+            if len(self._written) == NUM_LINES and now - self._written[0] < WINDOW_S:
+                self._num_left_out += 1
+                return
+            self._written.append(now)
+            num_left_out = self._num_left_out
+            self._num_left_out = 0
+        if num_left_out:
+            message = message + " (%d more such lines were left out before)"
+            args = (*args, num_left_out)
+        self._log.warning(message, *args)

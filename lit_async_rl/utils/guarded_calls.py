@@ -8,11 +8,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -84,7 +89,8 @@ class _Fed(Iterator[T]):
     def __init__(self, replies: SimpleQueue[Any]) -> None:
         self.items: SimpleQueue[list[Any]] = SimpleQueue()
         self._ready: deque[Any] = deque()
-        self._replies, self._is_over = replies, False
+        self._replies = replies
+        self._is_over = False
 
     def __next__(self) -> T:
         if self._is_over:
@@ -129,7 +135,8 @@ def feed(
         StalledError: no progress in time; its thread is abandoned and gets an error as the next item.
     """
     replies: SimpleQueue[Any] = SimpleQueue()
-    fed, source = _Fed[Any](replies), iter(items)
+    fed = _Fed[Any](replies)
+    source = iter(items)
     _begin(lambda: function(fed), replies)
     try:
         while (reply := _wait(replies, limit)) is fed:
@@ -169,9 +176,11 @@ def _next(source: Iterator[Any]) -> Any:
 
 
 def _wait(replies: SimpleQueue[Any], limit: Limit) -> Any:
-    waited, progress = 0.0, None
+    waited = 0.0
+    progress = None
     while True:
-        began, slice_s = time.monotonic(), min(SLICE_S, limit.seconds - waited)
+        began = time.monotonic()
+        slice_s = min(SLICE_S, limit.seconds - waited)
         try:
             return replies.get(timeout=max(0.0, slice_s))
         except Empty:
@@ -200,7 +209,8 @@ class LastKnown(Generic[T]):
     """
 
     def __init__(self, function: Callable[[], T], value: T) -> None:
-        self._function, self._value = function, value
+        self._function = function
+        self._value = value
         self._pending: SimpleQueue[Any] | None = None
         self._asking = threading.Lock()
 
@@ -223,3 +233,262 @@ class LastKnown(Generic[T]):
         self._pending = None
         self._value = _result(reply)
         return self._value
+
+
+# -- A fair mutex, and a bounded counter with waiting -----------------------------------------------------------------
+
+
+class FairLock:
+    """Fair mutex: a waiting thread acquires before the decode loop's next turn.
+
+    With a plain lock, a loop that releases and re-acquires it starves the waiting threads.
+
+    Args:
+        timeout_s: timeout of `hold`.
+        what: what is waited for and the setting that bounds it, for messages.
+    """
+
+    def __init__(self, timeout_s: float = 600.0, what: str = "a lock") -> None:
+        self.timeout_s = timeout_s
+        self.what = what
+        self._lock = threading.Lock()
+        self._next = threading.Lock()
+
+    @contextmanager
+    def hold(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Context that holds the lock; waits for at most one turn of the loop.
+
+        Raises:
+            StalledError: the lock was not acquired within `timeout_s`, by default that of the constructor.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        self._acquire(self._next, deadline, limit_s)  # whose owner waits, while the loop can only queue behind it
+        try:
+            self._acquire(self._lock, deadline, limit_s)
+        finally:
+            self._next.release()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _acquire(self, lock: threading.Lock, deadline: float, limit_s: float) -> None:
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise StalledError(f"waited {limit_s:g} s for {self.what}")
+
+
+class Room:
+    """Bounded counter of pending items; adders wait while it is full. An error or `close` unblocks all waiters.
+
+    Args:
+        size: maximum count.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._num_inside = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until there is room; False on timeout.
+
+        Raises:
+            RuntimeError: `close` was called with an error, which is the cause.
+        """
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._num_inside < self.size or self._closed, timeout_s)
+            if self._error is not None:
+                raise RuntimeError(f"the embedded engine broke: {self._error}") from self._error
+            return in_time
+
+    def add(self, number: int) -> None:
+        """Counts an item as added (1) or used (-1)."""
+        with self._changed:
+            self._num_inside += number
+            self._changed.notify_all()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Unblocks all waiters, now and later."""
+        with self._changed:
+            self._closed = True
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """Context in which an exception closes the counter with it."""
+        try:
+            yield
+        except BaseException as error:
+            self.close(error)
+            raise
+
+
+# -- Clock that excludes time in which the process was stopped, so that a stopped process does not count as hung ------
+
+
+BEAT_S = 0.25
+STILL_S = 3.0  # ours: longer than an interpreter busy with one call, or a crowded machine, keeps a thread from running
+log = logging.getLogger(__name__)
+
+
+class AwakeClock:
+    """Monotonic clock without the time in which this process did not run (SIGSTOP, Ctrl-Z, suspend).
+
+    A thread reads the time every `BEAT_S`, as does every caller. A gap of more than `STILL_S` between two readings
+    counts as a stop and is logged.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen = time.monotonic()
+        self._lost_s = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, name="clock", daemon=True).start()
+
+    def now(self) -> float:
+        """Seconds since an arbitrary origin."""
+        with self._lock:
+            now = time.monotonic()
+            gap = now - self._seen
+            self._seen = now
+            if gap > STILL_S and not self._closed.is_set():
+                self._lost_s += gap
+                log.warning("this process stood still for %.1f s (was it stopped?); no timeout counts them", gap)
+            return now - self._lost_s
+
+    def close(self) -> None:
+        """Ends the thread; the clock then counts all time."""
+        self._closed.set()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            self.now()
+
+
+# -- Notices about long waits: one after three seconds, and then ever more rarely -------------------------------------
+
+
+FIRST_S = 3.0  # after 3 s, 12 s, 48 s, 3 minutes, then every ten minutes
+FACTOR = 4.0
+LONGEST_S = 600.0
+
+
+@contextmanager
+def announced(what: str | Callable[[], str]) -> Iterator[None]:
+    """Context of a wait that is said on stderr while it takes long, by one process of each machine.
+
+    Args:
+        what: completes "waiting for ..."; a function is called for each notice.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    is_over = threading.Event()
+    began = time.monotonic()
+    thread = threading.Thread(target=_announce, args=(what, is_over, began), name="patience", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _announce(what: str | Callable[[], str], is_over: threading.Event, began: float) -> None:
+    pause_s = FIRST_S
+    while not is_over.wait(max(0.0, began + pause_s - time.monotonic())):
+        text = what if isinstance(what, str) else what()
+        seconds = time.monotonic() - began
+        if not is_over.is_set():
+            print(f"waiting for {text} ({duration(seconds)} so far)", file=sys.stderr, flush=True)
+        pause_s = seconds + min(LONGEST_S, (FACTOR - 1) * seconds)
+
+
+def duration(seconds: float) -> str:
+    """`3 s`, `2:05` (minutes) or `1:02:05`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# -- An asyncio event loop in its own thread, with thread-safe calls --------------------------------------------------
+
+
+JOIN_S = 10.0
+EVENT_LOOP_LOOK_S = 0.5  # between two looks at whether the loop was closed
+
+
+class LoopThread:
+    """Daemon thread that runs an event loop until `close`.
+
+    Args:
+        name: of the thread, also in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._closed = threading.Event()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str, setting: str = "") -> T:
+        """Runs `coroutine` in the loop; returns its result or raises its error.
+
+        Raises:
+            StalledError: `what` did not finish within `timeout_s`; names the `setting` behind the limit, if given.
+            EngineError: `close` was called meanwhile.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            is_done = bool(concurrent.futures.wait([future], timeout=min(EVENT_LOOP_LOOK_S, left)).done)
+            if self._closed.is_set():  # which cancels whatever is running
+                raise EngineError(f"{self.name} was closed during {what}")
+            if is_done:
+                return future.result()
+        future.cancel()
+        raise StalledError(f"{what} did not end within {timeout_s:g} s" + (f" (set by {setting})" if setting else ""))
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the loop runs a coroutine within `timeout_s`: none that it runs blocks it."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        return bool(concurrent.futures.wait([future], timeout_s).done)
+
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs `coroutine` in the loop without waiting for it. Ignored after `close`."""
+        if self._closed.is_set():
+            coroutine.close()
+        else:
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def soon(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Schedules `callback` in the loop's thread; ignored after `close`."""
+        if not self._closed.is_set():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def close(self, last: Coroutine[Any, Any, Any] | None = None) -> None:
+        """Cancels all tasks, runs `last`, and joins the thread. Safe to call twice."""
+        if self._closed.is_set():
+            if last is not None:
+                last.close()
+            return
+        self._closed.set()
+        future = asyncio.run_coroutine_threadsafe(_end_all(last), self._loop)
+        concurrent.futures.wait([future], JOIN_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_S)
+
+
+async def _end_all(last: Coroutine[Any, Any, Any] | None) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if last is not None:
+        await last

@@ -108,7 +108,8 @@ class _Child:
         self._receive(0, time.monotonic() + START_S, START_S)
 
     def call(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        number, deadline = next(self._numbers), time.monotonic() + timeout_s
+        number = next(self._numbers)
+        deadline = time.monotonic() + timeout_s
         rest = memoryview(number.to_bytes(8, "big") + len(request).to_bytes(8, "big") + request)
         with contextlib.suppress(BrokenPipeError):  # it has died meanwhile: `_receive` says how
             while rest:
@@ -204,7 +205,8 @@ def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments
     if not die_with_parent(parent):  # which may be killed while a call hangs
         return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a library prints is no reply
     module, _, name = make.partition(":")
@@ -213,7 +215,8 @@ def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments
         _limit_memory(max_memory)
     _reply(replies, dict(id=0, value=None))
     while header := requests.read(16):
-        number, length = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
+        number = int.from_bytes(header[:8], "big")
+        length = int.from_bytes(header[8:], "big")
         args = pickle.loads(requests.read(length))
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)  # in case the parent no longer kills this process
         try:

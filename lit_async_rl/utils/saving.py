@@ -36,7 +36,8 @@ def check_last_is_saved(trainer: AnyTrainer) -> None:
 def what_is_saved(trainer: AnyTrainer) -> str:
     """The newest checkpoint with its step, and the steps that are lost because a full disk did not take a later one."""
     checkpoint_io: Any = trainer.strategy.checkpoint_io
-    newest, step = checkpoint_io.newest, checkpoint_io.unwritten.step
+    newest = checkpoint_io.newest
+    step = checkpoint_io.unwritten.step
     if newest is None:
         return f"This run has no checkpoint: its steps up to {step} are lost"
     return f"{step - newest.step} steps are lost; the newest is of step {newest.step}: {newest.path}"

@@ -7,19 +7,27 @@ short window: a merged span has the sum of their seconds, and begins with the fi
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from lit_async_rl.utils.files import append, tolerate_full_disk
 
 WINDOW_S = 0.05  # of merging; a longer step gets a longer one
 GAP_SHARE = 0.2  # of the window: an engine that is idle for longer ends it
 MAX_PENDING = 20_000
-TRAINER, ENGINE, WEIGHTS, ENVIRONMENT, FIRST_REWARD = 0, 1, 2, 3, 10  # numbers of lanes
+TRAINER = 0  # numbers of lanes
+ENGINE = 1
+WEIGHTS = 2
+ENVIRONMENT = 3
+FIRST_REWARD = 10
 FIRST_SERVER = 1000  # number of a process; smaller ones are ranks
 MERGED: dict[str, Callable[[Any, Any], Any]] = {
     "tokens": operator.add,
@@ -49,7 +57,9 @@ class Spans:
         self._epoch = time.time() - time.monotonic() + offset_s
         self._pending: deque[Event] = deque()
         self._lanes: dict[tuple[int, int], Lane] = {}
-        self.is_on, self.window_s, self.num_lost = True, WINDOW_S, 0
+        self.is_on = True
+        self.window_s = WINDOW_S
+        self.num_lost = 0
 
     def record(self, is_on: bool) -> None:
         """Switches recording on or off."""
@@ -99,7 +109,9 @@ class Spans:
             event["dur"] = round(1e6 * seconds)
         else:
             event["s"] = "p"
-        event["pid"], event["tid"], event["args"] = lane.pid, lane.tid, args
+        event["pid"] = lane.pid
+        event["tid"] = lane.tid
+        event["args"] = args
         self._put(event)
 
     def _put(self, event: Event) -> None:
@@ -113,8 +125,12 @@ class Lane:
     """Row of a timeline, whose spans do not overlap. Made by `Spans.lane`; thread-safe."""
 
     def __init__(self, spans: Spans, pid: int, tid: int, cat: str, merges: bool, shows_idle: bool) -> None:
-        self.pid, self.tid, self.cat = pid, tid, cat
-        self._spans, self._merges, self._shows_idle = spans, merges, shows_idle
+        self.pid = pid
+        self.tid = tid
+        self.cat = cat
+        self._spans = spans
+        self._merges = merges
+        self._shows_idle = shows_idle
         self._lock = threading.Lock()
         self._added: deque[tuple[str, float, float, Any, dict[str, Any]]] = deque()
         self._window: dict[str, tuple[list[float], dict[str, Any]]] = {}  # name -> seconds and arguments, merged
@@ -147,7 +163,8 @@ class Lane:
                 if is_apart or key != self._key:
                     self._flush()
             if not self._window:
-                self._began, self._key = began, key
+                self._began = began
+                self._key = key
             if (known := self._window.get(name)) is None:
                 self._window[name] = [seconds], args
             else:
@@ -187,12 +204,14 @@ class Lane:
 
     def _close_open(self, until: float) -> None:
         if self._open is not None:
-            (name, began, args), self._open = self._open, None
+            (name, began, args) = self._open
+            self._open = None
             self._flush()
             self._spans.put("X", name, self, began, max(0.0, until - began), args)
 
     def _flush(self) -> None:
-        at, drawn = self._began, self._drawn_until
+        at = self._began
+        drawn = self._drawn_until
         if self._shows_idle and self._window and drawn is not None and at > drawn:
             self._spans.put("X", "idle", self, drawn, at - drawn, {})
         for name, ((seconds,), args) in self._window.items():
@@ -213,7 +232,8 @@ class Overlap:
         self.name = name
         self.lane: Lane | None = None
         self._lock = threading.Lock()
-        self._number, self._since = 0, 0.0
+        self._number = 0
+        self._since = 0.0
 
     @contextmanager
     def one(self, **args: Any) -> Iterator[None]:
@@ -238,3 +258,108 @@ def _merge(old: dict[str, Any], new: dict[str, Any]) -> None:
     for name, value in new.items():
         if (operation := MERGED.get(name)) is not None:
             old[name] = operation(old[name], value) if name in old else value
+
+
+# -- Files of a run's timeline: one JSON event a line, in the array format of Chrome's Trace Events -------------------
+# The format needs no closing bracket, and none is written: a file is whole after every line, whenever its run is
+# killed, and a run that is resumed goes on in it. Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+
+
+HEAD = "[\n"
+encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
+
+
+class TraceWriter:
+    """Appends what `spans` collects to a file, in a thread of its own.
+
+    Args:
+        path: of the file; goes on in one that is there.
+        spans: to write.
+        flush_s: seconds between two writes.
+
+    Attributes:
+        num_bytes: length of the file.
+    """
+
+    def __init__(self, path: Path, spans: Spans, flush_s: float) -> None:
+        self.path = path
+        self._spans = spans
+        self._flush_s = flush_s
+        self.num_bytes = _mend(path)
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Writes the rest and ends the thread."""
+        self._is_ending.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._is_ending.wait(self._flush_s):
+            self._write(self._spans.take())
+        self._write(self._spans.take(all_of_it=True))
+
+    def _write(self, events: Sequence[Event]) -> None:
+        if events:
+            text = "".join(f"{encode(event)},\n" for event in events)
+            with tolerate_full_disk(str(self.path)):
+                append(self.path, text)
+                self.num_bytes += len(text)
+
+
+def read_trace(path: Path) -> list[Event]:
+    """Events of a file; a last line that was cut off is left out.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    events = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line.strip().rstrip(",]"))
+            except ValueError:  # the bracket, or a line that was cut off
+                continue
+            if isinstance(event, dict):
+                events.append(event)
+    return events
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """Files of a run's timeline, one per rank."""
+    return sorted(folder.glob("rank*.json"))
+
+
+def merge_traces(paths: Iterable[Path], out: Path) -> None:
+    """Writes the events of several ranks into one file, a JSON array that any reader takes.
+
+    Raises:
+        ValueError: there are no files.
+        OSError: one cannot be read or written.
+    """
+    if not (paths := list(paths)):
+        raise ValueError("there is no timeline: the run has no files timeline/rank*.json")
+    events = [event for path in paths for event in read_trace(path)]
+    lines = ",\n".join(map(encode, events))
+    out.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def _mend(path: Path) -> int:
+    """Begins a file, or removes a line that was cut off from one that is there; returns its length."""
+    if not path.exists() or path.stat().st_size < len(HEAD):
+        path.write_text(HEAD)
+        return len(HEAD)
+    with path.open("rb+") as file:
+        size = end = file.seek(0, 2)
+        while end > len(HEAD):
+            begin = max(0, end - 4096)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+            if found >= 0:
+                end = begin + found + 1
+                break
+            end = begin
+        if end < size:
+            file.truncate(max(end, len(HEAD)))
+        return max(end, len(HEAD))

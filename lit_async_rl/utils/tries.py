@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.log_limit import LimitedLog
+from lit_async_rl.utils.files import LimitedLog
 
 MAX_LEFT_OUT = 10  # prompts in a row
 GRACE_S = 5.0  # from the limit of a call until it must have been noticed
@@ -103,7 +103,8 @@ class Retries:
         Raises:
             Exception: the run is to end: `error`, or another one of its class.
         """
-        tries, setting = self.policy.tries, f"{self.policy.owner}.tries"
+        tries = self.policy.tries
+        setting = f"{self.policy.owner}.tries"
         if tries is None:
             raise error
         if num_failed < tries:

@@ -11,20 +11,17 @@ from flow import fit, make_data, make_module
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.advantages.group import GroupMean, GroupMeanStd
-from lit_async_rl.advantages.turns import GiGPO, TurnReturns
+from lit_async_rl.advantages.group import GiGPO, GroupMean, GroupMeanStd, TurnReturns
 from lit_async_rl.assets import asset
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Observation
-from lit_async_rl.environments.conversation import Conversation
-from lit_async_rl.environments.episode_engine import EpisodeEngine
+from lit_async_rl.environments.episode_engine import Conversation, EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
 from lit_async_rl.losses.aggregation import TokenMean
-from lit_async_rl.replay.tape import Tape
-from lit_async_rl.replay.tape_writer import TapeWriter
-from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 TURNS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=1, max_size=4)

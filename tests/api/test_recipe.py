@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 import lit_async_rl as rl
-from lit_async_rl.api.defaults import build
-from lit_async_rl.api.recipe import PARTS
+from lit_async_rl.api.run import PARTS
+from lit_async_rl.api.trainer import build
 from lit_async_rl.baselines.optimal import Norms
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 
 import lit_async_rl as rl
 from lit_async_rl.api.run_config import as_config, comparable
-from lit_async_rl.cli.commands import main
+from lit_async_rl.cli.app import main
 
 REWARD = "def judge(prompt, completion):\n    return float(len(completion) % 2)\n"
 NOT_OF_THE_POLICY = ("perf/", "rollout/wait", "engine/idle", "intake/")

@@ -7,8 +7,13 @@ from peft import LoraConfig, get_peft_model
 from torch.func import functional_call, grad
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lit_async_rl.baselines.ghost_norms import GhostTape
-from lit_async_rl.baselines.layer_norms import InputGrams, LayerRecord, embedding_squared_norms, linear_squared_norms
+from lit_async_rl.baselines.ghost_norms import (
+    GhostTape,
+    InputGrams,
+    LayerRecord,
+    embedding_squared_norms,
+    linear_squared_norms,
+)
 from lit_async_rl.baselines.optimal import per_trajectory_squared_norms
 from lit_async_rl.models.policy import CausalPolicy
 

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lit_async_rl.baselines.optimal import Flavour, Norms, OptimalBaseline, optimal_advantages, optimal_baseline
 from lit_async_rl.corrections import SequenceTruncatedIS
-from lit_async_rl.corrections.proximal import CurrentProximal
+from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import PPOClip, Reinforce
 from lit_async_rl.losses.aggregation import SequenceMean, TokenMean

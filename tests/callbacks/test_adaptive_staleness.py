@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_collapse_alarm import Bounded
 
 from lit_async_rl.callbacks import AdaptiveStaleness, CollapseAlarm
-from lit_async_rl.stabilizers.alarm_actions import LowerStaleness
+from lit_async_rl.stabilizers.collapse import LowerStaleness
 
 
 class Aging(Regression):

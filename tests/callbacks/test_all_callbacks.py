@@ -24,8 +24,8 @@ from lit_async_rl.callbacks import (
     GradientAlignmentControl,
     GradientClipping,
 )
-from lit_async_rl.stabilizers.alarm_actions import LowerStaleness
 from lit_async_rl.stabilizers.alignment import LastApplied
+from lit_async_rl.stabilizers.collapse import LowerStaleness
 
 
 class BoundedRows(pl.LightningDataModule):

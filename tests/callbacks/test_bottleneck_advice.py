@@ -11,15 +11,14 @@ from flow import fit, make_data, make_module
 
 from lit_async_rl import Bounded, FixedLag
 from lit_async_rl.callbacks import BottleneckVerdict, RolloutMonitor
-from lit_async_rl.callbacks.monitors import bottleneck_settings as advice
-from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, what_to_turn
+from lit_async_rl.callbacks.monitors import bottleneck_verdict as advice
+from lit_async_rl.callbacks.monitors.bottleneck_verdict import StepLoad, what_to_turn
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.scorer import Scorer, score_all
 from lit_async_rl.scheduling.bottleneck import diagnose
-from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant, LogNormal
-from lit_async_rl.simulation.run import SimulatedRun
+from lit_async_rl.simulation.run import SimulatedEngine, SimulatedRun
 from lit_async_rl.stabilizers.collapse import CollapseTrend
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt

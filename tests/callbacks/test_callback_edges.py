@@ -12,7 +12,7 @@ from test_all_callbacks import BoundedRows
 from torch import nn
 
 from lit_async_rl.callbacks import CollapseAlarm, GradientAlignmentControl
-from lit_async_rl.stabilizers.alarm_actions import LowerStaleness
+from lit_async_rl.stabilizers.collapse import LowerStaleness
 from lit_async_rl.stabilizers.gradients import GradSpaces
 from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
 

@@ -8,11 +8,9 @@ import torch
 from foreign_modules import Regression, fit, weights
 
 from lit_async_rl.callbacks import CollapseAlarm, LinkedCheckpoint
-from lit_async_rl.stabilizers.alarm_actions import LowerStaleness, Stop
-from lit_async_rl.stabilizers.collapse import CollapseWatch, StepHealth
+from lit_async_rl.stabilizers.collapse import CollapseWatch, LowerStaleness, StepHealth, Stop
 from lit_async_rl.stabilizers.rollback import RollBack, RollBackToCheckpoint
-from lit_async_rl.training.background_io import BackgroundCheckpointIO
-from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, BackgroundCheckpointIO
 
 NOTHING = dict(min_ess_ratio=None, max_kl=None, max_grad_norm_factor=None)
 

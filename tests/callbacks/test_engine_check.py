@@ -12,8 +12,8 @@ from lit_async_rl.callbacks.monitors.engine_check import allowed
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError
-from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.simulation.run import SimulatedEngine
 
 COOL = SamplingParams(max_tokens=10, temperature=0.7)
 

@@ -8,7 +8,7 @@ import torch
 
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
-from lit_async_rl.stabilizers.sketch import ROWS_AT_ONCE, SIZE, Sketch
+from lit_async_rl.stabilizers.gradients import ROWS_AT_ONCE, SIZE, Sketch
 
 N = 3_000_000
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from lit_async_rl.callbacks import LiveView, Progress
-from lit_async_rl.cli.commands import main
-from lit_async_rl.utils import patience
-from lit_async_rl.utils.patience import announced, duration
+from lit_async_rl.cli.app import main
+from lit_async_rl.utils import guarded_calls as patience
+from lit_async_rl.utils.guarded_calls import announced, duration
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]

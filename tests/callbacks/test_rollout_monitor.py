@@ -6,8 +6,8 @@ from flow import fit, make_data, make_module
 
 from lit_async_rl import DynamicSampling, Intake
 from lit_async_rl.callbacks import Progress, RolloutMonitor
-from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.simulation.run import SimulatedEngine
 
 
 def make_reward():

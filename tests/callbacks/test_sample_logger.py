@@ -10,11 +10,11 @@ from flow import MODEL, fit, make_data, make_module
 
 import lit_async_rl as rl
 from lit_async_rl.callbacks import BottleneckVerdict, SampleLogger
-from lit_async_rl.callbacks.run.sample_rows import thin
+from lit_async_rl.callbacks.run.sample_logger import thin
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import CSVLog
 
 
 def rows(path) -> list[dict]:

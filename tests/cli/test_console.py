@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import lit_async_rl
+from lit_async_rl.cli.app import resume_command
 from lit_async_rl.cli.console import COMMANDS, main
-from lit_async_rl.cli.resume import resume_command
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 import lit_async_rl as rl
-from lit_async_rl.api.defaults import FILE, defaults_file
-from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.cli.commands import main
+from lit_async_rl.api.trainer import FILE, defaults_file
+from lit_async_rl.cli.app import AsyncRLCLI, main
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml", "--data.validation.prompts", "null"]

@@ -12,10 +12,9 @@ import pytest
 from flow import make_data, make_module
 
 from lit_async_rl import Bounded, EpisodeEngine, FixedLag
-from lit_async_rl.callbacks.monitors import bottleneck_settings as advice
-from lit_async_rl.callbacks.monitors.bottleneck_settings import StepLoad, what_to_turn
-from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.cli.commands import main
+from lit_async_rl.callbacks.monitors import bottleneck_verdict as advice
+from lit_async_rl.callbacks.monitors.bottleneck_verdict import StepLoad, what_to_turn
+from lit_async_rl.cli.app import AsyncRLCLI, main
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.scheduling.bottleneck import Setting
 from lit_async_rl.tasks.calculator import Calculator

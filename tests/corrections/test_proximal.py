@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted, LogMeanExp
 from lit_async_rl.corrections import Correction, IcePop, SequenceTruncatedIS, TokenTruncatedIS
-from lit_async_rl.corrections.proximal import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
+from lit_async_rl.corrections.weights import BehaviorProximal, CurrentProximal, InterpolatedProximal, Proximal
 from lit_async_rl.data.compatibility import check_step
 from lit_async_rl.losses import (
     CISPO,

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.advantages.group import GlobalMeanStd
 from lit_async_rl.callbacks import SaveOnSigterm
-from lit_async_rl.data.streaming import StreamedStep
+from lit_async_rl.data.collate import StreamedStep
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import StalledError
 from lit_async_rl.losses.aggregation import Aggregation, FixedLength, PromptMean, SequenceMean, TokenBudget, TokenMean

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import finish, start
 
-from lit_async_rl.distributed.progress import Progress, Report, find_stalled
+from lit_async_rl.distributed.liveness import Progress, Report, find_stalled
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_hangs.py"
 LIMIT_S = 5.0

@@ -12,8 +12,7 @@ from lit_async_rl.engines.vllm.background import BackgroundEngine
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess
-from lit_async_rl.engines.vllm.request_book import RequestBook
-from lit_async_rl.engines.vllm.requests import RequestRunner
+from lit_async_rl.engines.vllm.requests import RequestBook, RequestRunner
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.tasks import Calculator

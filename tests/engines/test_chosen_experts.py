@@ -21,14 +21,13 @@ from lit_async_rl.data.collate import collate_step
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.engines.completion_check import find_fault
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.expert_choices import OWN_CHOICE, ExpertChoices
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.routers import Replaying, checkpoint_contexts, replay_in, routers_of
-from lit_async_rl.replay.tape_rows import from_rows, to_row
-from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
-from lit_async_rl.types import RolloutBatch
+from lit_async_rl.replay.tape import from_rows, to_row
+from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.types import OWN_CHOICE, ExpertChoices, RolloutBatch
 
 families = pytest.mark.parametrize("make", list(SPARSE.values()), ids=list(SPARSE))
 

@@ -12,7 +12,7 @@ from replays import assert_exact, collect, full_logprobs, key, own_engine, repla
 from tiny_models import ALL, save, tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.models.received import UNCHANGED
+from lit_async_rl.models.weights import UNCHANGED
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3-tied", "gpt2"])

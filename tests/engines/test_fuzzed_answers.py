@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_server_fleet import requests
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.vllm.model_identity import describe_config
-from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.engine_arguments import describe_config
+from lit_async_rl.engines.vllm.requests import RequestBook
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet

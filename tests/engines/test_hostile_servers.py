@@ -10,8 +10,8 @@ from flow import MODEL
 from http_servers import MisbehavingServer
 from test_server_fleet import QUICK, publish, requests, wait_for
 
-from lit_async_rl.engines.blocking import run_requests
-from lit_async_rl.engines.logprob_error import Probe, probe_tokens
+from lit_async_rl.engines.base import Probe, probe_tokens
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError

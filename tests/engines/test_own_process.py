@@ -19,13 +19,19 @@ from replays import assert_replayed, collect, key, own_engine, requests_of
 from tiny_models import save, tiny_llama, tiny_qwen3_moe
 
 from lit_async_rl.engines.base import Completion
-from lit_async_rl.engines.embedded.channel import pack_completions, pack_requests, unpack_completions, unpack_requests
-from lit_async_rl.engines.embedded.connection import from_json
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.own_process import FILE_BYTES, EmbeddedEngineProcess
-from lit_async_rl.engines.weight_folders import PREFIX
+from lit_async_rl.engines.embedded.own_process import (
+    FILE_BYTES,
+    EmbeddedEngineProcess,
+    from_json,
+    pack_completions,
+    pack_requests,
+    unpack_completions,
+    unpack_requests,
+)
+from lit_async_rl.engines.weight_files import PREFIX
 from lit_async_rl.errors import EngineError, SetupError, StalledError
-from lit_async_rl.models.received import UNCHANGED
+from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.utils.spans import Spans
 
 
@@ -203,7 +209,7 @@ def test_it_ends_with_the_trainer_whatever_ends_that(tmp_path):
 
 @pytest.mark.slow
 def test_no_files_stay_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_async_rl.engines.weight_folders.SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr("lit_async_rl.engines.weight_files.SHARED_MEMORY", str(tmp_path / "shm"))
     (tmp_path / "shm").mkdir()
     lm = tiny_llama()
     engine = own_engine(lm, tmp_path, own_process=True)

@@ -7,14 +7,13 @@ from replays import assert_exact, collect, full_logprobs, own_engine, replayed_l
 from tiny_models import ALL, tiny_llama
 from torch import nn
 
-from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.engines.embedded import packed
 from lit_async_rl.engines.embedded.packed import PackedLinear, in_modules
 from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.received import UNCHANGED
-from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.models.weights import UNCHANGED, stream_weights
+from lit_async_rl.rollouts.engine_listener import EngineCalls
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3-tied"]
 

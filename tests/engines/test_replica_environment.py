@@ -5,7 +5,7 @@ import pytest
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.vllm import replica_process, replicas
 from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.installation import LAUNCHER
+from lit_async_rl.engines.vllm.engine_arguments import LAUNCHER
 
 
 @pytest.fixture

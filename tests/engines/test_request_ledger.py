@@ -7,7 +7,7 @@ import pytest
 from instant_episodes import Instant
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.engines.request_ledger import RequestLedger
+from lit_async_rl.engines.completion_check import RequestLedger
 from lit_async_rl.errors import CompletionError
 from lit_async_rl.types import Prompt
 

@@ -11,7 +11,7 @@ from tiny_models import EOS, save, tiny_tokenizer
 import lit_async_rl as rl
 from lit_async_rl.engines.base import GenerationRequest
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.row_caches import RowCaches
+from lit_async_rl.engines.embedded.kv_cache import RowCaches
 from lit_async_rl.tasks import SortDigits
 
 FAMILIES = ("lfm2", "qwen3_next", "mamba2", "jamba")

@@ -10,7 +10,7 @@ from tiny_models import tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.row_order import WINDOW, RowOrder, split
+from lit_async_rl.engines.embedded.slots import WINDOW, RowOrder, split
 
 
 def test_no_split_reads_fewer_positions():

@@ -14,7 +14,7 @@ from flow import MODEL
 from http_servers import MisbehavingServer
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.environments.base import Environment, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine

@@ -5,12 +5,12 @@ from flow import MODEL, fit, make_data, make_module
 from http_servers import MisbehavingServer
 from test_server_fleet import QUICK, fleet, publish, requests, wait_for  # noqa: F401  (a fixture)
 
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.vllm import sleep as sleeping
+from lit_async_rl.engines.vllm import background as sleeping
+from lit_async_rl.engines.vllm.background import Gate
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
-from lit_async_rl.engines.vllm.gate import Gate
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError
 

@@ -7,8 +7,7 @@ import torch
 from tiny_models import tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.incoming import Held, Incoming
-from lit_async_rl.engines.vllm.weight_deltas import INDEX, MASK, KeptWeights
+from lit_async_rl.engines.vllm.weight_deltas import INDEX, MASK, Held, Incoming, KeptWeights
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy

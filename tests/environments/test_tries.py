@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Episode, Observation
 from lit_async_rl.environments.episode_engine import EpisodeEngine
@@ -354,8 +354,8 @@ def test_a_reward_within_its_own_limit_does_not_end_the_run(looks):
 
 def test_an_environment_that_blocks_its_loop_is_named_and_the_engine_is_not_blamed(monkeypatch):
     monkeypatch.setattr("lit_async_rl.utils.tries.GRACE_S", 0.2)
-    monkeypatch.setattr("lit_async_rl.environments.environment_loop.END_S", 0.1)
-    monkeypatch.setattr("lit_async_rl.environments.environment_loop.STOP_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.episode_engine.END_S", 0.1)
+    monkeypatch.setattr("lit_async_rl.environments.episode_engine.STOP_S", 0.1)
     release = threading.Event()
 
     class Blocking(Calculator):

@@ -20,8 +20,7 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
 from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.rollouts.filters import OverlongFilter
-from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.rollouts.intake import Intake, OverlongFilter
 from lit_async_rl.tasks import SortDigits
 
 BASES = {StepMonitor}

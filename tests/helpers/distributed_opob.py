@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from lit_async_rl.assets import asset
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.corrections import SequenceTruncatedIS
-from lit_async_rl.corrections.proximal import CurrentProximal
+from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.policy import CausalPolicy

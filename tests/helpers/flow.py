@@ -16,7 +16,7 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.scheduling.policies import Bounded, FixedLag, FromTape
+from lit_async_rl.scheduling.admission import Bounded, FixedLag, FromTape
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.module import PolicyModule
 

@@ -15,9 +15,9 @@ from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.scheduling.policies import AdmissionPolicy, Bounded
-from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded
 from lit_async_rl.simulation.latency import LogNormal
+from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 

@@ -11,9 +11,9 @@ from weakref import WeakSet
 import transformers
 from aiohttp import web
 
-from lit_async_rl.engines.vllm.model_identity import describe_config
+from lit_async_rl.engines.vllm.engine_arguments import describe_config
 from lit_async_rl.models.loading import load_config
-from lit_async_rl.utils.event_loop import LoopThread
+from lit_async_rl.utils.guarded_calls import LoopThread
 
 
 class MisbehavingServer:

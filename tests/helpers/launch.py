@@ -19,7 +19,7 @@ from pathlib import Path
 from preloaded import become, wind_up
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["lit_async_rl.api.run", "lit_async_rl.cli.commands"])
+FORKS.set_forkserver_preload(["lit_async_rl.api.run", "lit_async_rl.cli.app"])
 
 
 class Rank:

@@ -149,8 +149,8 @@ def wind_up() -> None:
 def preload() -> None:
     """Imports what every command imports."""
     import lit_async_rl.api.run
+    import lit_async_rl.cli.app
     import lit_async_rl.cli.chat
-    import lit_async_rl.cli.commands
     import lit_async_rl.cli.tape
     import lit_async_rl.engines.vllm.serve  # noqa: F401
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_async_rl.assets import asset
 from lit_async_rl.cli import chat
-from lit_async_rl.cli.commands import evaluate, export, main
+from lit_async_rl.cli.app import evaluate, export, main
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from chat_models import chat_model
 from flow import fit, make_data, make_module, parameters
 
 from lit_async_rl.callbacks import RolloutTape
-from lit_async_rl.cli.commands import main
+from lit_async_rl.cli.app import main
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Environment, Episode, Observation

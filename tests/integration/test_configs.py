@@ -10,8 +10,7 @@ import torch
 from launch import finish, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.cli.commands import evaluate, export, main
+from lit_async_rl.cli.app import AsyncRLCLI, evaluate, export, main
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
 from lit_async_rl.callbacks import BottleneckVerdict, LinkedCheckpoint, Progress, RunSummary
-from lit_async_rl.cli.commands import evaluate, main
+from lit_async_rl.cli.app import evaluate, main
 from lit_async_rl.data.settings import Validation
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
@@ -28,7 +28,7 @@ from lit_async_rl.models.export import export_model
 from lit_async_rl.models.loading import load_policy, load_tokenizer
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.tasks import Addition, Calculator, SortDigits
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import CSVLog
 
 
 def test_sigterm_does_not_take_the_verdict_on_the_run(tmp_path, capsys):

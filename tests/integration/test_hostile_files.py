@@ -11,7 +11,7 @@ import torch
 from flow import fit, make_data, make_module
 from test_resume import saving
 
-from lit_async_rl.cli.commands import main
+from lit_async_rl.cli.app import main
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.errors import ProducerError
 from lit_async_rl.models.sharded_checkpoint import check_folder

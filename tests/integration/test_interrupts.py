@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lit_async_rl as rl
-from lit_async_rl.api.interrupts import CtrlC
+from lit_async_rl.api.run import CtrlC
 from lit_async_rl.callbacks import SaveOnSigterm
 from lit_async_rl.callbacks.run.save_on_sigterm import _HangUp
-from lit_async_rl.cli.resume import resume_command
+from lit_async_rl.cli.app import resume_command
 
 REWARD = """
 import pathlib, time

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.callbacks import LinkedCheckpoint, SaveOnSigterm, WeightSync
-from lit_async_rl.cli.commands import export, main
+from lit_async_rl.cli.app import export, main
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[2]

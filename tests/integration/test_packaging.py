@@ -17,7 +17,7 @@ RUN = """
 import sys
 import lit_async_rl
 assert "torch" not in sys.modules and "wandb" not in sys.modules
-from lit_async_rl.cli.commands import main
+from lit_async_rl.cli.app import main
 assert "wandb" not in sys.modules, "the command line imports wandb"
 main(sys.argv[1:])
 assert "wandb" not in sys.modules, "a run without its logger imports wandb"

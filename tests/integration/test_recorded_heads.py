@@ -18,9 +18,9 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.losses import ESTR, ImportanceWeight, PolicyLoss, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.packing import SharedPromptPacking
+from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.replay.tape_source import NoEngine
-from lit_async_rl.replay.tape_writer import TapeWriter
-from lit_async_rl.scheduling.policies import Bounded
+from lit_async_rl.scheduling.admission import Bounded
 from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.types import Prompt
 

@@ -21,8 +21,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.weights import stream_weights
-from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks.calculator import Calculator
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -210,7 +210,7 @@ class Reluctant(EmbeddedEngine):
 
 
 def test_the_old_engine_is_closed_without_waiting_for_it_and_the_new_one_has_the_same_weights(monkeypatch):
-    monkeypatch.setattr("lit_async_rl.data.replaceable_engine.CLOSE_S", 0.2)
+    monkeypatch.setattr("lit_async_rl.data.rollout_source.CLOSE_S", 0.2)
     kind = type("Reluctant", (Reluctant,), {"calls": []})
     data = make_data(engine=(old := kind()), groups_per_step=2, max_staleness=2)
     fit(make_module(), data, 8)

@@ -16,11 +16,9 @@ from lightning.pytorch.loggers import WandbLogger
 import lit_async_rl as rl
 from lit_async_rl.api.run_folders import cut
 from lit_async_rl.callbacks import SampleLogger
-from lit_async_rl.cli.app import AsyncRLCLI
-from lit_async_rl.cli.commands import evaluate, main
-from lit_async_rl.cli.loggers import run_name
+from lit_async_rl.cli.app import AsyncRLCLI, evaluate, main, run_name
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import CSVLog
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -226,7 +224,7 @@ def test_a_run_through_the_api_keeps_others_out_of_its_folder(tmp_path):
     holder = """
 import sys, time
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import CSVLog
 log = CSVLog(sys.argv[1], "x", version="fixed")
 log.experiment
 print("held", flush=True)

@@ -9,7 +9,7 @@ from flow import fit, make_data, make_module
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_async_rl.assets import asset
-from lit_async_rl.cli.commands import export, main
+from lit_async_rl.cli.app import export, main
 
 ROOT = Path(__file__).parents[2]
 REWARD = """

@@ -16,7 +16,7 @@ from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.rollouts.group_book import GroupBook
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.training import whole_steps
-from lit_async_rl.training.step_guard import StepGuard
+from lit_async_rl.training.whole_steps import StepGuard
 
 
 @pytest.fixture(autouse=True)

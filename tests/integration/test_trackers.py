@@ -19,8 +19,8 @@ from test_configs import BASE, ROOT, TINY
 
 import lit_async_rl as rl
 from lit_async_rl.callbacks.metric_names import METRICS, find
-from lit_async_rl.cli.commands import main
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.cli.app import main
+from lit_async_rl.training.trackers import CSVLog
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_mlflow_gets_every_checkpoint(log_model, tmp_path):
 def test_trackio(tmp_path):
     """In a process of its own: Trackio reads its folder when it is imported."""
     pytest.importorskip("trackio")
-    code = "import sys; from lit_async_rl.cli.commands import main; main(sys.argv[1:])"
+    code = "import sys; from lit_async_rl.cli.app import main; main(sys.argv[1:])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRACKIO_DIR": str(tmp_path / "db")}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(ROOT / "tests/integration"), str(ROOT / "tests/helpers")]

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lit_async_rl.assets import asset
-from lit_async_rl.cli.commands import main
+from lit_async_rl.cli.app import main
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.training.module import PolicyModule
 

@@ -15,8 +15,7 @@ import lit_async_rl as rl
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.lora import add_lora
-from lit_async_rl.models.received import LORA_A, LORA_B
-from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.models.weights import LORA_A, LORA_B, stream_weights
 
 IDS = torch.arange(8, 20)[None]
 

@@ -5,12 +5,11 @@ import torch
 from replays import own_engine, requests_of
 from tiny_models import tiny_llama
 
-from lit_async_rl.engines.calls import EngineCalls
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.models.received import UNCHANGED
-from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.models.weights import UNCHANGED, stream_weights
+from lit_async_rl.rollouts.engine_listener import EngineCalls
 
 
 def change_adapters(policy):

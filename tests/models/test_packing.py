@@ -11,8 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.losses import Reinforce
 from lit_async_rl.models.lora import LoRA, add_lora
-from lit_async_rl.models.packed_rows import pack
-from lit_async_rl.models.packing import SharedPromptPacking, attention_mask, group_cost
+from lit_async_rl.models.packing import SharedPromptPacking, attention_mask, group_cost, pack
 from lit_async_rl.models.policy import CausalPolicy
 
 

@@ -17,10 +17,9 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.engines.vllm.requests import end_at_stop
 from lit_async_rl.models.loading import load_policy, load_tokenizer
-from lit_async_rl.models.stop_strings import StopStrings, cut_at_stop
-from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.in_memory import InMemoryPrompts
-from lit_async_rl.rollouts.sample_requests import SampleRequests
+from lit_async_rl.models.tokenizer import StopStrings, TextCodec, cut_at_stop
+from lit_async_rl.prompts.sources import InMemoryPrompts
+from lit_async_rl.rollouts.group_book import SampleRequests
 from lit_async_rl.types import Prompt
 
 FINDERS = {

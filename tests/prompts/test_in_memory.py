@@ -6,7 +6,7 @@ import pytest
 
 from lit_async_rl.callbacks import Evaluation
 from lit_async_rl.data.settings import Validation
-from lit_async_rl.prompts.in_memory import InMemoryPrompts, as_source
+from lit_async_rl.prompts.sources import InMemoryPrompts, as_source
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt
 

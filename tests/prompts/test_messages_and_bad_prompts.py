@@ -11,8 +11,7 @@ from flow import make_data, make_module
 
 import lit_async_rl as rl
 from lit_async_rl.prompts.sources import HuggingFacePrompts, JsonlPrompts, ParquetPrompts, PromptSource
-from lit_async_rl.prompts.stream import PromptStream
-from lit_async_rl.prompts.usable import UsablePrompts, UsableSubset
+from lit_async_rl.prompts.stream import PromptStream, UsablePrompts, UsableSubset
 from lit_async_rl.types import Prompt
 
 KINDS = ["jsonl", "parquet", "dataset"]

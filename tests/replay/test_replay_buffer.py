@@ -19,8 +19,7 @@ from lit_async_rl.callbacks import ReplayMonitor
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.losses import TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
-from lit_async_rl.replay.buffer import ReplayBuffer
-from lit_async_rl.replay.weighting import RecencyReplay, RewardReplay, UniformReplay
+from lit_async_rl.replay.buffer import RecencyReplay, ReplayBuffer, RewardReplay, UniformReplay
 from lit_async_rl.rollouts.group_book import rollout_of
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 

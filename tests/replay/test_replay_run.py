@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_async_rl.cli.commands import main
+from lit_async_rl.cli.app import main
 from lit_async_rl.cli.tape import main as filter_tape
 from lit_async_rl.replay.tape import Tape
 

@@ -10,8 +10,7 @@ from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
-from lit_async_rl.rollouts.filters import DynamicSampling
-from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.rollouts.intake import DynamicSampling, Intake
 from lit_async_rl.tasks import Addition
 from lit_async_rl.tasks.calculator import Calculator
 

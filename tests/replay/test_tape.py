@@ -18,13 +18,11 @@ from flow import fit, make_data, make_module, parameters
 from test_resume import Watch, saving
 
 from lit_async_rl.callbacks import RolloutTape
-from lit_async_rl.expert_choices import ExpertChoices
 from lit_async_rl.losses import Reinforce
-from lit_async_rl.replay import tape_writer
-from lit_async_rl.replay.tape import Tape
-from lit_async_rl.replay.tape_writer import TapeWriter
-from lit_async_rl.sampler_head import SamplerHead
-from lit_async_rl.utils.folder_lock import lock_path
+from lit_async_rl.replay import tape as tape_writer
+from lit_async_rl.replay.tape import Tape, TapeWriter
+from lit_async_rl.types import ExpertChoices, SamplerHead
+from lit_async_rl.utils.files import lock_path
 
 ROOT = Path(__file__).parents[2]
 

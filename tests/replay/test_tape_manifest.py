@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 from tapes import groups_of_step
 
-from lit_async_rl.replay.manifest import MANIFEST
-from lit_async_rl.replay.tape import Tape
-from lit_async_rl.replay.tape_writer import TapeWriter
+from lit_async_rl.replay.tape import MANIFEST, Tape, TapeWriter
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ import pytest
 from test_replay_run import metrics, replay, train
 
 from lit_async_rl.cli.tape import main as filter_tape
-from lit_async_rl.replay.manifest import MANIFEST
-from lit_async_rl.replay.tape import Tape, checksum
-from lit_async_rl.replay.tape_writer import TapeWriter
+from lit_async_rl.replay.tape import MANIFEST, Tape, TapeWriter, checksum
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]

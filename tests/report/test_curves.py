@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from made_runs import write_metrics
 
-from lit_async_rl.report.curves import Curves, thinned
-from lit_async_rl.report.run_data import RunData
+from lit_async_rl.report.run_data import Curves, RunData, thinned
 
 
 def test_rows_are_read_once_and_only_when_they_are_complete(tmp_path):

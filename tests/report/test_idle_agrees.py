@@ -7,7 +7,7 @@ from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import BottleneckVerdict, Timeline
 from lit_async_rl.report.run_data import RunData
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import CSVLog
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])

@@ -7,9 +7,8 @@ import json
 from groups import group
 from made_runs import rollout, write_held_out, write_samples
 
-from lit_async_rl.replay.tape_writer import TapeWriter
-from lit_async_rl.report.held_out import HeldOut
-from lit_async_rl.report.run_data import RunData
+from lit_async_rl.replay.tape import TapeWriter
+from lit_async_rl.report.run_data import HeldOut, RunData
 from lit_async_rl.report.samples import MAX_TEXT, Samples
 
 

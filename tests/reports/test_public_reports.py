@@ -28,11 +28,11 @@ from launch import launch
 from tiny_models import save, tiny_llama, tiny_tokenizer
 
 import lit_async_rl as rl
-from lit_async_rl.engines.requests import Completion
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
-from lit_async_rl.prompts.in_memory import as_source
-from lit_async_rl.rollouts.sample_requests import SampleRequests
+from lit_async_rl.prompts.sources import as_source
+from lit_async_rl.rollouts.group_book import SampleRequests
+from lit_async_rl.types import Completion
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from lit_async_rl.errors import RewardError
-from lit_async_rl.rewards.score import score
-from lit_async_rl.rewards.scorer import Scorer, score_all
+from lit_async_rl.rewards.scorer import Scorer, score, score_all
 from lit_async_rl.types import Prompt
 
 PROMPT = Prompt(text="q", answer="a")

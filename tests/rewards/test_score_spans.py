@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from lit_async_rl.rewards.score_spans import MAX_LANES
-from lit_async_rl.rewards.scorer import Scorer, score_all
+from lit_async_rl.rewards.scorer import MAX_LANES, Scorer, score_all
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.spans import Lane, Spans
 

@@ -9,8 +9,8 @@ import pytest
 from lit_async_rl.errors import RewardError, SetupError
 from lit_async_rl.rewards.scorer import CLOSE_S, Scorer, score_all
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils import log_limit
-from lit_async_rl.utils.log_limit import LimitedLog
+from lit_async_rl.utils import files as log_limit
+from lit_async_rl.utils.files import LimitedLog
 from lit_async_rl.utils.tries import MAX_LEFT_OUT
 
 PROMPT = Prompt(text="1+1=", answer="2")

@@ -8,8 +8,8 @@ import pytest
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.errors import EnvironmentFailure, ProducerError
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.simulation.run import SimulatedEngine
 
 pytestmark = pytest.mark.timeout(60)
 

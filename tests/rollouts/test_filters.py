@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.rollouts.filters import DynamicSampling, OverlongFilter, OverlongPenalty
-from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.rollouts.intake import DynamicSampling, Intake, OverlongFilter, OverlongPenalty
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_async_rl.engines.base import Completion
-from lit_async_rl.rollouts.serialization import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
 
 completions = st.builds(
     lambda n, reason, reward, masked: Completion(

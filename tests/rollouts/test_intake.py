@@ -8,9 +8,8 @@ from groups import group
 
 from lit_async_rl.callbacks import LengthBiasMonitor
 from lit_async_rl.prompts.curriculum import DifficultyWindow, Learnability
-from lit_async_rl.rollouts.filters import DynamicSampling, OverlongPenalty
-from lit_async_rl.rollouts.intake import FateTotals, Intake
-from lit_async_rl.scheduling.policies import Drop, Retry
+from lit_async_rl.rollouts.intake import DynamicSampling, FateTotals, Intake, OverlongPenalty
+from lit_async_rl.scheduling.admission import Drop, Retry
 
 
 def test_every_fate_is_added_up_with_the_difficulty_that_was_known_before():

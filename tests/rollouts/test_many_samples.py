@@ -7,12 +7,12 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rollouts.group_book import SampleRequests
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
-from lit_async_rl.rollouts.sample_requests import SampleRequests
-from lit_async_rl.scheduling.policies import Bounded
-from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.scheduling.admission import Bounded
 from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks import SortDigits
 from lit_async_rl.types import Prompt
 

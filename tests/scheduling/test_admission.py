@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.expiry import ExpiringAdmission
-from lit_async_rl.scheduling.ring import RingAdmission
+from lit_async_rl.scheduling.admission import Admission, ExpiringAdmission, RingAdmission
 
 
 def run(admission: Admission, rounds: int, pick, bounds=None) -> list[tuple[int, int, int]]:

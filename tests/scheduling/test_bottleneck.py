@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lit_async_rl.callbacks import BottleneckVerdict
 from lit_async_rl.scheduling.bottleneck import MATTERS, Intervals, Setting, Settings, diagnose
-from lit_async_rl.simulation.engine import SimulatedEngine
 from lit_async_rl.simulation.latency import Constant
+from lit_async_rl.simulation.run import SimulatedEngine
 
 
 def intervals(wall=10.0, wait=0.0, sync=0.0, busy=0.0, scoring=0.0):

@@ -9,9 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lit_async_rl.rollouts.intake import Intake
-from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.expiry import ExpiringAdmission
-from lit_async_rl.scheduling.policies import Drop, Retry
+from lit_async_rl.scheduling.admission import Admission, Drop, ExpiringAdmission, Retry
 
 
 def eight_rounds(admission, bound, num_slots, data, drop_rate=0.0):

@@ -8,9 +8,9 @@ from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import BottleneckVerdict
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.scheduling.worth import StepWork, advise, expected_maximum
-from lit_async_rl.simulation.engine import SimulatedEngine
+from lit_async_rl.scheduling.bottleneck import StepWork, advise, expected_maximum
 from lit_async_rl.simulation.latency import Constant, LogNormal, Pareto, Stragglers
+from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.simulation.virtual import VirtualRun
 
 SWEEP = (0, 1, 2, 4, 8)

@@ -15,8 +15,7 @@ from lit_async_rl.data.collate import collate_step
 from lit_async_rl.losses.aggregation import SequenceMean, SourceMean, TokenBudget, TokenMean
 from lit_async_rl.stabilizers.nigt import NIGT
 from lit_async_rl.stabilizers.step_lr import group_settings
-from lit_async_rl.training.optimizer import adopt_settings
-from lit_async_rl.training.schedules import ConstantRate
+from lit_async_rl.training.optimizer import ConstantRate, adopt_settings
 from lit_async_rl.types import Prompt
 
 

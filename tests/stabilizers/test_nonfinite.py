@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lit_async_rl.callbacks import GradientClipping, RolloutTape, SaveOnFailure, SkipNonFinite
 from lit_async_rl.errors import NonFiniteError
 from lit_async_rl.replay.tape import Tape
-from lit_async_rl.stabilizers.nonfinite import DroppedUpdates
+from lit_async_rl.stabilizers.gradients import DroppedUpdates
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_async_rl.training.background_io import BackgroundCheckpointIO
-from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_checkpoint
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, BackgroundCheckpointIO, check_checkpoint
 
 
 def state(value: float, size: int = 1000) -> dict:

@@ -15,8 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from lit_async_rl.callbacks import LinkedCheckpoint
-from lit_async_rl.training.background_io import BackgroundCheckpointIO
-from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
+from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, BackgroundCheckpointIO
 
 
 class Recorder(Logger):

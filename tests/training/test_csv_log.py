@@ -9,7 +9,7 @@ from disk import full_disk
 from hypothesis import given, settings
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import CSVLog
 
 ROWS = st.lists(
     st.tuples(st.dictionaries(st.sampled_from("abcde"), st.integers(0, 999), min_size=1), st.booleans()), max_size=12

@@ -9,8 +9,8 @@ import torch
 from test_background_io import state
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lit_async_rl.training import background_io
-from lit_async_rl.training.background_io import BackgroundCheckpointIO
+from lit_async_rl.training import checkpoint_io as background_io
+from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 
 
 def test_optimizer_states_are_copied_before_the_next_step_and_not_while_saving(tmp_path, monkeypatch):

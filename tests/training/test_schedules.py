@@ -12,8 +12,8 @@ from flow import barrier_engine, fit, make_data, make_module, parameters
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lit_async_rl import ConstantRate, Cosine, ESSLearningRate, FixedLag, Linear, OneCycle, StableDecay
-from lit_async_rl.cli.commands import main
-from lit_async_rl.training.scheduler import bind_scheduler
+from lit_async_rl.cli.app import main
+from lit_async_rl.training.optimizer import bind_scheduler
 
 ROOT = Path(__file__).parents[2]
 QUICK = [

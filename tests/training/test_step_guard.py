@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_async_rl.training.step_guard import count_whole_steps
+from lit_async_rl.training.whole_steps import count_whole_steps
 
 
 def saved(ready: int, processed: int, completed: int) -> dict:

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lit_async_rl.callbacks import RolloutMonitor, SampleLogger
-from lit_async_rl.report.curves import Curves
+from lit_async_rl.report.run_data import Curves
 from lit_async_rl.tasks import SortDigits
-from lit_async_rl.training.csv_logger import CSVLog
+from lit_async_rl.training.trackers import CSVLog
 
 
 @pytest.mark.parametrize(("log_every_n_steps", "micro_batches"), [(1, 2), (3, 1), (50, 2)])

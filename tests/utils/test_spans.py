@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.requests import RequestBook
 from lit_async_rl.utils import spans as module
-from lit_async_rl.utils.spans import ENGINE, TRAINER, Overlap, Spans
-from lit_async_rl.utils.trace_file import HEAD, TraceWriter, merge_traces, read_trace
+from lit_async_rl.utils.spans import ENGINE, HEAD, TRAINER, Overlap, Spans, TraceWriter, merge_traces, read_trace
 
 pieces = st.lists(
     st.tuples(st.sampled_from(["prefill", "decode"]), st.floats(0, 0.1), st.floats(0, 0.1), st.integers(0, 2))

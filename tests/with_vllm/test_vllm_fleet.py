@@ -13,7 +13,7 @@ from vllm_engines import children
 from vllm_servers import IMPATIENT, Server
 
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer

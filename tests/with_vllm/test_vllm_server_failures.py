@@ -13,7 +13,7 @@ from replays import assert_exact, collect, requests_of
 from vllm_servers import IMPATIENT, Server
 
 from lit_async_rl.engines.base import SamplingParams
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.errors import EngineError
 

@@ -7,8 +7,8 @@ from replays import assert_exact, full_logprobs, requests_of
 from tiny_models import save, tiny_llama
 from vllm_servers import PATIENT
 
-from lit_async_rl.engines.blocking import run_requests
-from lit_async_rl.engines.logprob_error import Probe, probe_tokens
+from lit_async_rl.engines.base import Probe, probe_tokens
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError

@@ -6,7 +6,7 @@ from flow import MODEL
 from replays import assert_exact, assert_greedy, assert_replayed, collect, requests_of
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.models.loading import load_tokenizer
 from lit_async_rl.tasks import SortDigits

@@ -5,7 +5,7 @@ from replays import assert_exact, requests_of
 from tiny_models import save, tiny_for_vllm
 from vllm_engines import SMALL
 
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm import engine as module
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 

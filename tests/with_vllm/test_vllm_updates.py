@@ -8,7 +8,7 @@ from replays import assert_exact, assert_replayed, requests_of
 from tiny_models import save, tiny_for_vllm, tiny_llama
 from vllm_engines import children, sampled_over_updates, started
 
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.models.lora import LoRA, add_lora

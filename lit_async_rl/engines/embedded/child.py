@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.embedded.channel import Channel, pack_completions, unpack_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.requests import Completion
+from lit_async_rl.engines.embedded.own_process import Channel, pack_completions, unpack_requests
 from lit_async_rl.engines.weight_files import read_folder
-from lit_async_rl.models.received import UNCHANGED
-from lit_async_rl.utils.locks import FairLock
+from lit_async_rl.models.weights import UNCHANGED
+from lit_async_rl.types import Completion
+from lit_async_rl.utils.guarded_calls import FairLock
 from lit_async_rl.utils.spans import Spans
 
 REPORT_S = 0.1  # between two reports of an engine that finishes nothing
@@ -44,14 +44,16 @@ class Child:
     """
 
     def __init__(self, channel: Channel, engine: EmbeddedEngine) -> None:
-        self._channel, self._engine = channel, engine
+        self._channel = channel
+        self._engine = engine
         limit_s = engine.update_timeout_s
         what = f"the token that the embedded engine's process computes (data.engine.update_timeout_s={limit_s:g})"
         self._turn = FairLock(limit_s, what)
         self._work = threading.Event()
         self._updates = ThreadPoolExecutor(1)
         self._spans: Spans | None = None
-        self._reported, self._trainer = 0.0, os.getppid()
+        self._reported = 0.0
+        self._trainer = os.getppid()
 
     def serve(self) -> None:
         """Generates until the trainer ends the connection, which ends the process."""
@@ -80,7 +82,8 @@ class Child:
     def _report(self, finished: Sequence[Completion]) -> None:
         if os.getppid() != self._trainer:  # a process that the trainer forked may still hold the connection
             os._exit(0)
-        engine, self._reported = self._engine, time.monotonic()
+        engine = self._engine
+        self._reported = time.monotonic()
         completions, tensors = pack_completions(finished)
         counters = {"busy_s": engine.busy_s, "num_tokens": engine.num_tokens, "num_running": engine.num_running}
         events = [] if self._spans is None else self._spans.take()

@@ -23,21 +23,157 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.engines.blocking import run_requests
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.limits import check_requests, check_settings, model_length, set_up
-from lit_async_rl.engines.embedded.queue import RequestQueue
+from lit_async_rl.engines.embedded.queue import (
+    RequestQueue,
+    Update,
+    check_requests,
+    check_settings,
+    model_length,
+    set_up,
+)
 from lit_async_rl.engines.embedded.self_check import check_decoding
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.engines.embedded.updates import WeightUpdates
-from lit_async_rl.engines.embedded.work_record import WorkRecord
 from lit_async_rl.errors import SetupError, StalledError
-from lit_async_rl.models.end_tokens import eos_token_ids
-from lit_async_rl.models.loading import build_policy, evaluation_mode
+from lit_async_rl.models.loading import build_policy, eos_token_ids, evaluation_mode
+from lit_async_rl.models.weights import apply_weights, receive_weights
+from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.locks import FairLock
-from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.guarded_calls import FairLock, Room
+from lit_async_rl.utils.spans import ENGINE, Lane, Spans
+
+# -- Updates of the embedded engine's weights: how they arrive, and when they are applied -----------------------------
+# In flight `load_weights` waits for nothing: the decode loop takes the weights before its next step. Without in-flight
+# updates it waits until one of two pending updates is applied; the loop, `close` and an error wake it.
+
+
+MAX_PENDING = 2
+
+
+class NewestUpdate:
+    """Place of an update between the thread that brings it and the decode loop, which takes it before its next token.
+
+    An update that was not taken is joined with the next, which may leave unchanged weights out. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._update: Update | None = None
+
+    def put(self, update: Update) -> None:
+        """Takes the place of an earlier update."""
+        with self._lock:
+            earlier = {} if self._update is None else self._update.weights
+            self._update = Update(update.version, earlier | update.weights)
+
+    def take(self) -> Update | None:
+        """The update, which is gone then."""
+        with self._lock:
+            update = self._update
+            self._update = None
+        return update
+
+
+class WeightUpdates:
+    """Version of an engine's weights, and the updates that wait. The engine's lock is held, except by `receive`.
+
+    Args:
+        in_flight: updates are applied before the next token; otherwise in the order of requests, and at most
+            `MAX_PENDING` wait.
+        timeout_s: timeout of the wait for one of these to be applied.
+        self_check: check decoding once the first weights are there.
+
+    Attributes:
+        version: of the weights that are used.
+        are_loaded: whether there are weights.
+        room: places for updates that wait; the decode loop's errors close it.
+    """
+
+    def __init__(self, in_flight: bool, timeout_s: float, self_check: bool) -> None:
+        self.in_flight = in_flight
+        self._timeout_s = timeout_s
+        self._self_check = self_check
+        self.version = 0
+        self.are_loaded = True
+        self.room = Room(MAX_PENDING)
+        self._arrived = NewestUpdate()
+
+    def receive(
+        self, version: int, weights: Iterable[tuple[str, Tensor]], slots: Slots, num_queued: int
+    ) -> Update | None:
+        """Reads an update; None if the decode loop takes it before its next token.
+
+        Raises:
+            ValueError: names or shapes are not the model's.
+            StalledError: older updates were not used in time.
+        """
+        if not self.in_flight and not self.room.wait(self._timeout_s):
+            raise StalledError(
+                f"the embedded engine used no update within data.engine.update_timeout_s={self._timeout_s:g}: "
+                f"{num_queued} items queued, {slots.num_active} rows active"
+            )
+        update = Update(version, receive_weights(slots.lm, weights))
+        if self.in_flight and self.are_loaded:
+            self._arrived.put(update)  # the trainer does not wait for the merging of adapters either
+            return None
+        return update
+
+    def apply_due(self, queue: RequestQueue, slots: Slots) -> None:
+        """Applies what has arrived since the last token, and passes barriers that are reached."""
+        if (update := self._arrived.take()) is not None:
+            self.apply(update, slots)
+        while (barrier := queue.take_barrier(slots.num_active)) is not None:
+            if isinstance(barrier, Update):
+                self.apply(barrier, slots)
+                self.room.add(-1)
+            else:
+                slots.begin_batch(barrier.seed)
+
+    def apply(self, update: Update, slots: Slots) -> None:
+        """Uses these weights from now on."""
+        apply_weights(slots.lm, update.weights, {name: linear.write for name, linear in slots.packed.items()})
+        if self._self_check and not self.are_loaded:
+            check_decoding(slots)
+        self.version = update.version
+        self.are_loaded = True
+        slots.forget_prompts()
+
+    def forget(self) -> None:
+        """Drops what has arrived and was not applied."""
+        self._arrived.take()
+
+
+# -- Busy time and tokens of the embedded engine, for metrics and for a timeline --------------------------------------
+
+
+class WorkRecord:
+    """Adds up seconds and tokens of prefills and decode steps.
+
+    Attributes:
+        busy_s: seconds.
+        num_tokens: tokens sampled.
+    """
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.num_tokens = 0
+        self._lane: Lane | None = None
+
+    def observe(self, spans: Spans) -> None:
+        """Records spans from now on."""
+        self._lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+
+    def add(self, name: str, began: float, slots: Slots, version: int) -> None:
+        """A step ends now, that began at `began` of `time.monotonic`."""
+        num_tokens = slots.num_tokens - self.num_tokens
+        self.num_tokens = slots.num_tokens
+        seconds = time.monotonic() - began
+        self.busy_s += seconds
+        if self._lane is not None:
+            self._lane.add(name, began, seconds, version, version=version, slots=slots.num_active, tokens=num_tokens)
+
 
 CLOSE_S = 5.0
 
@@ -84,9 +220,15 @@ class EmbeddedEngine(RolloutEngine):
     ) -> None:
         check_settings(num_slots, num_threads, max_model_len, update_timeout_s, device, dtype)
         check_range("data.engine", "integer", seed=seed)
-        self.num_slots, self.seed, self.in_flight_weight_updates = num_slots, seed, in_flight_weight_updates
-        self.device, self.dtype, self.num_threads = device, dtype, num_threads
-        self.update_timeout_s, self._max_model_len, self.self_check = update_timeout_s, max_model_len, self_check
+        self.num_slots = num_slots
+        self.seed = seed
+        self.in_flight_weight_updates = in_flight_weight_updates
+        self.device = device
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self.update_timeout_s = update_timeout_s
+        self._max_model_len = max_model_len
+        self.self_check = self_check
         self._slots: Slots | None = None
         self._queue = RequestQueue(num_slots)
         self._record = WorkRecord()
@@ -203,9 +345,11 @@ class EmbeddedEngine(RolloutEngine):
         self._updates.apply_due(self._queue, slots)
         began = time.monotonic()
         if pending := self._queue.take_requests(slots.num_active):
-            name, finished = "prefill", slots.admit(pending, self._updates.version)
+            name = "prefill"
+            finished = slots.admit(pending, self._updates.version)
         elif slots.num_active:
-            name, finished = "decode", slots.decode(self._updates.version)
+            name = "decode"
+            finished = slots.decode(self._updates.version)
         else:
             self._work.clear()
             return []
@@ -248,5 +392,6 @@ class EmbeddedEngine(RolloutEngine):
         self._updates.room.close()
         # a thread that hangs in a token keeps what it works with; there is nothing that could end it
         with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
-            self._slots, self._queue = None, RequestQueue(self.num_slots)
+            self._slots = None
+            self._queue = RequestQueue(self.num_slots)
             self._updates.forget()

@@ -2,28 +2,297 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import inspect
+import itertools
+import json
+import logging
+import os
 import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest
-from lit_async_rl.engines.blocking import run_requests
-from lit_async_rl.engines.embedded.channel import Message, pack_requests, unpack_completions
-from lit_async_rl.engines.embedded.connection import Connection
+import lit_async_rl
+from lit_async_rl import errors
+from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.limits import check_requests, set_up
-from lit_async_rl.engines.weight_files import chunks, write_folder
-from lit_async_rl.engines.weight_folders import WeightFolders, folder_with_room
-from lit_async_rl.errors import SetupError
+from lit_async_rl.engines.embedded.queue import check_requests, set_up
+from lit_async_rl.engines.weight_files import WeightFolders, chunks, folder_with_room, write_folder
+from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import find_device, weight_bytes
-from lit_async_rl.models.received import UNCHANGED
+from lit_async_rl.models.weights import UNCHANGED
+from lit_async_rl.types import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    pack_choices,
+    pack_heads,
+    unpack_choices,
+    unpack_heads,
+)
 from lit_async_rl.utils.spans import Spans
+
+# -- Messages between the trainer's process and an engine's: JSON, with tensors beside it. Reading one runs no code
+
+
+Message = tuple[dict[str, Any], dict[str, Tensor]]
+_SIZES = struct.Struct(">QQ")  # bytes of the JSON and of the tensors
+
+
+class Channel:
+    """One end of a connection; any thread may send, one receives.
+
+    Args:
+        end: connected stream socket.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._file = end.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Sends a message.
+
+        Raises:
+            OSError: the other process has ended.
+        """
+        text = json.dumps(fields).encode()
+        blob = save({name: tensor.contiguous() for name, tensor in tensors.items()}) if tensors else b""
+        with self._sending:
+            self._socket.sendall(_SIZES.pack(len(text), len(blob)) + text + blob)
+
+    def receive(self) -> Message | None:
+        """Waits for the next message; None after the other process has ended."""
+        try:
+            if len(sizes := self._file.read(_SIZES.size)) < _SIZES.size:
+                return None
+            num_text, num_blob = _SIZES.unpack(sizes)
+            text = self._file.read(num_text)
+            blob = self._file.read(num_blob)
+        except OSError:  # it was killed
+            return None
+        if len(text) < num_text or len(blob) < num_blob:
+            return None
+        return json.loads(text), load(blob) if blob else {}
+
+    def close(self) -> None:
+        """Ends the connection; a thread that receives gets None."""
+        with contextlib.suppress(OSError):  # the other end was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def pack_requests(requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
+    """Requests as JSON, without the `prompt` that an engine of text does not use."""
+    return [vars(request) | {"sampling": asdict(request.sampling), "prompt": None} for request in requests]
+
+
+def unpack_requests(packed: Sequence[dict[str, Any]]) -> list[GenerationRequest]:
+    """Requests that `pack_requests` has made JSON of."""
+    return [
+        GenerationRequest(**{**fields, "prompt_ids": tuple(fields["prompt_ids"]), "sampling": _sampling(fields)})
+        for fields in packed
+    ]
+
+
+def _sampling(fields: dict[str, Any]) -> SamplingParams:
+    sampling = fields["sampling"]
+    names = ("stop_token_ids", "stop", "end_token_ids")
+    tuples = {name: tuple(sampling[name]) for name in names if sampling[name] is not None}
+    return SamplingParams(**{**sampling, **tuples})
+
+
+def pack_completions(completions: Sequence[Completion]) -> tuple[list[list[Any]], dict[str, Tensor]]:
+    """Completions of an engine without an environment, as JSON (numbers are exact) and tensors."""
+    packed = [[c.request_id, c.sample_index, c.token_ids, c.logprobs, c.versions, c.finish_reason] for c in completions]
+    return packed, pack_heads([c.head for c in completions]) | pack_choices([c.experts for c in completions])
+
+
+def unpack_completions(packed: Sequence[list[Any]], tensors: dict[str, Tensor]) -> list[Completion]:
+    """Completions that `pack_completions` has made JSON and tensors of."""
+    heads = unpack_heads(tensors, len(packed))
+    experts = unpack_choices(tensors, len(packed))
+    return [
+        Completion(
+            request_id=request_id,
+            sample_index=sample_index,
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            finish_reason=finish_reason,
+            head=head,
+            experts=choices,
+        )
+        for (request_id, sample_index, token_ids, logprobs, versions, finish_reason), head, choices in zip(
+            packed, heads, experts, strict=True
+        )
+    ]
+
+
+# -- The trainer's connection to the process of an embedded engine (`child.py`) ---------------------------------------
+# | who | waits for | woken by |
+# |---|---|---|
+# | `ask` (any thread) | its answer, at most its limit | the reader, `close`, the end of the process |
+# | `wait_for` (producer's thread) | what reports have brought, at most its timeout | the same |
+# | the reader | the next message | the process; `close` and its end, which end the reader |
+
+
+PROGRAM = "from lit_async_rl.engines.embedded.child import main; main()"
+CLOSE_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class Connection:
+    """Starts the process, which ends with this one or with `close`.
+
+    Args:
+        on_report: called by the reader with each report, which `wait_for` then sees.
+    """
+
+    def __init__(self, on_report: Callable[[Message], None]) -> None:
+        ours, theirs = socket.socketpair()
+        paths = [str(Path(lit_async_rl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            start_new_session=True,  # Ctrl-C is for the trainer
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+        self._on_report = on_report
+        self._numbers = itertools.count()
+        self._answers = dict[int, Message]()
+        self._must_succeed: set[int | None] = {None}  # what has no number, too
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._read, name="embedded-engine", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Sends a message.
+
+        Raises:
+            EngineError: the process has ended, or its own error.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            self._channel.send(fields, tensors)
+        except OSError:
+            raise EngineError("the embedded engine's process has ended, or the engine was closed") from None
+
+    def ask(
+        self, kind: str, limit_s: float, setting: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any
+    ) -> Message:
+        """The answer to a message, see `answer`."""
+        return self.answer(self.begin(kind, tensors, **fields), kind, limit_s, setting)
+
+    def begin(
+        self, kind: str, tensors: Mapping[str, Tensor] | None = None, must_succeed: bool = False, **fields: Any
+    ) -> int:
+        """Sends a message whose `answer` is to be asked for; `must_succeed`: an error breaks the engine before that."""
+        number = next(self._numbers)
+        if must_succeed:
+            self._must_succeed.add(number)
+        self.send({"kind": kind, "call": number, **fields}, tensors)
+        return number
+
+    def answer(self, number: int, kind: str, limit_s: float, setting: str) -> Message:
+        """The answer to a message that has begun.
+
+        Raises:
+            StalledError: there was none within `limit_s`; names the call, `kind`, and the setting behind the limit.
+            EngineError: the process has ended. Errors of the engine are raised as they are.
+        """
+        if not self.wait_for(lambda: number in self._answers, limit_s):
+            what = f"{kind}: the embedded engine's process did not answer within {limit_s:g} s"
+            raise StalledError(f"{what} (set by {setting})")
+        answer = self._answers.pop(number)
+        self._must_succeed.discard(number)
+        if "error" in answer[0]:
+            raise from_json(answer[0]["error"])
+        return answer
+
+    def wait_for(self, condition: Callable[[], Any], timeout_s: float) -> bool:
+        """Whether the condition came true in time.
+
+        Raises:
+            EngineError: the process has ended, or `close` was called. Errors of the engine are raised as they are.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._error is not None, timeout_s)
+            if not condition() and self._error is not None:
+                raise self._error
+            return bool(condition())
+
+    def _read(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            fields = message[0]
+            with self._changed:
+                if fields["kind"] == "report":
+                    self._on_report(message)
+                elif fields["kind"] == "answer":
+                    self._answers[fields["call"]] = message
+                if "error" in fields and fields.get("call") in self._must_succeed:
+                    self._error = self._error or from_json(fields["error"])
+                self._changed.notify_all()
+        self._break(EngineError(f"the embedded engine's process ended ({self._end()})"))
+
+    def _break(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(CLOSE_S)
+            return signal.Signals(-code).name if code < 0 else f"status {code}"
+        return "it still runs"
+
+    def close(self) -> None:
+        """Ends the process and unblocks all waits."""
+        self._break(EngineError("the engine was closed"))
+        self._channel.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def from_json(error: Mapping[str, str]) -> Exception:
+    """The error of an engine's process, as the engine would raise it in this one."""
+    name = error["type"]
+    message = error["message"]
+    if name == "OutOfMemoryError":
+        return torch.OutOfMemoryError(message)
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind(message)
+    log.error("the embedded engine's process failed:\n%s", error["traceback"])
+    return EngineError(f"{name}: {message}")
+
 
 FILE_BYTES = 2**30  # of weights, and of the copy of them that the trainer holds while it writes them
 
@@ -44,7 +313,8 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         self._finished: deque[Completion] = deque()  # the reader appends, the producer's thread takes
         self._num_running = 0
         self._spans: Spans | None = None
-        self._vocab_size, self._has_weights = 0, False
+        self._vocab_size = 0
+        self._has_weights = False
         self._update: tuple[int, Path] | None = None  # that was sent, and the folder of its weights
 
     @property
@@ -60,7 +330,8 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         settings |= {"max_model_len": self._max_model_len, "device": _with_number(self.device)}
         limit = f"data.engine.startup_timeout_s={self.startup_timeout_s:g}"
         limits, _ = self._process.ask("setup", self.startup_timeout_s, limit, model=model, settings=settings)
-        self._max_model_len, self._vocab_size = limits["max_model_len"], limits["vocab_size"]
+        self._max_model_len = limits["max_model_len"]
+        self._vocab_size = limits["vocab_size"]
         if self._spans is not None:
             self._process.send({"kind": "observe"})
 
@@ -108,7 +379,8 @@ class EmbeddedEngineProcess(EmbeddedEngine):
             EngineError: the process has ended.
         """
         self._finish_update()
-        folder, unchanged = set_up(self._folders).make(), list[str]()
+        folder = set_up(self._folders).make()
+        unchanged = list[str]()
 
         def changed() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
@@ -133,7 +405,8 @@ class EmbeddedEngineProcess(EmbeddedEngine):
     def _finish_update(self) -> None:
         """Waits until the process has taken in the last update; later messages are carried out after it anyway."""
         if self._update is not None:
-            (number, folder), self._update = self._update, None
+            (number, folder) = self._update
+            self._update = None
             try:
                 limit_s = 2 * self.update_timeout_s  # the engine's own error says more
                 self._process.answer(number, "load_weights", limit_s, self._update_limit)
@@ -149,7 +422,8 @@ class EmbeddedEngineProcess(EmbeddedEngine):
     def _take_in(self, report: Message) -> None:
         fields, heads = report
         self._finished.extend(unpack_completions(fields["completions"], heads))
-        self._record.busy_s, self._record.num_tokens = fields["busy_s"], fields["num_tokens"]
+        self._record.busy_s = fields["busy_s"]
+        self._record.num_tokens = fields["num_tokens"]
         self._num_running = fields["num_running"]
         if self._spans is not None:
             self._spans.add(fields["events"])

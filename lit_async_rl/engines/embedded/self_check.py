@@ -8,14 +8,12 @@ from weakref import WeakSet
 import torch
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams, default_bound
+from lit_async_rl.engines.embedded.kv_cache import INEXACT, cache_argument
 from lit_async_rl.engines.embedded.packed import in_modules
 from lit_async_rl.engines.embedded.queue import Pending
-from lit_async_rl.engines.embedded.row_caches import INEXACT, cache_argument
 from lit_async_rl.engines.embedded.slots import Slots
-from lit_async_rl.engines.logprob_error import default_bound
-from lit_async_rl.models.architecture import other_layers
-from lit_async_rl.models.loading import evaluation_mode
+from lit_async_rl.models.loading import evaluation_mode, other_layers
 from lit_async_rl.models.self_check import (
     NUM_PROMPT_TOKENS,
     NUM_SAMPLED,
@@ -66,7 +64,8 @@ def check_decoding(slots: Slots, side: str = "engine") -> None:
 
 def _decode(slots: Slots, requests: Sequence[GenerationRequest]) -> list[Completion]:
     """One completion of each request, decoded together as far as there are slots; nothing of it stays in them."""
-    state, num_tokens = slots.generator.get_state(), slots.num_tokens
+    state = slots.generator.get_state()
+    num_tokens = slots.num_tokens
     found: list[Completion] = []
     for begin in range(0, len(requests), slots.num_slots):
         found += slots.admit(

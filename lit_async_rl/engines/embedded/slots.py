@@ -10,20 +10,229 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import Completion, GenerationRequest
-from lit_async_rl.engines.embedded.experts import ExpertRecorder
-from lit_async_rl.engines.embedded.forward import cache_and_forward
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
+from lit_async_rl.engines.embedded.llama import cache_and_forward
 from lit_async_rl.engines.embedded.queue import Pending
-from lit_async_rl.engines.embedded.row_order import RowOrder
 from lit_async_rl.engines.embedded.rows import RowState
-from lit_async_rl.engines.embedded.stop_check import StopCheck
 from lit_async_rl.errors import InvariantError
-from lit_async_rl.types import FinishReason
+from lit_async_rl.models.routers import check_routers, record_in, routers_of
+from lit_async_rl.models.tokenizer import StopStrings
+from lit_async_rl.types import Completion, ExpertChoices, FinishReason, GenerationRequest
+
+# -- Experts chosen for the tokens of the embedded engine's rows: S slots, P positions, n routers, k experts ----------
+
+
+FIRST_POSITIONS = 64  # room at first; doubled as needed
+
+
+class ExpertRecorder:
+    """Records the experts of every position that a row has read, once a request has asked for it.
+
+    Lives beside the KV cache: a prompt's choices are copied to all its samples like its keys and values. Costs nothing
+    until `begin`.
+
+    Args:
+        lm: the model; gets forward hooks in `begin`.
+        num_slots: S.
+    """
+
+    def __init__(self, lm: nn.Module, num_slots: int) -> None:
+        self._lm = lm
+        self._num_slots = num_slots
+        self._seen: list[Tensor | None] = []  # of the last forward pass, by router; [tokens, k]
+        self._experts: Tensor | None = None  # [S, P, n, k]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether experts are recorded."""
+        return bool(self._seen)
+
+    def begin(self) -> None:
+        """Starts to record.
+
+        Raises:
+            ValueError: the model has no routers that can be recorded.
+        """
+        check_routers(self._lm)
+        self._seen = [None] * len(routers_of(self._lm))
+        record_in(self._lm, self._note)
+
+    def _note(self, router: int, experts: Tensor) -> None:
+        self._seen[router] = experts
+
+    def _last(self, shape: tuple[int, int]) -> Int[Tensor, "rows T n k"]:
+        seen = [experts.view(*shape, -1) for experts in self._seen if experts is not None]
+        if len(seen) < len(self._seen):
+            raise InvariantError(f"{len(seen)} of {len(self._seen)} routers were used in a forward pass")
+        return torch.stack(seen, dim=2).to(torch.int16)
+
+    def _room(self, positions: int, like: Tensor) -> Tensor:
+        """The record, with room for this many positions."""
+        known = 0 if self._experts is None else self._experts.shape[1]
+        if positions > known or self._experts is None:
+            size = max(FIRST_POSITIONS, 2 * known, positions)
+            grown = like.new_zeros(self._num_slots, size, *like.shape[2:])
+            if self._experts is not None:
+                grown[:, :known] = self._experts
+            self._experts = grown
+        return self._experts
+
+    def add_prompts(self, shape: tuple[int, int], source: Int[Tensor, " rows"], slots: Int[Tensor, " rows"]) -> None:
+        """After a forward pass over prompts, `shape` = (prompts, T): row `source[j]` of it goes to slot `slots[j]`."""
+        if self.is_on:
+            last = self._last(shape)
+            self._room(shape[1], last)[slots, : shape[1]] = last[source]
+
+    def add_tokens(self, positions: Int[Tensor, " rows"], longest: int) -> None:
+        """After a forward pass over one token of each of the first slots, at `positions`, none of them > `longest`."""
+        if self.is_on:
+            last = self._last((len(positions), 1))
+            rows = torch.arange(len(positions), device=positions.device)
+            self._room(longest + 1, last)[rows, positions] = last[:, 0]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies slots to other slots."""
+        if self._experts is not None:
+            self._experts[targets] = self._experts[sources]
+
+    def of(self, slot: int, length: int) -> ExpertChoices:
+        """Experts of the first `length` positions of a slot."""
+        if self._experts is None:
+            raise InvariantError("no experts were recorded")
+        return ExpertChoices(self._experts[slot, :length].to("cpu", copy=True))
+
+
+# -- Order of the rows of an embedded engine: much longer ones come first, and attention reads few positions of others
+# Completions of very different length are decoded together, and every row of a batched product has the length of the
+# longest. With the long rows in front there are two products: all positions of those, fewer of the others.
+
+
+WINDOW = 16  # decode steps until the rows are looked at again
+_MIN_ROWS = 8  # below, a second product costs more than it saves
+_MAX_SHARE = 0.6  # of the positions that one product reads, for two to be worth it
+
+
+def split(lengths: Sequence[int], max_len: int) -> tuple[int, int]:
+    """Number of rows to have in front, and how many positions the rows behind them have at most.
+
+    Args:
+        lengths: positions that each row will have read in the next `WINDOW` steps.
+        max_len: positions of the rows in front.
+
+    Returns:
+        The split that reads the fewest positions in all; all rows and `max_len` if that hardly saves any.
+    """
+    num_rows = len(lengths)
+    best = (num_rows, max_len)
+    least = _MAX_SHARE * num_rows * max_len
+    if num_rows < _MIN_ROWS:
+        return best
+    for num_short, length in enumerate(sorted(lengths), start=1):
+        positions = (num_rows - num_short) * max_len + num_short * length
+        if positions < least:
+            best = (num_rows - num_short, length)
+            least = positions
+    return best
+
+
+class RowOrder:
+    """Brings rows that are much longer than most to the front, every `WINDOW` steps and when there are new ones.
+
+    Rows that end, and rows from the end that take their slots, leave it in order.
+
+    Args:
+        is_of_use: whether attention can read fewer positions of some rows; otherwise nothing is moved.
+    """
+
+    def __init__(self, is_of_use: bool = True) -> None:
+        self._is_of_use = is_of_use
+        self._num_long = self._short_len = self._steps_left = 0
+
+    def forget(self) -> None:
+        """Has the rows looked at before the next step: there are new ones."""
+        self._steps_left = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to `sort` before the next step."""
+        return self._is_of_use and self._steps_left == 0
+
+    def sort(self, positions: Sequence[int], max_len: int) -> tuple[list[int], list[int]]:
+        """Rows to move, and where to; `positions` of all rows, 0 of free ones."""
+        self._steps_left = WINDOW
+        lengths = [position + WINDOW for position in positions]
+        self._num_long, self._short_len = split(lengths, max_len)
+        down = [row for row in range(self._num_long, len(lengths)) if lengths[row] > self._short_len]
+        up = [row for row in range(self._num_long) if lengths[row] <= self._short_len][: len(down)]
+        return down + up, up + down
+
+    def step(self, num_rows: int) -> tuple[int, int]:
+        """Begins a step: how many rows are long, and how many positions the others have at most."""
+        if not self._is_of_use:
+            return num_rows, 0
+        self._steps_left -= 1
+        return min(self._num_long, num_rows), self._short_len
+
+
+# -- Stop strings of the embedded engine: finds rows whose newest token completes one ---------------------------------
+
+
+class StopCheck:
+    """Free without stop strings; otherwise one lookup per token that cannot complete a stop string.
+
+    Args:
+        lm: the model; its tokenizer is loaded for the first request with stop strings.
+        rows: the tokens of each slot.
+    """
+
+    def __init__(self, lm: PreTrainedModel, rows: RowState) -> None:
+        self._lm = lm
+        self._rows = rows
+        self._finder: StopStrings | None = None
+        self._candidates: Bool[Tensor, " V"] | None = None  # tokens that can end a stop string of an active row
+
+    def begin(self, stops: tuple[str, ...], vocab_size: int) -> None:
+        """Registers a row with stop strings."""
+        if not stops:
+            return
+        if self._finder is None:
+            self._finder = StopStrings.of_model(self._lm.name_or_path, vocab_size)
+        table = self._finder.may_end(stops).to(self._rows.alive.device)
+        self._candidates = table if self._candidates is None else self._candidates | table
+
+    def end(self) -> None:
+        """Unregisters all rows."""
+        self._candidates = None
+
+    def stopped(
+        self, rows: slice | Tensor, tokens: Int[Tensor, " n"], owners: Sequence[tuple[GenerationRequest, int] | None]
+    ) -> Bool[Tensor, " n"] | None:
+        """Mask of `rows` whose newest tokens complete a stop string; None if none does.
+
+        Args:
+            rows: slots.
+            tokens: noted already.
+            owners: request and sample of each slot.
+        """
+        if self._candidates is None:
+            return None
+        found = self._candidates[tokens] & (self._rows.alive[rows] > 0)
+        if not found.any():
+            return None
+        places = found.nonzero()[:, 0]
+        slots = self._rows.all_rows[rows][places].tolist()
+        for place, slot, (sampled, _, _) in zip(places.tolist(), slots, self._rows.completions(slots), strict=True):
+            owner = owners[slot]
+            if owner is None or self._finder is None:
+                raise InvariantError("a free slot gave a token")
+            stops = owner[0].sampling.stop
+            before = owner[0].resumed_ids
+            found[place] = bool(stops) and self._finder.is_at_end(before + sampled, stops)
+        return found
 
 
 class Slots:
@@ -110,7 +319,8 @@ class Slots:
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
         if known:
             sources = [slot_of[item.request.prompt_ids] for item in known for _ in range(item.num_samples)]
-            targets, free = self._index(free[: len(sources)]), free[len(sources) :]
+            targets = self._index(free[: len(sources)])
+            free = free[len(sources) :]
             self._copy(self._index(sources), targets)
             self._open_rows(known, targets)
         finished = self._read(fresh, self._index(free), version) if fresh else []
@@ -157,7 +367,8 @@ class Slots:
         tokens, logprobs = self._rows.sample(rows, logits, self.generator)
         done, stopped = self._rows.append(rows, tokens, logprobs, version)
         if (at_stop := self._stop_check.stopped(rows, tokens, self._owners)) is not None:
-            done, stopped = done | at_stop, stopped | at_stop
+            done = done | at_stop
+            stopped = stopped | at_stop
         self._longest += 1
         if not done.any():
             return []
@@ -172,9 +383,11 @@ class Slots:
         return torch.tensor(rows, dtype=torch.long, device=self.device)
 
     def _open_rows(self, pending: Sequence[Pending], rows: Int[Tensor, " n"]) -> None:
-        begin, slots = 0, rows.tolist()
+        begin = 0
+        slots = rows.tolist()
         for item in pending:
-            prompt, part = item.request.prompt_ids, slice(begin, begin + item.num_samples)
+            prompt = item.request.prompt_ids
+            part = slice(begin, begin + item.num_samples)
             begin += item.num_samples
             stops = item.request.sampling.ends(self._eos_token_ids)
             self._rows.open(rows[part], item.request.sampling, stops, prompt, item.stream)
@@ -229,12 +442,14 @@ class Slots:
         """Moves rows to other slots, which may be among `sources`."""
         if not sources:
             return
-        before, after = self._index(sources), self._index(targets)
+        before = self._index(sources)
+        after = self._index(targets)
         self._copy(before, after)
         self._rows.move(before, after)
         moved = [(self._owners[row], self._prompts[row]) for row in sources]
         for row, (owner, prompt) in zip(targets, moved, strict=True):
-            self._owners[row], self._prompts[row] = owner, prompt
+            self._owners[row] = owner
+            self._prompts[row] = prompt
 
     def _copy(self, sources: Tensor, targets: Tensor) -> None:
         self._cache.copy(sources, targets)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from lit_async_rl.engines.embedded.limits import check_request
-from lit_async_rl.engines.vllm.request_book import RequestBook
-from lit_async_rl.engines.vllm.requests import check_sampling
+from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.embedded.queue import check_request
+from lit_async_rl.engines.vllm.engine_arguments import is_cpu_build
+from lit_async_rl.engines.vllm.file_transfer import FileTransfer
+from lit_async_rl.engines.vllm.process import VLLMProcess
+from lit_async_rl.engines.vllm.requests import RequestBook, check_sampling
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
+from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
+from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.spans import ENGINE, Spans
 
 Transfer = TypeVar("Transfer", bound=WeightTransfer)
@@ -33,11 +41,14 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         clear_cache: whether running completions recompute their KV cache after an update.
     """
 
-    records_heads, records_entropy = True, False
+    records_heads = True
+    records_entropy = False
 
     def __init__(self, name: str, transfer: Transfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
-        self.name, self.transfer = name, transfer
-        self.in_flight_weight_updates, self.clear_cache = in_flight_weight_updates, clear_cache
+        self.name = name
+        self.transfer = transfer
+        self.in_flight_weight_updates = in_flight_weight_updates
+        self.clear_cache = clear_cache
         self.takes_adapters = transfer.takes_adapters
         self.update_pauses_s: list[float] = []  # seconds without generation in each weight update
         self._book = RequestBook(name)
@@ -149,3 +160,154 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
     def num_tokens(self) -> int:
         """Tokens reported so far; servers report finished requests only."""
         return self._book.num_tokens
+
+
+# -- Requests between their submission and vLLM: they pass, or wait until new weights are loaded or vLLM is awake
+
+
+Reason = Literal["update", "sleep"]
+
+
+class Gate:
+    """Passes requests on unless it is shut; thread-safe.
+
+    Args:
+        start: starts requests under the weights of a version; called with the gate's lock held.
+    """
+
+    def __init__(self, start: Callable[[Sequence[GenerationRequest], int], None]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._held: list[GenerationRequest] = []
+        self._reasons: set[Reason] = set()
+        self._version = 0
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Starts requests, or holds them."""
+        with self._lock:
+            if self._reasons:
+                self._held += requests
+            else:
+                self._start(requests, self._version)
+
+    def forget(self, request_ids: Collection[int]) -> None:
+        """Drops those of these requests that are held."""
+        with self._lock:
+            self._held = [request for request in self._held if request.id not in request_ids]
+
+    def shut(self, reason: Reason) -> None:
+        """Holds requests from now on, until it is opened for the same reason."""
+        with self._lock:
+            self._reasons.add(reason)
+
+    def open(self, *reasons: Reason, version: int | None = None) -> None:
+        """Withdraws reasons, and starts what was held if none is left; `version` is that of weights newly loaded."""
+        with self._lock:
+            self._reasons.difference_update(reasons)
+            self._version = self._version if version is None else version
+            if not self._reasons:
+                held = self._held
+                self._held = []
+                self._start(held, self._version)
+
+
+# -- Sleep of vLLM while a trainer on the same GPU trains: its settings, and what the trainer does for it -------------
+
+
+OWN_GPU = 0.9  # shares of a GPU's memory
+SHARED_GPU = 0.4
+SHARED_BY_TURNS = 0.6
+
+
+class Sleep:
+    """Sleep of a vLLM in the trainer's processes; thread-safe.
+
+    Args:
+        level: see `VLLMEngine`.
+        gate: holds requests back meanwhile.
+    """
+
+    def __init__(self, level: int, gate: Gate) -> None:
+        self.level = level
+        self._gate = gate
+        self._lock = threading.RLock()  # held while it falls asleep or wakes up
+        self.is_on = False
+
+    def begin(self, vllm: VLLMProcess, is_idle: Callable[[], bool]) -> None:
+        """Has vLLM free its memory, unless requests are running."""
+        with self._lock:
+            if self.is_on:
+                return
+            self._gate.shut("sleep")
+            if not is_idle():
+                self._gate.open("sleep")
+                return
+            vllm.call(vllm.llm.sleep(self.level, "keep"), "putting vLLM to sleep")
+            self.is_on = True
+
+    @contextmanager
+    def ending(self, vllm: VLLMProcess) -> Iterator[None]:
+        """Wakes vLLM in two steps: at the beginning of the block it has memory for weights, at its end also a cache."""
+        with self._lock:
+            self._wake(vllm, ["weights"])
+            yield
+            self._wake(vllm, ["kv_cache"])
+            self.is_on = False
+
+    def interrupt(self, vllm: VLLMProcess) -> None:
+        """Wakes vLLM with the weights that it had, if they are not lost."""
+        if self.level != 1:
+            return
+        with self._lock:
+            if not self.is_on:
+                return
+            self._wake(vllm, None)
+            self.is_on = False
+            self._gate.open("sleep")
+
+    def _wake(self, vllm: VLLMProcess, tags: list[str] | None) -> None:
+        if self.is_on:
+            free_cached_memory()
+            vllm.call(vllm.llm.wake_up(tags), "waking vLLM")
+
+
+def check_sleep_level(level: int, transfer: WeightTransfer | None) -> int:
+    """The level, if it goes together with the transfer of weights.
+
+    Raises:
+        ValueError: it is not 0, 1 or 2; or weights that were dropped would be updated by what has changed in them.
+    """
+    check_range("data.engine", "integer in [0, 2]", sleep_level=level)
+    if level == 2 and isinstance(transfer, FileTransfer) and transfer.delta:
+        raise ValueError(
+            "data.engine.sleep_level=2 drops the weights that updates with data.engine.transfer.delta=true build on: "
+            "use sleep_level=1, or delta=false"
+        )
+    return level
+
+
+def check_can_sleep(level: int) -> None:
+    """Refuses sleep where vLLM only pretends.
+
+    Raises:
+        ValueError: vLLM is the CPU build.
+    """
+    if level and is_cpu_build():
+        raise ValueError(f"data.engine.sleep_level={level} needs a GPU: vLLM's CPU build has no sleep mode")
+
+
+def default_memory_share(device_ids: list[int] | None, sleep_level: int) -> float:
+    """Share of a GPU's memory for vLLM.
+
+    A trainer that may be on the same GPU keeps weights, optimizer state and, unless they take turns, activations there.
+    """
+    if device_ids is not None:
+        return OWN_GPU
+    return SHARED_BY_TURNS if sleep_level else SHARED_GPU
+
+
+def free_cached_memory() -> None:
+    """Gives memory that the trainer's allocator keeps for later back to the GPU, for vLLM to wake up in."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -20,18 +20,21 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
-from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.background import (
+    BackgroundEngine,
+    Gate,
+    Sleep,
+    check_can_sleep,
+    check_sleep_level,
+    default_memory_share,
+)
 from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_engine_arguments
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
-from lit_async_rl.engines.vllm.gate import Gate
-from lit_async_rl.engines.vllm.process import VLLMProcess
+from lit_async_rl.engines.vllm.process import VLLMProcess, start_vllm
 from lit_async_rl.engines.vllm.requests import RequestRunner
-from lit_async_rl.engines.vllm.sleep import Sleep, check_can_sleep, check_sleep_level, default_memory_share
-from lit_async_rl.engines.vllm.startup import start_vllm
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, SetupError, StalledError
-from lit_async_rl.models.end_tokens import stored_eos_token_ids
-from lit_async_rl.models.loading import stored_dtype
+from lit_async_rl.models.loading import stored_dtype, stored_eos_token_ids
 from lit_async_rl.utils.checks import check_range
 
 
@@ -127,11 +130,13 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             update_timeout_s=update_timeout_s,
         )
         check_range("data.engine", "integer", seed=seed)
-        self.replicas, self.sleep_level = replicas, check_sleep_level(sleep_level, transfer)
+        self.replicas = replicas
+        self.sleep_level = check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.dtype = dtype or "auto"  # known in `setup`
         self.num_threads = num_threads
-        self.startup_timeout_s, self.update_timeout_s = startup_timeout_s, update_timeout_s
+        self.startup_timeout_s = startup_timeout_s
+        self.update_timeout_s = update_timeout_s
         self._arguments: dict[str, Any] = dict(
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
@@ -193,7 +198,8 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     def _update(self, version: int) -> float:
         """Performs the update; returns the pause in seconds. vLLM stays paused after an error: weights may be mixed."""
-        began, vllm = time.monotonic(), self._vllm
+        began = time.monotonic()
+        vllm = self._vllm
         # Not `llm.pause_generation`: it adds a sleep of 20 ms, which only matters to the order of outputs.
         vllm.call(vllm.llm.engine_core.pause_scheduler_async("keep", self.clear_cache), "pausing vLLM")
         with self._sleep.ending(vllm):

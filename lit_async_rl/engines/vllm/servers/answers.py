@@ -7,9 +7,9 @@ from typing import Any
 
 from lit_async_rl.engines.base import Completion, GenerationRequest
 from lit_async_rl.engines.completion_check import find_fault, show
+from lit_async_rl.engines.vllm.requests import head_of
 from lit_async_rl.engines.vllm.servers.schema import Choice, Generated, MalformedAnswer, SampledToken, Scored
-from lit_async_rl.engines.vllm.token_heads import head_of
-from lit_async_rl.sampler_head import SamplerHead
+from lit_async_rl.types import SamplerHead
 
 
 def completions_of(answer: Generated, request: GenerationRequest, run: str) -> list[Completion]:
@@ -29,7 +29,9 @@ def completions_of(answer: Generated, request: GenerationRequest, run: str) -> l
 
 
 def _completion(request: GenerationRequest, index: int, choice: Choice, run: str) -> Completion:
-    token_ids, sampled, where = choice["token_ids"], choice["logprobs"]["content"], f"sample {index}"
+    token_ids = choice["token_ids"]
+    sampled = choice["logprobs"]["content"]
+    where = f"sample {index}"
     if [token["token_id"] for token in sampled] != token_ids:
         raise MalformedAnswer(f"{where} has {len(token_ids)} tokens and log-probabilities of {len(sampled)} others")
     versions: list[int] = []

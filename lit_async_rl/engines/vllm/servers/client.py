@@ -20,7 +20,7 @@ from lit_async_rl.engines.vllm.servers.schema import (
     MalformedAnswer,
     Schema,
 )
-from lit_async_rl.models.stop_strings import StopStrings
+from lit_async_rl.models.tokenizer import StopStrings
 
 LOOK_S = 0.02  # between two looks at whether a server has loaded weights
 T = TypeVar("T")
@@ -44,7 +44,8 @@ class ServerClient(ServerConnection):
         self, url: str, api_key: str | None, health_timeout_s: float, request_timeout_s: float, update_timeout_s: float
     ) -> None:
         super().__init__(url, api_key)
-        self.health_timeout_s, self.request_timeout_s = health_timeout_s, request_timeout_s
+        self.health_timeout_s = health_timeout_s
+        self.request_timeout_s = request_timeout_s
         self.update_timeout_s = update_timeout_s
         self.stop_strings: StopStrings | None = None
         self._is_asleep = False
@@ -145,7 +146,8 @@ class ServerClient(ServerConnection):
         Raises:
             ServerFailure: loading failed.
         """
-        clock, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        began = asyncio.get_running_loop().time()
         query = f"mode={'abort' if abort else 'keep'}&clear_cache={str(clear_cache or abort).lower()}"
         if abort:  # it was away: nobody knows what has been done to it
             self._is_asleep = await self._ask_if_asleep()

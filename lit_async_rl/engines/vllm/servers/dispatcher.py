@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_async_rl.engines.base import GenerationRequest
-from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.requests import RequestBook
 from lit_async_rl.engines.vllm.servers.answers import first_fault
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
@@ -71,8 +71,13 @@ class Dispatcher:
         on_failure: Callable[[str, str], None],
         on_success: Callable[[str], None],
     ) -> None:
-        self._clients, self._pool, self._book, self._terms = clients, pool, book, terms
-        self._start_task, self._on_failure, self._on_success = start_task, on_failure, on_success
+        self._clients = clients
+        self._pool = pool
+        self._book = book
+        self._terms = terms
+        self._start_task = start_task
+        self._on_failure = on_failure
+        self._on_success = on_success
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
         self._failures: Counter[int] = Counter()  # of each request
         self._work = {url: Overlap("decode") for url in clients}
@@ -112,7 +117,10 @@ class Dispatcher:
             self._tasks[assignment] = self._start_task(self._run(assignment))
 
     async def _run(self, assignment: Assignment) -> None:
-        terms, url, request, oldest = self._terms, assignment.server, assignment.request, self._terms.loaded
+        terms = self._terms
+        url = assignment.server
+        request = assignment.request
+        oldest = self._terms.loaded
         try:
             with self._work[url].one(version=terms.version):
                 client = self._clients[url]
@@ -132,7 +140,8 @@ class Dispatcher:
             self._book.end([request.id])
 
     def _count_failure(self, assignment: Assignment, error: Exception) -> None:
-        number, url = assignment.request.id, assignment.server
+        number = assignment.request.id
+        url = assignment.server
         self._failures[number] += 1
         if self._failures[number] >= MAX_FAILURES:
             raise EngineError(f"request {number} failed {MAX_FAILURES} times, at last on {url}: {error}") from error

@@ -17,20 +17,19 @@ from typing import Any
 from torch import Tensor
 
 from lit_async_rl.engines.base import GenerationRequest
-from lit_async_rl.engines.vllm.background import BackgroundEngine
+from lit_async_rl.engines.vllm.background import BackgroundEngine, check_sleep_level, free_cached_memory
+from lit_async_rl.engines.vllm.engine_arguments import describe_config
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.model_identity import describe_config
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
 from lit_async_rl.engines.vllm.servers.handshake import Expected
 from lit_async_rl.engines.vllm.servers.membership import Membership, server_url, wait_for_servers_file
 from lit_async_rl.engines.vllm.servers.sleep import FleetSleep
-from lit_async_rl.engines.vllm.sleep import check_sleep_level, free_cached_memory
 from lit_async_rl.errors import SetupError
-from lit_async_rl.models.end_tokens import stored_eos_token_ids
-from lit_async_rl.models.stop_strings import StopStrings
+from lit_async_rl.models.loading import stored_eos_token_ids
+from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.event_loop import LoopThread
+from lit_async_rl.utils.guarded_calls import LoopThread
 from lit_async_rl.utils.spans import Spans
 
 
@@ -99,7 +98,8 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             startup_timeout_s=startup_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
         )
-        self.urls, self.servers_file = [server_url(server) for server in servers or []], servers_file
+        self.urls = [server_url(server) for server in servers or []]
+        self.servers_file = servers_file
         if servers_file is None and (not self.urls or len(set(self.urls)) < len(self.urls)):
             raise ValueError(f"data.engine.servers must name at least one server, and each once, got {servers}")
         if servers_file is not None and servers:
@@ -108,10 +108,14 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             )
         name = "the fleet of vLLM servers"
         super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
-        self.api_key_variable, self.sleep_level = api_key_variable, check_sleep_level(sleep_level, transfer)
-        self.probe_interval_s, self.health_timeout_s = probe_interval_s, health_timeout_s
-        self.request_timeout_s, self.update_timeout_s = request_timeout_s, update_timeout_s
-        self.startup_timeout_s, self.recovery_timeout_s = startup_timeout_s, recovery_timeout_s
+        self.api_key_variable = api_key_variable
+        self.sleep_level = check_sleep_level(sleep_level, transfer)
+        self.probe_interval_s = probe_interval_s
+        self.health_timeout_s = health_timeout_s
+        self.request_timeout_s = request_timeout_s
+        self.update_timeout_s = update_timeout_s
+        self.startup_timeout_s = startup_timeout_s
+        self.recovery_timeout_s = recovery_timeout_s
         self._thread: LoopThread | None = None
         self._model = ""
         self._clients: list[ServerClient] = []
@@ -153,7 +157,8 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         limit_s = self.startup_timeout_s + 10 * self.health_timeout_s  # each of its waits has a shorter one
         setting = f"data.engine.startup_timeout_s={self.startup_timeout_s:g}"
         served = self._thread.call(start, limit_s, "the check of the vLLM servers", setting)
-        self._max_model_len, self.dtype = served.max_model_len, served.dtype
+        self._max_model_len = served.max_model_len
+        self.dtype = served.dtype
 
     @property
     def _api_key(self) -> str | None:
@@ -195,7 +200,8 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         """Servers that fail to load are taken out; with the first weights that is an error."""
-        loop, limit_s = self._loop, self.update_timeout_s
+        loop = self._loop
+        limit_s = self.update_timeout_s
         if not self.in_flight_weight_updates:
             loop.call(self._fleet.drain(), limit_s, "waiting for requests under old weights", self._update_limit)
         patience_s = 2 * limit_s + 10 * self.health_timeout_s  # each of its waits has a shorter one

@@ -22,9 +22,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from lit_async_rl.engines.logprob_error import Probe
+from lit_async_rl.engines.base import Probe
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.request_book import RequestBook
+from lit_async_rl.engines.vllm.requests import RequestBook
 from lit_async_rl.engines.vllm.servers import handshake
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
@@ -59,8 +59,10 @@ class ServerFleet:
     ) -> None:
         self._clients = {client.url: client for client in clients}
         self.pool = ServerPool(self._clients)
-        self._book, self.clear_cache = book, clear_cache
-        self.probe_interval_s, self.recovery_timeout_s = probe_interval_s, recovery_timeout_s
+        self._book = book
+        self.clear_cache = clear_cache
+        self.probe_interval_s = probe_interval_s
+        self.recovery_timeout_s = recovery_timeout_s
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # started with the first weights
         self._outages = Outages(self._clients)
@@ -84,7 +86,8 @@ class ServerFleet:
     ) -> handshake.Served:
         """Waits until all servers are ready; returns the smallest of their limits. Raises: see `wait_for_servers`."""
         self._expected = expected
-        self._terms.vocab_size, self._terms.eos_token_ids = vocab_size, eos_token_ids
+        self._terms.vocab_size = vocab_size
+        self._terms.eos_token_ids = eos_token_ids
         served = await handshake.wait_for_servers(self._clients.values(), expected, timeout_s)
         self._terms.max_model_len = served.max_model_len
         return served
@@ -201,7 +204,9 @@ class ServerFleet:
         Raises:
             EngineError: a server did not load the first weights.
         """
-        is_first, self._terms.version, self._publication.transfer = self._terms.version < 0, version, transfer
+        is_first = self._terms.version < 0
+        self._terms.version = version
+        self._publication.transfer = transfer
         clients = [client for url, client in self._clients.items() if is_first or url in self.pool.servers_in]
         load_running = partial(self._publication.load_running, tag=self._terms.tag, clear_cache=self.clear_cache)
         loads = map(self._load_and_prove if is_first else load_running, clients)

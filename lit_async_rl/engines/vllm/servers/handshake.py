@@ -9,9 +9,8 @@ from typing import Any
 
 import transformers
 
-from lit_async_rl.engines.base import GenerationRequest, SamplingParams
-from lit_async_rl.engines.logprob_error import Probe, default_bound
-from lit_async_rl.engines.vllm.model_identity import difference
+from lit_async_rl.engines.base import GenerationRequest, Probe, SamplingParams, default_bound
+from lit_async_rl.engines.vllm.engine_arguments import difference
 from lit_async_rl.engines.vllm.servers.client import GENERATE, ServerClient
 from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal, message
 from lit_async_rl.engines.vllm.servers.schema import MODELS, WORKER_REPORTS, MalformedAnswer, WorkerReport
@@ -173,7 +172,8 @@ async def prove_weights(client: ServerClient, probe: Probe) -> None:
     """
     found = await client.score(probe.token_ids, f"{probe.version}-probe")
     dtypes = {report["dtype"] for report in await describe_workers(client)}
-    error, bound = probe.error(found), default_bound(probe.dtype, *dtypes)
+    error = probe.error(found)
+    bound = default_bound(probe.dtype, *dtypes)
     if not error <= bound:
         raise ServerRefusal(
             f"computes other log-probabilities than the trainer with the weights of version {probe.version}: the mean "

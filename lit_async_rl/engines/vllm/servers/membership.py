@@ -89,7 +89,10 @@ class Membership:
         interval_s: float,
         drain_timeout_s: float,
     ) -> None:
-        self.fleet, self.file, self.interval_s, self.drain_timeout_s = fleet, file, interval_s, drain_timeout_s
+        self.fleet = fleet
+        self.file = file
+        self.interval_s = interval_s
+        self.drain_timeout_s = drain_timeout_s
         self._make_client = make_client
         self._problem = ""
         self._leaving: dict[str, float] = {}  # until when
@@ -113,7 +116,8 @@ class Membership:
 
     async def follow(self, wanted: list[str]) -> None:
         """One look: adds, drains, and removes."""
-        now, present = asyncio.get_running_loop().time(), self.fleet.urls
+        now = asyncio.get_running_loop().time()
+        present = self.fleet.urls
         for url in wanted:
             if url not in present:
                 log.warning("vLLM server %s joins", url)

@@ -37,7 +37,8 @@ class Outages:
 
     def begin(self, server: str, why: str, num_requests: int) -> None:
         """Records and logs that a server was taken out."""
-        self._why[server], self._last_taken_out = why, time.monotonic()
+        self._why[server] = why
+        self._last_taken_out = time.monotonic()
         self._strikes[server] += 1
         log.warning("vLLM server %s is out: %s; its %d requests go to others", server, why, num_requests)
 
@@ -49,7 +50,8 @@ class Outages:
             why: the reason.
             counts: whether it answered, so that it should be asked less often.
         """
-        before, self._why[server] = self._why[server], why
+        before = self._why[server]
+        self._why[server] = why
         self._strikes[server] += counts
         if before != why and time.monotonic() - self._written.get(server, -REPEAT_S) >= REPEAT_S:
             self._written[server] = time.monotonic()

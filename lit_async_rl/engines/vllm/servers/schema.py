@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 from typing_extensions import NotRequired, TypedDict
 
 from lit_async_rl.engines.completion_check import MAX_LOGPROB, MIN_LOGPROB, show
-from lit_async_rl.engines.vllm.token_heads import NO_PROBABILITY
+from lit_async_rl.engines.vllm.requests import NO_PROBABILITY
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True)  # a number is no text, and True is no number
@@ -176,9 +176,14 @@ class Schema(Generic[T]):
             raise MalformedAnswer(f"{' '.join(reason.split())[:200]}, in {excerpt(body)}") from error
 
 
-GENERATED, SCORED, MODELS = Schema(Generated), Schema(Scored), Schema(Models)
-WEIGHT_INFO, WORKER_REPORTS, LOADED = Schema(WeightInfo), Schema(WorkerReports), Schema(Loaded)
-LOADING, SLEEPING = Schema(LoadingStates), Schema(Sleeping)
+GENERATED = Schema(Generated)
+SCORED = Schema(Scored)
+MODELS = Schema(Models)
+WEIGHT_INFO = Schema(WeightInfo)
+WORKER_REPORTS = Schema(WorkerReports)
+LOADED = Schema(Loaded)
+LOADING = Schema(LoadingStates)
+SLEEPING = Schema(Sleeping)
 
 
 def excerpt(body: bytes) -> str:

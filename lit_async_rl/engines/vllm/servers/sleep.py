@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from lit_async_rl.engines.base import GenerationRequest
+from lit_async_rl.engines.vllm.background import free_cached_memory
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.fleet import ServerFleet
-from lit_async_rl.engines.vllm.sleep import free_cached_memory
 
 
 class FleetSleep:
@@ -25,7 +25,9 @@ class FleetSleep:
     """
 
     def __init__(self, fleet: ServerFleet, level: int) -> None:
-        self.fleet, self.level, self.is_on = fleet, level, False
+        self.fleet = fleet
+        self.level = level
+        self.is_on = False
 
     async def begin(self) -> None:
         """Has them free their memory, unless requests are running."""
