@@ -145,7 +145,7 @@ def parts(run: Path) -> dict[str, dict[str, float]]:
     """Spans of the trainer's thread in the run's timeline: seconds in total and of the longest."""
     found: dict[str, dict[str, float]] = {}
     for event in read_trace(run / "timeline/rank0.json"):
-        if event["ph"] == "X" and event["tid"] == TRAINER:
+        if event["ph"] == "X" and event["tid"] == TRAINER.tid:
             part, seconds = found.setdefault(event["name"], {"total_s": 0.0, "longest_s": 0.0}), event["dur"] / 1e6
             part["total_s"] = round(part["total_s"] + seconds, 2)
             part["longest_s"] = round(max(part["longest_s"], seconds), 2)

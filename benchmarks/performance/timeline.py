@@ -34,14 +34,14 @@ from benchmarks.common.meter import Meter
 from lit_async_rl.callbacks import Timeline
 from lit_async_rl.cli.app import AsyncRLCLI
 from lit_async_rl.rewards.scorer import ScoreSpans
-from lit_async_rl.utils.spans import Lane, Spans, TraceWriter
+from lit_async_rl.utils.spans import Lane, SpanRecorder, TraceWriter
 
 Watch = TypeVar("Watch", bound=pl.Callback)
 WARM_UP, DIRECT_RUNS = 5, 3  # steps, runs
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 OWN = (
     *((Timeline, hook) for hook in HOOKS),
-    *((Lane, "add"), (ScoreSpans, "add"), (ScoreSpans, "flush"), (TraceWriter, "_write"), (Spans, "take")),
+    *((Lane, "add"), (ScoreSpans, "add"), (ScoreSpans, "flush"), (TraceWriter, "_write"), (SpanRecorder, "take")),
 )
 
 
@@ -82,11 +82,11 @@ class Alternation(pl.Callback):
             self._seconds = {}
             self._switch(self._order.random() < 0.5)
         else:
-            self._switch(not self._timeline._spans.is_on)
+            self._switch(not self._timeline._recorder.is_on)
         self._began = time.process_time()
 
     def _end_stretch(self) -> None:
-        spans = self._timeline._spans
+        spans = self._timeline._recorder
         if spans.is_on:
             self._timeline._writer._write(spans.take(all_of_it=True))
         self._seconds[spans.is_on] = time.process_time() - self._began
@@ -96,7 +96,7 @@ class Alternation(pl.Callback):
     def _switch(self, is_on: bool) -> None:
         self._lane = self._lane or self._timeline._lane
         self._timeline._lane = self._lane if is_on else None
-        self._timeline._spans.record(is_on)
+        self._timeline._recorder.record(is_on)
 
 
 def made(steps: int, folder: str) -> AsyncRLCLI:
@@ -134,7 +134,7 @@ def alternating(pairs: int, stretch: int) -> list[float]:
     add = ScoreSpans.add
 
     def add_if_on(scores: ScoreSpans, *args: Any) -> None:
-        if scores._spans.is_on:
+        if scores._recorder.is_on:
             add(scores, *args)
 
     with patch.object(ScoreSpans, "add", add_if_on):

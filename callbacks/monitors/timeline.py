@@ -19,7 +19,15 @@ from lit_async_rl.distributed.ranks import cpu_group
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
-from lit_async_rl.utils.spans import TRAINER, WINDOW_S, Lane, Spans, TraceWriter
+from lit_async_rl.utils.spans import (
+    TRAINER,
+    WINDOW_S,
+    Lane,
+    SpanRecorder,
+    TraceWriter,
+    start_recording,
+    stop_recording,
+)
 
 FOLDER = "timeline"
 WINDOWS_PER_STEP = 10  # merged spans of a lane
@@ -62,7 +70,7 @@ class Timeline(pl.Callback):
         check_range("Timeline", "positive", max_mb=max_mb, flush_s=flush_s)
         self.max_mb = max_mb
         self.flush_s = flush_s
-        self._spans: Spans | None = None
+        self._recorder: SpanRecorder | None = None
         self._lane: Lane | None = None  # of the trainer
         self._writer: TraceWriter | None = None
         self._step = 0
@@ -79,18 +87,17 @@ class Timeline(pl.Callback):
         """Begins before `WeightSync` starts the engine."""
         if next(c for c in trainer.callbacks if isinstance(c, Timeline)) is not self:  # type: ignore[attr-defined]
             return
-        data = rollout_data(trainer, "Timeline")  # a collective: asked for on all ranks
-        folder = run_folder(trainer)
+        rollout_data(trainer, "Timeline")
+        folder = run_folder(trainer)  # two collectives: before a rank may leave
         offset_s = clock_offset(trainer)
         if folder is None:
             return
         self._prepare(trainer, folder / FOLDER)
         rank = trainer.global_rank
-        self._spans = Spans(offset_s)
-        self._spans.name_process(rank, f"rank {rank}")
-        self._lane = self._spans.lane(rank, TRAINER, "trainer", "trainer", merges=False)
-        data.shared_source.observe(self._spans, rank)
-        self._writer = TraceWriter(folder / FOLDER / f"rank{rank}.json", self._spans, self.flush_s)
+        self._recorder = start_recording(rank, offset_s)
+        self._recorder.name_process(f"rank {rank}")
+        self._lane = self._recorder.lane(TRAINER)
+        self._writer = TraceWriter(folder / FOLDER / f"rank{rank}.json", self._recorder, self.flush_s)
         self._step = trainer.global_step
         self._stride = 1
         self._step_began = time.monotonic()
@@ -114,14 +121,16 @@ class Timeline(pl.Callback):
         self._close()
 
     def _close(self) -> None:
-        if self._spans is not None and self._writer is not None:
+        if self._writer is not None:
             self._writer.close()
-            self._spans.record(False)
-            if self._spans.num_lost:
-                log.warning("%d events of the timeline were lost: its disk was too slow", self._spans.num_lost)
+        if self._recorder is not None:
+            stop_recording(self._recorder)
+            if self._recorder.num_lost:
+                log.warning("%d events of the timeline were lost: its disk was too slow", self._recorder.num_lost)
         for hook in self._hooks:
             hook.remove()
         self._writer = None
+        self._recorder = None
         self._lane = None
         self._hooks = []
 
@@ -167,18 +176,19 @@ class Timeline(pl.Callback):
 
     def _end_step(self, now: float) -> None:
         """Adapts the windows to the length of steps, and leaves steps out when the file grows long."""
-        if self._spans is None or self._writer is None or self._lane is None:
+        if self._recorder is None or self._writer is None or self._lane is None:
             return
         seconds = now - self._step_began
         self._step_began = now
-        self._spans.window_s = max(WINDOW_S, 0.9 * self._spans.window_s + 0.1 * seconds / WINDOWS_PER_STEP)
+        window_s = 0.9 * self._recorder.window_s + 0.1 * seconds / WINDOWS_PER_STEP
+        self._recorder.window_s = max(WINDOW_S, window_s)
         share = self._writer.num_bytes / (1e6 * self.max_mb)
         stride = next((number for limit, number in STRIDES if share < limit), 0)
         if stride != self._stride:
-            self._spans.record(True)
+            self._recorder.record(True)
             self._lane.instant("recorded steps", every=stride)
             self._stride = stride
-        self._spans.record(bool(stride) and self._step % stride == 0)
+        self._recorder.record(bool(stride) and self._step % stride == 0)
 
     # -- other work of the trainer ------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from lit_async_rl.training.compatibility import check_data_compatibility
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.probe import make_probe
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.spans import TRAINER, recorder
 
 
 class WeightSync(pl.Callback):
@@ -150,7 +151,8 @@ class WeightSync(pl.Callback):
         data.shared_source.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
-        data.shared_source.note_publication(module.version, began, seconds)
+        lane = recorder().lane(TRAINER)
+        lane.add("publish", began, seconds, ("publish", module.version), version=module.version)
         return seconds
 
     def _publish(self, module: PolicyModule, data: RolloutDataModule) -> None:

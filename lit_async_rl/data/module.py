@@ -258,7 +258,8 @@ class RolloutDataModule(ModelName):
         self._reference_check = ReferenceCheck(None)
         self._make_source(engine)
         self.intake.use_grader(self._grader)
-        self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward), self._grader)
+        make_scorer = partial(scoring.make_scorer, reward, records_spans=False)  # its lanes are those of training
+        self.held_out = HeldOut(validation, self.val_sampling, make_scorer, self._grader)
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""

@@ -40,7 +40,7 @@ from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup
 from lit_async_rl.utils.guarded_calls import announced
 from lit_async_rl.utils.lightning_types import AnyTrainer
-from lit_async_rl.utils.spans import TRAINER, Lane, Spans
+from lit_async_rl.utils.spans import TRAINER, recorder
 
 # -- The engine of a run: set up when its first weights come, replaced when it hangs or fails, closed at the end ------
 
@@ -207,7 +207,6 @@ class RolloutSource:
         self._step_began = -1  # the step whose groups were handed out last
         self._replay_before: Snapshot | None = None  # the step's groups were mixed
         self._taken: list[RolloutGroup] = []  # by a call of `take` that has not returned yet
-        self._spans: Spans | None = None
         self._first_bound: int | None = None  # set before the start
 
     @property
@@ -218,14 +217,6 @@ class RolloutSource:
     def use_model(self, model: str) -> None:
         """Sets the model that the engine loads."""
         self._holder.model = model
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline what producer, engine and rewards do."""
-        self._spans = spans
-        if self._producer is None:
-            self.engine.observe(spans)
-        else:
-            self._producer.observe(spans)
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads new weights into the engine; the first call also sets it up."""
@@ -241,8 +232,6 @@ class RolloutSource:
         No more prompts are admitted when `should_stop()` becomes true.
         """
         producer = self._producer = self._make_producer(step)
-        if self._spans is not None:
-            producer.observe(self._spans)
         if isinstance(producer, Replay):
             producer.load_state_dict(self._saved)
             producer.start(version)
@@ -502,18 +491,6 @@ class SharedSource:
         self.ranks: StepScatter | OneProcess = OneProcess()
         self.num_restarts = 0
         self._stream_weights: Callable[[], Weights] | None = None
-        self._lane: Lane | None = None  # of the trainer in a timeline
-
-    def observe(self, spans: Spans, rank: int) -> None:
-        """Records this rank, and on the leading one engine and rewards, in a timeline."""
-        self._lane = spans.lane(rank, TRAINER, "trainer", "trainer", merges=False)
-        if self.ranks.leads:
-            self.source.observe(spans)
-
-    def note_publication(self, version: int, began: float, seconds: float) -> None:
-        """Records a publication in the timeline, if there is one."""
-        if self._lane is not None:
-            self._lane.add("publish", began, seconds, ("publish", version), version=version)
 
     def publish(self, version: int, weights: Weights) -> None:
         """Loads new weights into the engine; the first call also sets it up. A collective."""
@@ -566,8 +543,8 @@ class SharedSource:
                 raise SetupError("add the WeightSync callback: it gives the engine its weights")
             self._give(self._stream_weights(), self.source.restart_engine)
             self.num_restarts += 1
-        if self._lane is not None and not self.ranks.leads:  # there the producer does it
-            self._lane.add("wait", began, monotonic() - began)
+        if not self.ranks.leads:  # there the producer does it
+            recorder().lane(TRAINER).add("wait", began, monotonic() - began)
         return batches
 
     def is_any_asked_to_stop(self, trainer: AnyTrainer) -> bool:

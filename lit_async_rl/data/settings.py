@@ -53,9 +53,9 @@ class Scoring:
         if self.resume_rewards not in ("anew", "keep"):
             raise ValueError(f"data.scoring.resume_rewards must be anew or keep, got {self.resume_rewards!r}")
 
-    def make_scorer(self, reward: Reward | None) -> Scorer:
+    def make_scorer(self, reward: Reward | None, records_spans: bool = True) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
-        scorer = Scorer(reward, self.workers, self.timeout_s, self.tries, self.backoff_s)
+        scorer = Scorer(reward, self.workers, self.timeout_s, self.tries, self.backoff_s, records_spans)
         scorer.keeps_rewards = self.resume_rewards == "keep"
         return scorer
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
-from lit_async_rl.utils.spans import Spans
 from lit_async_rl.utils.tries import Work
 
 # -- How far log-probabilities of engine and trainer may differ, by their precision -----------------------------------
@@ -79,6 +78,8 @@ class RolloutEngine(ABC):
         records_heads: whether completions come with the distributions they were sampled from (`sampling.head`).
         records_entropy: whether the entropy of these distributions is known, too.
         records_experts: whether completions come with the experts of each token (`sampling.experts`).
+        records_spans: whether it records in a timeline when it generates, in a lane of `lit_async_rl.utils.spans` that
+            it asks for in `setup`; else a timeline shows what `busy_s` gains in each `poll`.
         startup_timeout_s: timeout of `setup`, downloads included; after it the engine counts as hung.
         num_slots: samples decoded together, also by validation.
         update_timeout_s: timeout of any other call, if longer than `data.limits.rollout_timeout_s`.
@@ -100,6 +101,7 @@ class RolloutEngine(ABC):
     records_heads: bool = False
     records_entropy: bool = False
     records_experts: bool = False
+    records_spans: bool = False
     startup_timeout_s: float = 3600.0
     num_slots: int = 64
     update_timeout_s: float = 0.0
@@ -238,10 +240,6 @@ class RolloutEngine(ABC):
     def close(self) -> None:
         """Releases all resources. Safe to call twice and from any thread."""
 
-    def observe(self, spans: Spans) -> bool:
-        """Records in a timeline when it generates; False if it cannot: then `busy_s` is read around each `poll`."""
-        return False
-
     @property
     def num_running(self) -> int | None:
         """Samples or requests being generated now; None if the engine does not say."""
@@ -275,6 +273,7 @@ class EngineWrapper(RolloutEngine):
         self.records_heads = engine.records_heads
         self.records_entropy = engine.records_entropy
         self.records_experts = engine.records_experts
+        self.records_spans = engine.records_spans
         self.startup_timeout_s = engine.startup_timeout_s
         self.update_timeout_s = engine.update_timeout_s
         self.takes_adapters = engine.takes_adapters
@@ -343,9 +342,6 @@ class EngineWrapper(RolloutEngine):
 
     def sleep(self) -> None:
         self.engine.sleep()
-
-    def observe(self, spans: Spans) -> bool:
-        return self.engine.observe(spans)
 
     def close(self) -> None:
         self.engine.close()

@@ -48,7 +48,7 @@ from lit_async_rl.types import (
 )
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.files import LimitedLog
-from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, Spans
+from lit_async_rl.utils.spans import ENVIRONMENT, Overlap, recorder
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 
 # -- State of a multi-turn rollout while it is sampled ----------------------------------------------------------------
@@ -507,10 +507,7 @@ class EpisodeEngine(EngineWrapper):
                 "(data.engine.step_cut_turns=false: its episode ends unseen, without a reward of that turn)"
             )
         self._ledger = RequestLedger(self.engine, self._codec.vocab_size)
-
-    def observe(self, spans: Spans) -> bool:
-        self._answering.lane = spans.lane(0, ENVIRONMENT, "environment", "environments")
-        return super().observe(spans)
+        self._answering.lane = recorder().lane(ENVIRONMENT)  # not in validation, which sets no engine up
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; running episodes continue under them."""

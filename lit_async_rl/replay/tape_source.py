@@ -16,7 +16,6 @@ from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rollouts.producer import ProducerStats, WaitTimer
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import RolloutGroup
-from lit_async_rl.utils.spans import Spans
 
 if TYPE_CHECKING:
     from lit_async_rl.models.tokenizer import TextCodec
@@ -155,10 +154,6 @@ class Replay:
             self._groups.extend((step.version, group) for group in step.groups)
         self.num_used += 1
         return self._groups.popleft()
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline when the tape is read."""
-        self._timer.observe(spans)
 
     def stats(self) -> ProducerStats:
         """Totals; the trainer waits while the tape is read."""

@@ -25,7 +25,7 @@ from lit_async_rl.errors import RewardError, SetupError, StalledError
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.guarded_calls import AwakeClock, LoopThread
-from lit_async_rl.utils.spans import FIRST_REWARD, Lane, Spans
+from lit_async_rl.utils.spans import recorder, reward_lane
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
 
 # -- Execution of `async` reward functions for the worker threads that score completions ------------------------------
@@ -193,14 +193,12 @@ class ScoreSpans:
     first completion and their number; it ends when the worker waits, or with the window in which a timeline merges.
 
     Args:
-        spans: of the timeline.
         worker: its number.
     """
 
-    def __init__(self, spans: Spans, worker: int) -> None:
-        self._spans = spans
-        self._worker = worker
-        self._lane: Lane | None = None
+    def __init__(self, worker: int) -> None:
+        self._recorder = recorder()
+        self._lane = self._recorder.lane(reward_lane(worker))
         self._number = 0
         self._seconds = 0.0
         self._began = 0.0
@@ -209,7 +207,9 @@ class ScoreSpans:
 
     def add(self, began: float, seconds: float, group: int | None, is_ok: bool) -> None:
         """One completion was scored, or failed to be; `began` is of `time.monotonic`."""
-        if self._number and began + seconds - self._began > self._spans.window_s:
+        if not self._recorder.is_started:
+            return
+        if self._number and began + seconds - self._began > self._recorder.window_s:
             self.flush()
         if not self._number:
             self._began = began
@@ -218,15 +218,13 @@ class ScoreSpans:
         self._number += 1
         self._seconds += seconds
         self._is_ok &= is_ok
-        if seconds > self._spans.window_s:
+        if seconds > self._recorder.window_s:
             self.flush()
 
     def flush(self) -> None:
         """Passes on the span."""
         if not self._number:
             return
-        if self._lane is None:
-            self._lane = self._spans.lane(0, FIRST_REWARD + self._worker, "reward", f"reward {self._worker}")
         done = dict(group=self._group, ok=self._is_ok, completions=self._number)
         self._lane.add("score", self._began, self._seconds, **done)
         self._number = 0
@@ -261,6 +259,7 @@ class Scorer:
         max_tries: attempts after which a completion is given up, with a log line, see `Retries`. A call that times
             out is abandoned, and its worker replaced.
         backoff_s: seconds before the second attempt, see `TryPolicy`.
+        records_spans: whether a timeline shows when the workers score.
 
     Attributes:
         clock: clock of the timeouts.
@@ -275,6 +274,7 @@ class Scorer:
         timeout_s: float = 60.0,
         max_tries: int | None = None,
         backoff_s: float = 0.0,
+        records_spans: bool = True,
     ) -> None:
         check_range("data.scoring", "integer >= 1", workers=num_workers)
         self.policy = TryPolicy(owner="data.scoring", timeout_s=timeout_s, tries=max_tries, backoff_s=backoff_s)
@@ -295,7 +295,7 @@ class Scorer:
         self._busy_s = 0.0
         self._cpu_s = 0.0
         self._is_closed = False
-        self._drawn: dict[int, ScoreSpans] = {}  # of the workers that a timeline shows
+        self._drawn = {n: ScoreSpans(n) for n in range(MAX_LANES)} if records_spans else {}
         for _ in range(num_workers):
             self._add_worker()
 
@@ -321,10 +321,6 @@ class Scorer:
         parameter `token_ids` gets those of the completion.
         """
         self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted, group, token_ids))
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline when the workers score."""
-        self._drawn = {number: ScoreSpans(spans, number) for number in range(MAX_LANES)}
 
     def _next(self, number: int) -> _Job | None:
         """Waits for a job."""

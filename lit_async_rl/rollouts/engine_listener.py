@@ -16,7 +16,7 @@ from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerErr
 from lit_async_rl.models.weights import lasts
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.guarded_calls import LastKnown, Limit, call, feed
-from lit_async_rl.utils.spans import ENGINE, WEIGHTS, Spans
+from lit_async_rl.utils.spans import ENGINE, WEIGHTS, recorder
 
 # -- Engine calls with timeouts, so that an engine that hangs cannot block its caller ---------------------------------
 
@@ -112,21 +112,19 @@ class EngineSpans:
     its end.
 
     Args:
-        spans: of the timeline.
         engine: the engine in use.
     """
 
-    def __init__(self, spans: Spans, engine: RolloutEngine) -> None:
-        self._spans = spans
-        self._updates = spans.lane(0, WEIGHTS, "engine", "weight updates")
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._recorder = recorder()
+        self._updates = self._recorder.lane(WEIGHTS)
+        self._lane = self._recorder.lane(ENGINE)
         self._watch(engine)
 
     def _watch(self, engine: RolloutEngine) -> None:
-        self._is_silent = not engine.observe(self._spans)
+        self._is_silent = not engine.records_spans
         self._busy_s = 0.0
         self._num_tokens = 0
-        if self._is_silent:
-            self._lane = self._spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
 
     def loaded(self, version: int, began: float) -> None:
         """The engine has taken these weights."""
@@ -139,7 +137,7 @@ class EngineSpans:
 
     def polled(self, engine: RolloutEngine, began: float, version: int | None) -> None:
         """`poll` has returned; it was called at `began`."""
-        if not self._is_silent:
+        if not self._is_silent or not self._recorder.is_started:
             return
         busy_s = engine.busy_s - self._busy_s
         num_tokens = engine.num_tokens - self._num_tokens
@@ -176,7 +174,7 @@ class EngineInUse:
         self._timeout_s = timeout_s
         self._vocab_size = vocab_size
         self._before = (0.0, 0)  # seconds and tokens of engines that were replaced
-        self._spans: EngineSpans | None = None
+        self._spans = EngineSpans(engine)
         self.engine_error: Exception | None = None
         self._install(engine)
 
@@ -190,12 +188,7 @@ class EngineInUse:
         self._before = (self.busy_s, self.num_tokens)
         self._install(engine, version)
         self.engine_error = None
-        if self._spans is not None:
-            self._spans.restarted(engine)
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline what the engine does."""
-        self._spans = EngineSpans(spans, self.engine)
+        self._spans.restarted(engine)
 
     @property
     def busy_s(self) -> float:
@@ -236,8 +229,7 @@ class EngineInUse:
             self.break_engine(error, self.engine)
         else:
             self.has_loaded(version)
-            if self._spans is not None:
-                self._spans.loaded(version, began)
+            self._spans.loaded(version, began)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Submits requests if the engine works; a failure is recorded.
@@ -423,10 +415,8 @@ class EngineListener(EngineInUse):
             return []
         try:
             began = time.monotonic()
-            spans = self._spans
             completions = self.ledger.listed(engine.poll(POLL_S), "poll")
-            if spans is not None:
-                spans.polled(engine, began, self.ledger.loaded)
+            self._spans.polled(engine, began, self.ledger.loaded)
             return completions
         except EnvironmentFailure:  # the user's, not the engine's
             if engine is self.engine and self.engine_error is None:

@@ -35,7 +35,7 @@ from lit_async_rl.rollouts.intake import FateTotals, Intake
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
 from lit_async_rl.utils.guarded_calls import announced
-from lit_async_rl.utils.spans import TRAINER, Lane, Spans
+from lit_async_rl.utils.spans import TRAINER, recorder
 from lit_async_rl.utils.tries import Work
 
 # -- Waiting for groups in the trainer's thread: bounded by time without progress -------------------------------------
@@ -165,11 +165,7 @@ class WaitTimer:
     def __init__(self) -> None:
         self.wait_s = 0.0
         self._began = time.monotonic()
-        self._lane: Lane | None = None  # of a timeline
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline when the trainer waits."""
-        self._lane = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
+        self._lane = recorder().lane(TRAINER)
 
     def start(self) -> None:
         """Counts `run_s` from now on."""
@@ -189,8 +185,7 @@ class WaitTimer:
         finally:
             seconds = time.monotonic() - began
             self.wait_s += seconds
-            if self._lane is not None:
-                self._lane.add("wait", began, seconds)
+            self._lane.add("wait", began, seconds)
 
 
 # -- Totals of sampling and scoring, for monitors ---------------------------------------------------------------------
@@ -372,12 +367,6 @@ class Producer:
         with self.changed:
             if not self.book.unfinished and not self.admission.num_admissible:
                 self.listener.sleep()
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline when the trainer waits, and what engine and rewards do."""
-        self.timer.observe(spans)
-        self.listener.observe(spans)
-        self.scorer.observe(spans)
 
     def replace_engine(self, engine: RolloutEngine) -> int:
         """Switches to another engine, which has weights; returns the number of groups sampled again.

@@ -1,4 +1,10 @@
-"""Spans of a run's timeline: what each part of it did, and when. Bounded in memory; any thread may add.
+"""Spans of a run's timeline: what each part of it did, and when.
+
+Any function of any thread asks for the `recorder()` of its process and adds to a lane of it. It is off, and costs next
+to nothing, until somebody wants spans and calls `start_recording`; a run that ends calls `stop_recording`.
+
+A part that works in a thread of its own asks once, when a run makes it or sets it up, and keeps the lane. What it adds
+after the end of its run is dropped: the next run has another recorder. Memory is bounded.
 
 The seconds of a lane are those that its owner also adds to its own total (`RolloutEngine.busy_s`, the trainer's
 `wait_s`), so that a timeline and the metrics of a run cannot disagree. Consecutive spans of a lane are merged within a
@@ -15,19 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lit_async_rl.utils.files import append, tolerate_full_disk
 
 WINDOW_S = 0.05  # of merging; a longer step gets a longer one
-GAP_SHARE = 0.2  # of the window: an engine that is idle for longer ends it
+MAX_IDLE_SHARE = 0.2  # of the window: an engine that is idle for longer ends it
 MAX_PENDING = 20_000
-TRAINER = 0  # numbers of lanes
-ENGINE = 1
-WEIGHTS = 2
-ENVIRONMENT = 3
-FIRST_REWARD = 10
 FIRST_SERVER = 1000  # number of a process; smaller ones are ranks
 MERGED: dict[str, Callable[[Any, Any], Any]] = {
     "tokens": operator.add,
@@ -41,57 +43,123 @@ MERGED: dict[str, Callable[[Any, Any], Any]] = {
 Event = dict[str, Any]
 
 
-class Spans:
-    """Recorder of the events of one process, in the Trace Event format that Perfetto and Chrome read.
+@dataclass(frozen=True)
+class LaneKind:
+    """Row of a timeline that each process may have.
 
     Args:
+        tid: its number.
+        category: of its spans.
+        name: of the row.
+        merges: whether spans of different keys within the window are merged.
+        shows_idle: whether the time between spans is recorded as `idle`.
+    """
+
+    tid: int
+    category: str
+    name: str
+    merges: bool = True
+    shows_idle: bool = False
+
+
+TRAINER = LaneKind(0, "trainer", "trainer", merges=False)
+ENGINE = LaneKind(1, "engine", "engine", shows_idle=True)
+WEIGHTS = LaneKind(2, "engine", "weight updates")
+ENVIRONMENT = LaneKind(3, "environment", "environments")
+
+
+def reward_lane(worker: int) -> LaneKind:
+    """Row of a reward worker."""
+    return LaneKind(10 + worker, "reward", f"reward {worker}")
+
+
+def recorder() -> SpanRecorder:
+    """The recorder of this process, which is off unless a run writes a timeline."""
+    return _recorder
+
+
+def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
+    """Switches the recorder of this process on.
+
+    Args:
+        pid: number of this process in the timeline, its rank.
         offset_s: added to this machine's clock.
+    """
+    global _recorder
+    if _recorder.is_started:  # by a run that goes on around this one, or was never ended: it keeps its own
+        _recorder = SpanRecorder()
+    _recorder.start(pid, offset_s)
+    return _recorder
+
+
+def stop_recording(recorder: SpanRecorder) -> None:
+    """Switches a recorder off for good; whoever asks from now on gets another."""
+    global _recorder
+    recorder.stop()
+    if recorder is _recorder:
+        _recorder = SpanRecorder()
+
+
+class SpanRecorder:
+    """Records events of one process, in the Trace Event format that Perfetto and Chrome read. Thread-safe.
 
     Attributes:
-        is_on: whether spans are recorded.
+        is_started: whether a run takes the events.
+        is_on: whether spans are recorded now: a long timeline leaves steps out.
         window_s: spans of an engine or a reward worker within so many seconds are merged.
         num_lost: events that were dropped because they were not taken in time.
     """
 
-    def __init__(self, offset_s: float = 0.0) -> None:
-        self._epoch = time.time() - time.monotonic() + offset_s
+    def __init__(self) -> None:
+        self._pid = 0
+        self._epoch = 0.0
         self._pending: deque[Event] = deque()
-        self._lanes: dict[tuple[int, int], Lane] = {}
-        self.is_on = True
+        self._lanes: dict[tuple[int | None, int], Lane] = {}
+        self.is_started = False
+        self.is_on = False
         self.window_s = WINDOW_S
         self.num_lost = 0
 
+    def start(self, pid: int, offset_s: float) -> None:
+        """See `start_recording`."""
+        self._pid = pid
+        self._epoch = time.time() - time.monotonic() + offset_s
+        self.is_started = True
+        self.is_on = True
+
+    def stop(self) -> None:
+        """See `stop_recording`."""
+        self.record(False)
+        self.is_started = False
+
     def record(self, is_on: bool) -> None:
-        """Switches recording on or off."""
+        """Leaves out what is added from now on, or no longer does."""
         if self.is_on and not is_on:
             for lane in list(self._lanes.values()):
                 lane.end()
         self.is_on = is_on
 
-    def name_process(self, pid: int, name: str) -> None:
-        """Names a rank or server."""
-        self._put({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+    def name_process(self, name: str, pid: int | None = None) -> None:
+        """Names this process, or a server."""
+        pid = self._pid if pid is None else pid
+        self._append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
 
-    def lane(self, pid: int, tid: int, cat: str, name: str, merges: bool = True, shows_idle: bool = False) -> Lane:
-        """The lane of this number; made and named if it is new.
+    def lane(self, kind: LaneKind, pid: int | None = None, process: str = "") -> Lane:
+        """The lane of a kind, made if it is new; it may be kept.
 
         Args:
-            pid: number of the rank or server.
-            tid: number of the lane.
-            cat: category of its spans.
-            name: of the lane.
-            merges: whether spans of different keys within `window_s` are merged.
-            shows_idle: whether the time between spans is recorded as `idle`.
+            kind: such as `ENGINE`.
+            pid: number of a server; None is this process.
+            process: name of the server.
         """
-        if (pid, tid) not in self._lanes:
-            self._put({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
-            self._lanes[pid, tid] = Lane(self, pid, tid, cat, merges, shows_idle)
-        return self._lanes[pid, tid]
+        if (lane := self._lanes.get((pid, kind.tid))) is None:  # two threads may get here: one lane is used by both
+            lane = self._lanes.setdefault((pid, kind.tid), Lane(self, kind, pid, process))
+        return lane
 
     def add(self, events: Iterable[Event]) -> None:
         """Adds events that another process of this machine has recorded."""
         for event in events if self.is_on else ():
-            self._put(event)
+            self._append(event)
 
     def take(self, all_of_it: bool = False) -> list[Event]:
         """Events since the last call; `all_of_it` includes spans that could still be merged with later ones."""
@@ -104,34 +172,47 @@ class Spans:
 
     def put(self, phase: str, name: str, lane: Lane, began: float, seconds: float, args: dict[str, Any]) -> None:
         """Adds an event; `began` is of `time.monotonic`."""
-        event: Event = {"name": name, "cat": lane.cat, "ph": phase, "ts": round(1e6 * (began + self._epoch))}
+        pid = self._pid if lane.pid is None else lane.pid
+        tid = lane.kind.tid
+        if not lane.is_named:  # with its first event: parts ask for lanes that they may never use
+            lane.is_named = True
+            if lane.process:
+                self.name_process(lane.process, pid)
+            self._append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane.kind.name}})
+        event: Event = {"name": name, "cat": lane.kind.category, "ph": phase, "ts": round(1e6 * (began + self._epoch))}
         if phase == "X":
             event["dur"] = round(1e6 * seconds)
         else:
             event["s"] = "p"
-        event["pid"] = lane.pid
-        event["tid"] = lane.tid
+        event["pid"] = pid
+        event["tid"] = tid
         event["args"] = args
-        self._put(event)
+        self._append(event)
 
-    def _put(self, event: Event) -> None:
+    def _append(self, event: Event) -> None:
         if len(self._pending) < MAX_PENDING:
             self._pending.append(event)
         else:
             self.num_lost += 1
 
 
-class Lane:
-    """Row of a timeline, whose spans do not overlap. Made by `Spans.lane`; thread-safe."""
+_recorder = SpanRecorder()
 
-    def __init__(self, spans: Spans, pid: int, tid: int, cat: str, merges: bool, shows_idle: bool) -> None:
+
+class Lane:
+    """Row of a timeline; its spans do not overlap. Made by `SpanRecorder.lane`; thread-safe.
+
+    Attributes:
+        is_named: whether the timeline has its name.
+    """
+
+    def __init__(self, recorder: SpanRecorder, kind: LaneKind, pid: int | None, process: str) -> None:
+        self.kind = kind
         self.pid = pid
-        self.tid = tid
-        self.cat = cat
-        self._spans = spans
-        self._merges = merges
-        self._shows_idle = shows_idle
-        self._lock = threading.Lock()
+        self.process = process
+        self.is_named = False
+        self._recorder = recorder
+        self._lock = threading.Lock()  # of the merging: `add` must not wait for the thread that writes
         self._added: deque[tuple[str, float, float, Any, dict[str, Any]]] = deque()
         self._window: dict[str, tuple[list[float], dict[str, Any]]] = {}  # name -> seconds and arguments, merged
         self._key: Any = None
@@ -145,12 +226,12 @@ class Lane:
         Spans are merged when the events are taken: between two steps of a model all of this would have to come back
         into the processor's cache.
         """
-        if not self._spans.is_on:
+        if not self._recorder.is_on:
             return
         if len(self._added) < MAX_PENDING:
             self._added.append((name, began, seconds, key, args))
         else:
-            self._spans.num_lost += 1
+            self._recorder.num_lost += 1
 
     def _merge_added(self) -> None:
         while self._added:
@@ -158,8 +239,10 @@ class Lane:
             if self._open is not None:
                 self._close_open(began)
             if self._window:
-                limit = self._spans.window_s if self._merges else math.inf
-                is_apart = began - self._began > limit or (self._shows_idle and began - self._ended > GAP_SHARE * limit)
+                limit = self._recorder.window_s if self.kind.merges else math.inf
+                is_apart = began - self._began > limit or (
+                    self.kind.shows_idle and began - self._ended > MAX_IDLE_SHARE * limit
+                )
                 if is_apart or key != self._key:
                     self._flush()
             if not self._window:
@@ -174,7 +257,7 @@ class Lane:
 
     def begin(self, name: str, **args: Any) -> None:
         """Opens a span that lasts until the lane's next one begins."""
-        if self._spans.is_on:
+        if self._recorder.is_on:
             with self._lock:
                 self._merge_added()
                 now = time.monotonic()
@@ -183,8 +266,8 @@ class Lane:
 
     def instant(self, name: str, **args: Any) -> None:
         """Adds a moment."""
-        if self._spans.is_on:
-            self._spans.put("i", name, self, time.monotonic(), 0.0, args)
+        if self._recorder.is_on:
+            self._recorder.put("i", name, self, time.monotonic(), 0.0, args)
 
     def flush(self, age_s: float) -> None:
         """Passes on what ended at least `age_s` ago."""
@@ -207,30 +290,31 @@ class Lane:
             (name, began, args) = self._open
             self._open = None
             self._flush()
-            self._spans.put("X", name, self, began, max(0.0, until - began), args)
+            self._recorder.put("X", name, self, began, max(0.0, until - began), args)
 
     def _flush(self) -> None:
         at = self._began
         drawn = self._drawn_until
-        if self._shows_idle and self._window and drawn is not None and at > drawn:
-            self._spans.put("X", "idle", self, drawn, at - drawn, {})
+        if self.kind.shows_idle and self._window and drawn is not None and at > drawn:
+            self._recorder.put("X", "idle", self, drawn, at - drawn, {})
         for name, ((seconds,), args) in self._window.items():
-            self._spans.put("X", name, self, at, seconds, args)
+            self._recorder.put("X", name, self, at, seconds, args)
             at += seconds
         self._drawn_until = at if self._window else drawn
         self._window = {}
 
 
 class Overlap:
-    """The time in which at least one of several concurrent activities goes on, as spans of a lane; thread-safe.
+    """Records the time in which at least one of several concurrent activities goes on; thread-safe.
 
     Args:
         name: of the spans.
+        lane: of the spans; None records nothing.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lane: Lane | None = None) -> None:
         self.name = name
-        self.lane: Lane | None = None
+        self.lane = lane
         self._lock = threading.Lock()
         self._number = 0
         self._since = 0.0
@@ -270,20 +354,20 @@ encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make
 
 
 class TraceWriter:
-    """Appends what `spans` collects to a file, in a thread of its own.
+    """Appends what a recorder collects to a file, in a thread of its own.
 
     Args:
         path: of the file; goes on in one that is there.
-        spans: to write.
+        recorder: of the events.
         flush_s: seconds between two writes.
 
     Attributes:
         num_bytes: length of the file.
     """
 
-    def __init__(self, path: Path, spans: Spans, flush_s: float) -> None:
+    def __init__(self, path: Path, recorder: SpanRecorder, flush_s: float) -> None:
         self.path = path
-        self._spans = spans
+        self._recorder = recorder
         self._flush_s = flush_s
         self.num_bytes = _mend(path)
         self._is_ending = threading.Event()
@@ -297,8 +381,8 @@ class TraceWriter:
 
     def _run(self) -> None:
         while not self._is_ending.wait(self._flush_s):
-            self._write(self._spans.take())
-        self._write(self._spans.take(all_of_it=True))
+            self._write(self._recorder.take())
+        self._write(self._recorder.take(all_of_it=True))
 
     def _write(self, events: Sequence[Event]) -> None:
         if events:

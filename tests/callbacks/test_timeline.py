@@ -9,6 +9,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 from flow import fit, make_data, make_module
 
@@ -120,6 +121,46 @@ def test_of_two_timelines_one_writes(tmp_path):
     assert [path.name for path in Path(log.log_dir).glob("timeline*")] == ["timeline"]
     (file,) = trace_files(Path(log.log_dir) / "timeline")
     assert len(named(read_trace(file), "optimizer")) == 3
+
+
+class Failing(pl.Callback):
+    """Ends training with an error."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            raise RuntimeError("on purpose")
+
+
+def test_a_run_after_one_that_failed_has_spans_of_its_own_only(tmp_path):
+    log = CSVLog(tmp_path / "first", name="run")
+    module, data = make_module(), make_data(groups_per_step=8)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(module, data, 8, [Timeline(), Failing()], logger=log)
+    assert not spans.recorder().is_started
+    failed = read_trace(*trace_files(Path(log.log_dir) / "timeline"))
+    began = 1e6 * time.time()
+    events, _ = run(tmp_path / "second", max_steps=3)
+    for mine in (failed, events):
+        assert {e["name"] for e in mine} >= {"decode", "wait", "score", "forward_backward", "update_weights"}
+    assert all(e["ts"] < began for e in failed if e["ph"] == "X")
+    assert all(e["ts"] + 1000 > began for e in events if e["ph"] == "X")
+    assert len(named(events, "publish")) == 3
+
+
+def test_an_engine_that_still_has_the_method_of_earlier_versions_is_drawn_from_its_totals(tmp_path):
+    class Observed(SimulatedEngine):
+        def observe(self, spans):
+            raise AssertionError("it is no longer asked")
+
+    events, _ = run(tmp_path, engine=Observed(Constant(0.01), num_slots=8, tokens_per_s=1000.0))
+    assert sum(e["args"]["tokens"] for e in named(events, "decode")) > 0
+
+
+def test_a_timeline_that_cannot_be_written_leaves_no_recorder_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "TraceWriter", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        run(tmp_path)
+    assert not spans.recorder().is_started
 
 
 @pytest.mark.slow

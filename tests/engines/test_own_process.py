@@ -32,7 +32,7 @@ from lit_async_rl.engines.embedded.own_process import (
 from lit_async_rl.engines.weight_files import PREFIX
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.weights import UNCHANGED
-from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.spans import start_recording, stop_recording
 
 
 def endless(seed=0):
@@ -49,9 +49,8 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
     requests = requests_of([4, 9, 1], max_tokens=20, **sampling)
     runs, states = [], []
     for own_process in (False, True):
+        spans = start_recording()
         engine = own_engine(lm, tmp_path, num_slots=4, in_flight_weight_updates=in_flight, own_process=own_process)
-        spans = Spans()
-        engine.observe(spans)
         engine.submit(requests)
         found = sorted(collect(engine, 9), key=key)
         states.append(engine.random_state())
@@ -68,6 +67,7 @@ def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp
         assert engine.busy_s > 0
         assert engine.partial_completions() == []
         engine.close()
+        stop_recording(spans)
         assert any(event["name"] == "decode" for event in spans.take(all_of_it=True))
     assert runs[0] == runs[1]
     assert [{v for c in part for v in c.versions} for part in (runs[1][9:12], runs[1][12:])] == [{1}, {2}]

@@ -8,9 +8,17 @@ import pytest
 
 from lit_async_rl.rewards.scorer import MAX_LANES, Scorer, score_all
 from lit_async_rl.types import Prompt
-from lit_async_rl.utils.spans import Lane, Spans
+from lit_async_rl.utils.spans import Lane, start_recording, stop_recording
 
 PROMPT = Prompt(text="1+1=", answer="2")
+
+
+@pytest.fixture
+def spans():
+    """Recorder of a run."""
+    found = start_recording()
+    yield found
+    stop_recording(found)
 
 
 def drawn(spans):
@@ -25,8 +33,8 @@ def added(monkeypatch):
     return names
 
 
-def test_completions_that_wait_share_a_span(added):
-    spans, is_filled, is_done = Spans(), threading.Event(), threading.Event()
+def test_completions_that_wait_share_a_span(added, spans):
+    is_filled, is_done = threading.Event(), threading.Event()
 
     def reward(prompt: Prompt, completion: str) -> float:
         is_filled.wait(30.0)
@@ -35,7 +43,6 @@ def test_completions_that_wait_share_a_span(added):
         return 1.0
 
     scorer = Scorer(reward, max_tries=1)
-    scorer.observe(spans)
     for n in range(400):
         done = (lambda _: is_done.set()) if n == 399 else (lambda _: None)
         scorer.submit(PROMPT, str(n), done, group=n // 4)
@@ -50,8 +57,7 @@ def test_completions_that_wait_share_a_span(added):
     assert len(added) < 100
 
 
-def test_a_slow_reward_is_drawn_when_it_happens():
-    spans = Spans()
+def test_a_slow_reward_is_drawn_when_it_happens(spans):
     calls = []
 
     def reward(prompt: Prompt, completion: str) -> float:
@@ -61,7 +67,6 @@ def test_a_slow_reward_is_drawn_when_it_happens():
         return 1.0
 
     scorer = Scorer(reward, num_workers=2)
-    scorer.observe(spans)
     score_all(scorer, [(PROMPT, str(n)) for n in range(7)], lambda: None)
     scorer.close()
     events = drawn(spans)
@@ -75,23 +80,22 @@ def test_a_slow_reward_is_drawn_when_it_happens():
         assert all(one[1] <= other[0] + 2 for one, other in pairwise(mine))
 
 
-def test_so_many_workers_are_drawn():
-    spans, together = Spans(), threading.Barrier(MAX_LANES + 2)
+def test_so_many_workers_are_drawn(spans):
+    together = threading.Barrier(MAX_LANES + 2)
 
     def reward(prompt: Prompt, completion: str) -> float:
         together.wait(30.0)
         return 1.0
 
     scorer = Scorer(reward, num_workers=MAX_LANES + 2)
-    scorer.observe(spans)
     score_all(scorer, [(PROMPT, "")] * (MAX_LANES + 2), lambda: None)
     scorer.close()
     assert len({event["tid"] for event in drawn(spans)}) == MAX_LANES
 
 
-def test_the_last_span_is_drawn_if_the_run_ends_with_work_left():
+def test_the_last_span_is_drawn_if_the_run_ends_with_work_left(spans):
     """The worker never waits for a job, and is told to end when there are more."""
-    spans, is_filled, is_closed, left = Spans(), threading.Event(), threading.Event(), []
+    is_filled, is_closed, left = threading.Event(), threading.Event(), []
 
     def reward(prompt: Prompt, completion: str) -> float:
         assert is_filled.wait(30.0)
@@ -105,7 +109,6 @@ def test_the_last_span_is_drawn_if_the_run_ends_with_work_left():
             left.append(number)
 
     scorer = Scorer(reward)
-    scorer.observe(spans)
     for n in range(10):
         scorer.submit(PROMPT, str(n), lambda _, n=n: done(n))
     is_filled.set()
@@ -114,3 +117,10 @@ def test_the_last_span_is_drawn_if_the_run_ends_with_work_left():
     events = drawn(spans)
     assert sum(event["args"]["completions"] for event in events) == 6
     assert sum(event["dur"] for event in events) / 1e6 == pytest.approx(scorer.busy_s, abs=1e-6 * len(events))
+
+
+def test_validation_adds_nothing_to_the_lanes_of_training(spans):
+    scorer = Scorer(lambda prompt, completion: 1.0, records_spans=False)
+    assert score_all(scorer, [(PROMPT, "")], lambda: None) == [1.0]
+    scorer.close()
+    assert drawn(spans) == []

@@ -1,6 +1,7 @@
 """Spans: merging keeps the seconds, memory and files stay bounded, files open whatever happened to their run."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -9,7 +10,28 @@ from hypothesis import strategies as st
 
 from lit_async_rl.engines.vllm.requests import RequestBook
 from lit_async_rl.utils import spans as module
-from lit_async_rl.utils.spans import ENGINE, HEAD, TRAINER, Overlap, Spans, TraceWriter, merge_traces, read_trace
+from lit_async_rl.utils.spans import (
+    ENGINE,
+    ENVIRONMENT,
+    HEAD,
+    TRAINER,
+    Overlap,
+    TraceWriter,
+    merge_traces,
+    read_trace,
+    recorder,
+    reward_lane,
+    start_recording,
+    stop_recording,
+)
+
+
+@pytest.fixture(autouse=True)
+def _stopped():
+    """Ends what a test has begun, as a run does."""
+    yield
+    stop_recording(recorder())
+
 
 pieces = st.lists(
     st.tuples(st.sampled_from(["prefill", "decode"]), st.floats(0, 0.1), st.floats(0, 0.1), st.integers(0, 2))
@@ -20,10 +42,71 @@ def drawn(events, name=None):
     return [e for e in events if e["ph"] == "X" and name in (None, e["name"])]
 
 
+def test_without_a_run_nothing_is_kept():
+    lane = recorder().lane(ENGINE)
+    lane.add("decode", time.monotonic(), 1.0)
+    lane.begin("checkpoint")
+    lane.instant("restart")
+    assert recorder().take(all_of_it=True) == []
+    assert not recorder().is_started
+
+
+def test_a_lane_that_was_asked_for_before_the_run_is_recorded():
+    lane = recorder().lane(ENGINE)
+    spans = start_recording(pid=3)
+    lane.add("decode", time.monotonic(), 1.0)
+    events = spans.take(all_of_it=True)
+    assert [(e["ph"], e["pid"]) for e in events] == [("M", 3), ("X", 3)]
+    assert events[0]["args"] == {"name": "engine"}
+
+
+def test_what_a_thread_of_an_earlier_run_adds_is_dropped():
+    first = start_recording()
+    late = recorder().lane(ENGINE)
+    late.add("decode", time.monotonic(), 1.0)
+    stop_recording(first)
+    second = start_recording()
+    assert second is not first
+    late.add("decode", time.monotonic(), 1.0)
+    recorder().lane(ENGINE).add("prefill", time.monotonic(), 1.0)
+    assert [e["name"] for e in drawn(second.take(all_of_it=True))] == ["prefill"]
+    assert [e["name"] for e in drawn(first.take(all_of_it=True))] == ["decode"], "the first run's own"
+
+
+def test_a_run_within_a_run_has_its_own_recorder():
+    outer = start_recording()
+    lane = recorder().lane(ENGINE)
+    inner = start_recording()
+    recorder().lane(ENGINE).add("prefill", time.monotonic(), 1.0)
+    stop_recording(inner)
+    lane.add("decode", time.monotonic(), 1.0)
+    assert [e["name"] for e in drawn(inner.take(all_of_it=True))] == ["prefill"]
+    assert [e["name"] for e in drawn(outer.take(all_of_it=True))] == ["decode"]
+    stop_recording(outer)
+
+
+def test_threads_share_a_recorder_and_lose_nothing():
+    spans, together = start_recording(), threading.Barrier(8)
+
+    def work(number):
+        together.wait(30.0)
+        for n in range(200):
+            recorder().lane(ENGINE).add("decode", float(n), 0.001, number, tokens=1)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        spans.lane(ENGINE).flush(0.0)  # as the thread that writes does
+    events = spans.take(all_of_it=True)
+    assert sum(e["args"]["tokens"] for e in drawn(events, "decode")) == 1600
+    assert len([e for e in events if e["ph"] == "M"]) == 1
+
+
 @given(pieces)
 def test_merging_keeps_seconds_tokens_and_order(parts):
-    spans, now = Spans(), time.monotonic()
-    lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+    spans, now = start_recording(), time.monotonic()
+    lane = spans.lane(ENGINE)
     for name, pause, seconds, version in parts:
         now += pause
         lane.add(name, now, seconds, version, version=version, tokens=1)
@@ -44,10 +127,10 @@ def test_merging_keeps_seconds_tokens_and_order(parts):
 
 def test_ten_thousand_steps_stay_below_fifty_megabytes():
     """Of the quick start, a quarter of a second each, with an engine and a reward worker that never rest."""
-    spans, now, steps = Spans(), time.monotonic(), 40
-    trainer = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
-    engine = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
-    reward = spans.lane(0, 10, "reward", "reward 0")
+    spans, now, steps = start_recording(), time.monotonic(), 40
+    trainer = spans.lane(TRAINER)
+    engine = spans.lane(ENGINE)
+    reward = spans.lane(reward_lane(0))
     for step in range(steps):
         for name in ("wait", "forward_backward", "optimizer", "publish"):
             trainer.add(name, now, 0.06, (name, step), step=step, micro_batch=0, versions=[step, step], staleness=1.0)
@@ -62,8 +145,8 @@ def test_ten_thousand_steps_stay_below_fifty_megabytes():
 
 def test_memory_is_bounded_while_nothing_can_be_written(monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING", 50)
-    spans = Spans()
-    lane = spans.lane(0, 0, "trainer", "trainer", merges=False)
+    spans = start_recording()
+    lane = spans.lane(TRAINER)
     for n in range(200):
         lane.add("wait", float(n), 0.5, n)
     assert len(spans.take(all_of_it=True)) == 50
@@ -71,8 +154,8 @@ def test_memory_is_bounded_while_nothing_can_be_written(monkeypatch):
 
 
 def test_what_is_switched_off_is_neither_recorded_nor_idle():
-    spans, now = Spans(), time.monotonic()
-    lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+    spans, now = start_recording(), time.monotonic()
+    lane = spans.lane(ENGINE)
     lane.add("decode", now, 1.0)
     spans.record(False)
     lane.add("decode", now + 2, 1.0)
@@ -83,8 +166,8 @@ def test_what_is_switched_off_is_neither_recorded_nor_idle():
 
 
 def test_an_open_span_ends_with_the_next():
-    spans = Spans()
-    lane = spans.lane(0, TRAINER, "trainer", "trainer", merges=False)
+    spans = start_recording()
+    lane = spans.lane(TRAINER)
     lane.begin("checkpoint", step=3)
     lane.add("wait", time.monotonic() + 2.0, 1.0)
     saved, waited = drawn(spans.take(all_of_it=True))
@@ -93,8 +176,8 @@ def test_an_open_span_ends_with_the_next():
 
 
 def test_overlapping_work_is_counted_once():
-    spans, work = Spans(), Overlap("answer")
-    work.lane = spans.lane(0, ENGINE, "environment", "environments")
+    spans = start_recording()
+    work = Overlap("answer", spans.lane(ENVIRONMENT))
     began = time.monotonic()
     with work.one(turns=1), work.one(turns=1):
         time.sleep(0.05)
@@ -105,8 +188,8 @@ def test_overlapping_work_is_counted_once():
 
 
 def test_the_book_of_an_engine_draws_what_it_counts_as_busy():
-    spans, book = Spans(), RequestBook("it")
-    book.lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+    book = RequestBook("it")  # before the run
+    spans = start_recording()
     book.begin([1, 2])
     time.sleep(0.05)
     book.add(1, 10, [])
@@ -129,8 +212,9 @@ def test_the_book_of_an_engine_draws_what_it_counts_as_busy():
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 40, 70, 10_000])
 def test_a_file_cut_off_anywhere_is_read_and_gone_on_with(cut, tmp_path):
-    spans, path = Spans(), tmp_path / "rank0.json"
-    lane = spans.lane(0, 0, "trainer", "trainer", merges=False)
+    spans = start_recording()
+    path = tmp_path / "rank0.json"
+    lane = spans.lane(TRAINER)
     lane.add("wait", time.monotonic(), 0.5, 1)
     lane.add("publish", time.monotonic() + 1, 0.5, 2, version=3)
     TraceWriter(path, spans, 60.0).close()

@@ -29,7 +29,7 @@ from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.types import Completion
 from lit_async_rl.utils.guarded_calls import FairLock
-from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.spans import recorder, start_recording
 
 REPORT_S = 0.1  # between two reports of an engine that finishes nothing
 IDLE_S = 0.5  # between two looks of one that has nothing to do
@@ -51,7 +51,6 @@ class Child:
         self._turn = FairLock(limit_s, what)
         self._work = threading.Event()
         self._updates = ThreadPoolExecutor(1)
-        self._spans: Spans | None = None
         self._reported = 0.0
         self._trainer = os.getppid()
 
@@ -86,8 +85,8 @@ class Child:
         self._reported = time.monotonic()
         completions, tensors = pack_completions(finished)
         counters = {"busy_s": engine.busy_s, "num_tokens": engine.num_tokens, "num_running": engine.num_running}
-        events = [] if self._spans is None else self._spans.take()
-        self._channel.send({"kind": "report", "completions": completions, "events": events, **counters}, tensors)
+        message = {"kind": "report", "completions": completions, "events": recorder().take(), **counters}
+        self._channel.send(message, tensors)
 
     def _obey(self) -> None:
         try:
@@ -118,6 +117,8 @@ class Child:
                 engine.submit(unpack_requests(fields["requests"]))
                 self._work.set()
             case "load_weights":
+                if fields["is_recorded"] and not recorder().is_started:
+                    start_recording()
                 engine.load_weights(fields["version"], read_weights(fields["folder"], fields["unchanged"]))
                 self._work.set()
             case "abort":
@@ -130,9 +131,6 @@ class Child:
                 return {}, {"state": engine.random_state()}
             case "set_random_state":
                 engine.set_random_state(tensors["state"])
-            case "observe":
-                self._spans = Spans()
-                engine.observe(self._spans)
         return {}, {}
 
 

@@ -42,7 +42,7 @@ from lit_async_rl.models.weights import apply_weights, receive_weights
 from lit_async_rl.types import Completion, GenerationRequest
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.guarded_calls import FairLock, Room
-from lit_async_rl.utils.spans import ENGINE, Lane, Spans
+from lit_async_rl.utils.spans import ENGINE, Lane, recorder
 
 # -- Updates of the embedded engine's weights: how they arrive, and when they are applied -----------------------------
 # In flight `load_weights` waits for nothing: the decode loop takes the weights before its next step. Without in-flight
@@ -154,16 +154,13 @@ class WorkRecord:
     Attributes:
         busy_s: seconds.
         num_tokens: tokens sampled.
+        lane: of a timeline; None for an engine that does not sample for training.
     """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
         self.num_tokens = 0
-        self._lane: Lane | None = None
-
-    def observe(self, spans: Spans) -> None:
-        """Records spans from now on."""
-        self._lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
+        self.lane: Lane | None = None
 
     def add(self, name: str, began: float, slots: Slots, version: int) -> None:
         """A step ends now, that began at `began` of `time.monotonic`."""
@@ -171,8 +168,8 @@ class WorkRecord:
         self.num_tokens = slots.num_tokens
         seconds = time.monotonic() - began
         self.busy_s += seconds
-        if self._lane is not None:
-            self._lane.add(name, began, seconds, version, version=version, slots=slots.num_active, tokens=num_tokens)
+        if self.lane is not None:
+            self.lane.add(name, began, seconds, version, version=version, slots=slots.num_active, tokens=num_tokens)
 
 
 CLOSE_S = 5.0
@@ -201,7 +198,7 @@ class EmbeddedEngine(RolloutEngine):
         ValueError: a setting is out of range.
     """
 
-    records_heads = records_entropy = records_experts = takes_adapters = takes_changes = True
+    records_heads = records_entropy = records_experts = records_spans = takes_adapters = takes_changes = True
     cache_class: type[SlotCache] = SlotCache
 
     def __init__(
@@ -264,6 +261,7 @@ class EmbeddedEngine(RolloutEngine):
     def setup(self, model: str) -> None:
         """Builds the architecture without reading weights from disk; `load_weights` loads them."""
         self._adopt(build_policy(model, self.dtype, self.device), owns_weights=True)
+        self._record.lane = recorder().lane(ENGINE)
         self._updates.are_loaded = False
 
     def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
@@ -313,10 +311,6 @@ class EmbeddedEngine(RolloutEngine):
     @property
     def num_running(self) -> int:
         return 0 if self._slots is None else self._slots.num_active
-
-    def observe(self, spans: Spans) -> bool:
-        self._record.observe(spans)
-        return True
 
     def random_state(self) -> Tensor:
         return self._active_slots.generator.get_state()

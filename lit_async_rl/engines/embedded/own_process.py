@@ -44,7 +44,7 @@ from lit_async_rl.types import (
     unpack_choices,
     unpack_heads,
 )
-from lit_async_rl.utils.spans import Spans
+from lit_async_rl.utils.spans import SpanRecorder, recorder
 
 # -- Messages between the trainer's process and an engine's: JSON, with tensors beside it. Reading one runs no code
 
@@ -312,7 +312,7 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         self._folders: WeightFolders | None = None
         self._finished: deque[Completion] = deque()  # the reader appends, the producer's thread takes
         self._num_running = 0
-        self._spans: Spans | None = None
+        self._recorder: SpanRecorder = recorder()  # replaced by that of the run in `setup`
         self._vocab_size = 0
         self._has_weights = False
         self._update: tuple[int, Path] | None = None  # that was sent, and the folder of its weights
@@ -323,6 +323,7 @@ class EmbeddedEngineProcess(EmbeddedEngine):
 
     def setup(self, model: str) -> None:
         """Starts the process, which builds the architecture."""
+        self._recorder = recorder()  # not asked for with each report: one that comes late belongs to this run
         self._connection = Connection(self._take_in)
         self._folders = WeightFolders(folder_with_room(weight_bytes(model, getattr(torch, self.dtype))))
         names = inspect.signature(EmbeddedEngine.__init__).parameters.keys() - {"self", "own_process", "max_model_len"}
@@ -332,8 +333,6 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         limits, _ = self._process.ask("setup", self.startup_timeout_s, limit, model=model, settings=settings)
         self._max_model_len = limits["max_model_len"]
         self._vocab_size = limits["vocab_size"]
-        if self._spans is not None:
-            self._process.send({"kind": "observe"})
 
     @property
     def _update_limit(self) -> str:
@@ -397,6 +396,7 @@ class EmbeddedEngineProcess(EmbeddedEngine):
             raise
         is_awaited = not self.in_flight_weight_updates or not self._has_weights
         fields: dict[str, Any] = {"version": version, "folder": str(folder), "unchanged": unchanged}
+        fields["is_recorded"] = self._recorder.is_started  # nothing is sampled before the first weights
         self._update = self._process.begin("load_weights", must_succeed=not is_awaited, **fields), folder
         if is_awaited:
             self._finish_update()
@@ -425,8 +425,7 @@ class EmbeddedEngineProcess(EmbeddedEngine):
         self._record.busy_s = fields["busy_s"]
         self._record.num_tokens = fields["num_tokens"]
         self._num_running = fields["num_running"]
-        if self._spans is not None:
-            self._spans.add(fields["events"])
+        self._recorder.add(fields["events"])
 
     @property
     def num_running(self) -> int:
@@ -439,12 +438,6 @@ class EmbeddedEngineProcess(EmbeddedEngine):
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """All completions of each request, by sample index; blocks until they are finished. Needs no producer."""
         return run_requests(self, requests)
-
-    def observe(self, spans: Spans) -> bool:
-        self._spans = spans
-        if self._connection is not None:
-            self._process.send({"kind": "observe"})
-        return True
 
     def close(self) -> None:
         """Ends the process and unblocks `poll` and all calls."""

@@ -23,7 +23,6 @@ from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.spans import ENGINE, Spans
 
 Transfer = TypeVar("Transfer", bound=WeightTransfer)
 
@@ -43,6 +42,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
 
     records_heads = True
     records_entropy = False
+    records_spans = True
 
     def __init__(self, name: str, transfer: Transfer, in_flight_weight_updates: bool, clear_cache: bool) -> None:
         self.name = name
@@ -100,10 +100,6 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
     def num_running(self) -> int:
         """Requests being generated, each of one or more samples."""
         return self._book.num_running
-
-    def observe(self, spans: Spans) -> bool:
-        self._book.lane = spans.lane(0, ENGINE, "engine", "engine", shows_idle=True)
-        return True
 
     # -- producer's thread --------------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from lit_async_rl.engines.vllm.replica_process import LOOK_S, MAX_RESTARTS, Repl
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import stored_dtype
-from lit_async_rl.utils.spans import Spans
 
 SET_BY_SERVE = (*FIXED_ARGUMENTS, "worker_extension_cls", "model")
 log = logging.getLogger(__name__)
@@ -107,7 +106,6 @@ class VLLMReplicas(VLLMEngine):
     uses_probe = True
     transfer: FileTransfer
     _fleet: ReplicaFleet | None = None
-    _spans: Spans | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,8 +142,6 @@ class VLLMReplicas(VLLMEngine):
             recovery_timeout_s=self.startup_timeout_s,
             sleep_level=self.sleep_level,
         )
-        if self._spans is not None:
-            self._fleet.observe(self._spans)
         self._fleet.setup(model)
 
     def _arguments_of(self, number: int) -> dict[str, Any]:
@@ -163,12 +159,6 @@ class VLLMReplicas(VLLMEngine):
         if self._fleet is None:
             raise SetupError("the engine was used before its setup")
         return self._fleet
-
-    def observe(self, spans: Spans) -> bool:
-        self._spans = spans
-        if self._fleet is not None:  # else in `setup`
-            self._fleet.observe(spans)
-        return True
 
     @property
     def max_model_len(self) -> int:

@@ -18,7 +18,7 @@ from lit_async_rl.engines.vllm.process import VLLMProcess
 from lit_async_rl.errors import EngineError, InvariantError
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.types import Completion, GenerationRequest, SamplerHead, SamplingParams, join_heads
-from lit_async_rl.utils.spans import Lane
+from lit_async_rl.utils.spans import ENGINE, recorder
 
 # -- Thread-safe record of an engine's running requests, finished samples and first failure ---------------------------
 
@@ -40,7 +40,7 @@ class RequestBook:
         self._closed = False
         self._busy_since = 0.0
         self._busy_s = 0.0
-        self.lane: Lane | None = None  # of a timeline
+        self._lane = recorder().lane(ENGINE)  # of a timeline; that of the run is asked for when it begins
         self.version = 0  # of the weights that were loaded last
         self._drawn_until = 0.0
         self._drawn_tokens = 0
@@ -50,6 +50,7 @@ class RequestBook:
         """Marks requests as running."""
         with self._changed:
             if not self._running:
+                self._lane = recorder().lane(ENGINE)
                 self._busy_since = self._drawn_until = time.monotonic()
             self._running.update(request_ids)
 
@@ -147,7 +148,7 @@ class RequestBook:
 
     def _draw(self, until: float, is_empty: bool = False) -> None:
         """Records the time since the last call as spent generating, of which a pause takes back what was too much."""
-        if self.lane is None or not (self._running or is_empty) or until <= self._drawn_until:
+        if not (self._running or is_empty) or until <= self._drawn_until:
             return
         seconds = until - self._drawn_until
         back = min(seconds, self._too_much_s)
@@ -155,7 +156,7 @@ class RequestBook:
         num_tokens = self.num_tokens - self._drawn_tokens
         self._drawn_tokens = self.num_tokens
         done = dict(version=self.version, slots=len(self._running), tokens=num_tokens)
-        self.lane.add("decode", self._drawn_until, seconds - back, self.version, **done)
+        self._lane.add("decode", self._drawn_until, seconds - back, self.version, **done)
         self._drawn_until = until
 
     @property

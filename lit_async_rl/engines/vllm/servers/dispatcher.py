@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from lit_async_rl.engines.vllm.servers.client import ServerClient
 from lit_async_rl.engines.vllm.servers.connection import ServerFailure, ServerRefusal
 from lit_async_rl.engines.vllm.servers.pool import Assignment, ServerPool
 from lit_async_rl.errors import EngineError
-from lit_async_rl.utils.spans import ENGINE, FIRST_SERVER, Overlap, Spans
+from lit_async_rl.utils.spans import ENGINE, FIRST_SERVER, Overlap, recorder
 
 MAX_FAILURES = 5  # of one request on one server after the other: then it is the request
 
@@ -80,17 +81,15 @@ class Dispatcher:
         self._on_success = on_success
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
         self._failures: Counter[int] = Counter()  # of each request
-        self._work = {url: Overlap("decode") for url in clients}
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline when each server has requests."""
-        for number, (url, work) in enumerate(self._work.items(), start=FIRST_SERVER):
-            spans.name_process(number, f"server {url}")
-            work.lane = spans.lane(number, ENGINE, "engine", "engine", shows_idle=True)
+        self._numbers = itertools.count(FIRST_SERVER)  # of servers in a timeline
+        self._work: dict[str, Overlap] = {}
+        for url in clients:
+            self.add(url)
 
     def add(self, url: str) -> None:
         """Registers a server that has joined."""
-        self._work[url] = Overlap("decode")
+        lane = recorder().lane(ENGINE, next(self._numbers), f"server {url}")
+        self._work[url] = Overlap("decode", lane)
 
     def remove(self, url: str) -> None:
         """Forgets a server without requests."""

@@ -30,7 +30,6 @@ from lit_async_rl.models.loading import stored_eos_token_ids
 from lit_async_rl.models.tokenizer import StopStrings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.guarded_calls import LoopThread
-from lit_async_rl.utils.spans import Spans
 
 
 class VLLMServerEngine(BackgroundEngine[FileTransfer]):
@@ -119,7 +118,6 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         self._thread: LoopThread | None = None
         self._model = ""
         self._clients: list[ServerClient] = []
-        self._spans: Spans | None = None
         self._stop_strings: StopStrings | None = None
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
@@ -145,8 +143,6 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         )
         self._fleet.background = self._background()
         self._sleep = FleetSleep(self._fleet, self.sleep_level)
-        if self._spans is not None:
-            self._fleet.observe(self._spans)
         self._thread = LoopThread("vLLM servers")
         start = self._fleet.start(
             Expected(describe_config(config), sleeps=self.sleep_level > 0),
@@ -181,12 +177,6 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         return [
             Membership(self._fleet, self.servers_file, joining, self.probe_interval_s, self.request_timeout_s).watch
         ]
-
-    def observe(self, spans: Spans) -> bool:
-        self._spans = spans
-        if self._thread is not None:  # else in `setup`
-            self._fleet.observe(spans)
-        return super().observe(spans)
 
     @property
     def _loop(self) -> LoopThread:

@@ -33,7 +33,6 @@ from lit_async_rl.engines.vllm.servers.outages import Outages
 from lit_async_rl.engines.vllm.servers.pool import ServerPool
 from lit_async_rl.engines.vllm.servers.publication import Publication
 from lit_async_rl.errors import EngineError, describe
-from lit_async_rl.utils.spans import Spans
 
 
 class ServerFleet:
@@ -74,10 +73,6 @@ class ServerFleet:
         self.requests = Dispatcher(
             self._clients, self.pool, book, self._terms, self.start_task, self.take_out, self._outages.forgive
         )
-
-    def observe(self, spans: Spans) -> None:
-        """Records in a timeline when each server has requests."""
-        self.requests.observe(spans)
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
