@@ -102,14 +102,23 @@ class DisturbedEngine(EmbeddedEngine):
             time.sleep(0.85 * ROLLOUT_TIMEOUT_S)
         return super().poll(timeout_s)
 
-    def _step(self) -> Any:
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        decode_step = self.engine.step
+
+        def step() -> list[Completion]:
+            self._break_down()
+            return decode_step()
+
+        self.engine.step = step  # type: ignore[method-assign, union-attr]
+
+    def _break_down(self) -> None:
         if self.faults.take("engine hang"):
             time.sleep(1e9)
         if self.faults.take("engine crash") or self.faults.take("engine gone"):
             raise RuntimeError("injected crash of the engine")
         if self.faults.take("engine out of memory"):
             raise torch.OutOfMemoryError("CUDA out of memory. injected")
-        return super()._step()
 
 
 class DisturbedReward:

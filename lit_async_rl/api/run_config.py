@@ -228,12 +228,13 @@ def _dotted_path(value: Callable[..., Any]) -> str:
 def _class_path(value: Any) -> dict[str, Any]:
     """An object of this package, by its class and arguments."""
     kind: Any = _public_class(value)
-    if hasattr(value, "_made_with"):  # engines remember their arguments, of which some choose a class
+    if hasattr(value, "_made_with"):  # engines remember their arguments, which they need not keep as attributes
         args, kwargs = value._made_with
         bound = inspect.signature(kind.__init__).bind(value, *args, **kwargs)
         bound.apply_defaults()
-        given = list(bound.arguments.items())[1:]
-        return _with_class(kind, {name: _plain(item) for name, item in given})
+        given = dict(list(bound.arguments.items())[1:])
+        given |= given.pop("settings", {})  # `VLLMReplicas(**settings)`
+        return _with_class(kind, {name: _plain(item) for name, item in given.items()})
     if kind.__init__ is object.__init__:
         return _with_class(kind, {})
     arguments = {}

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams, default_bound
 from lit_async_rl.engines.embedded.kv_cache import INEXACT, cache_argument
-from lit_async_rl.engines.embedded.packed import in_modules
+from lit_async_rl.engines.embedded.packed_linear import in_modules
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.models.loading import evaluation_mode, other_layers
