@@ -23,7 +23,6 @@ from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.data.rollout_source import RolloutSource, SharedSource, StepBatches
 from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.engines.requests import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.errors import InvariantError, RewardError
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.loading import EndTokens
@@ -37,7 +36,7 @@ from lit_async_rl.rollouts.producer import GroupWait, Producer
 from lit_async_rl.scheduling.admission import Admission, AdmissionPolicy, Bounded, Drop, FixedLag, Retry, Ring
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.whole_steps import WholeSteps
-from lit_async_rl.types import Prompt, RolloutBatch
+from lit_async_rl.types import Completion, GenerationRequest, Prompt, RolloutBatch, SamplingParams
 from lit_async_rl.utils.guarded_calls import AwakeClock
 from lit_async_rl.utils.tries import Retries, TryPolicy
 
