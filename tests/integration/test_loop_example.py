@@ -20,7 +20,7 @@ from lit_async_rl.training.objective import Objective
 
 ROOT = Path(__file__).parents[2]
 LOOP = ROOT / "examples" / "loop.py"
-NUM_STEPS = 25
+NUM_STEPS = 20
 
 
 def record(line: str) -> dict[str, float]:
