@@ -337,7 +337,8 @@ class GroupBook:
     @property
     def lacking(self) -> list[OpenGroup]:
         """Groups with completions missing; all other unfinished ones are being scored."""
-        return [group for group in self.unfinished.values() if len(group.completions) < self.group_size]
+        groups = list(self.unfinished.values())  # a notice of a long wait reads it in its own thread, without the lock
+        return [group for group in groups if len(group.completions) < self.group_size]
 
     def _file(self, group: OpenGroup, completion: Completion) -> None:
         group.completions[completion.sample_index] = completion
