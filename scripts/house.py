@@ -55,7 +55,7 @@ def module_names(folders: list[Path]) -> dict[Path, str]:
     for folder in folders:
         start = folder.resolve().parent if (folder / "__init__.py").exists() else folder.resolve()
         for root, subfolders, files in os.walk(folder.resolve(), followlinks=True):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for path in (Path(root, name) for name in files if name.endswith(".py")):
                 parts = path.relative_to(start).with_suffix("").parts
                 parts = parts[:-1] if parts[-1] == "__init__" else parts
@@ -93,7 +93,7 @@ def imported_names(tree: ast.AST, path: Path, module: str, is_top_level: bool) -
             yield from (f"{source_of(node, path, module)}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             yield from (x.value for x in node.args[:1] if isinstance(x, ast.Constant))
-        yield from imported_names(node, path, module, is_top_level)
+        yield from imported_names(node, path, module, is_top_level=is_top_level)
 
 
 def import_graph(trees: dict[Path, ast.Module], names: dict[Path, str], is_top_level: bool) -> dict[Path, set[Path]]:
@@ -101,7 +101,7 @@ def import_graph(trees: dict[Path, ast.Module], names: dict[Path, str], is_top_l
     modules = {name: path for path, name in names.items()}
     graph: dict[Path, set[Path]] = {}
     for path, tree in trees.items():
-        found = {module_of(x, modules) for x in imported_names(tree, path, names[path], is_top_level)}
+        found = {module_of(x, modules) for x in imported_names(tree, path, names[path], is_top_level=is_top_level)}
         graph[path] = {modules[x] for x in found if x is not None} - {path}
     return graph
 
