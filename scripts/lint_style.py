@@ -31,11 +31,16 @@ Loop = ast.For | ast.AsyncFor | ast.While | ast.ListComp | ast.SetComp | ast.Dic
 
 
 def is_swap(node: ast.Assign) -> bool:
-    """True if a value names a target, so that the order of separate assignments would matter."""
+    """True if a value names the target of another one, so that the order of separate assignments would matter."""
     target = node.targets[0]
     assert isinstance(target, ast.Tuple | ast.List)
-    targets = {ast.unparse(x) for x in target.elts}
-    return any(isinstance(x, ast.expr) and ast.unparse(x) in targets for x in ast.walk(node.value))
+    assert isinstance(node.value, ast.Tuple | ast.List)
+    names = [ast.unparse(x) for x in target.elts]
+    for number, value in enumerate(node.value.elts):
+        others = {name for place, name in enumerate(names) if place != number}
+        if any(isinstance(x, ast.expr) and ast.unparse(x) in others for x in ast.walk(value)):
+            return True
+    return False
 
 
 # -- splatted locals ---------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ REFUSED = {
         "class C:\n    def f(self, x, y):\n        self.x, self.y = x, y",
         "a, (b, c) = 1, f()",
         "a, *b = 1, 2, 3",
+        "a, b = a + 1, b + 1",
     ],
     "splatted-local": [
         "def f(x):\n    options = {'a': x}\n    return g(**options)",
