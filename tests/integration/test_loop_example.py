@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from groups import group
 
-from lit_async_rl.corrections.proximal import CurrentProximal
+from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.policy import CausalPolicy
