@@ -15,6 +15,7 @@ COMMANDS = {
     "export": ("lit_async_rl.cli.app", "export", "write a checkpoint as a Hugging Face folder"),
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
     "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
+    "convert": ("lit_async_rl.cli.convert", "main", "turn a configuration of TRL into one of this trainer"),
     "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
     "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),

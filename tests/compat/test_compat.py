@@ -191,9 +191,15 @@ def test_suites_of_the_benchmarks_can_be_read_and_their_runs_are_accepted(commit
     cells = {}  # a cell of each method or system
     for name in names:
         suite = suites.load_suite(name)
-        found = suite.cells if suites is time_suites else [
-            staleness_suites.Cell(block.regime, method, 4, 1.0, 0) for block in suite.blocks for method in block.methods
-        ]
+        found = (
+            suite.cells
+            if suites is time_suites
+            else [
+                staleness_suites.Cell(block.regime, method, 4, 1.0, 0)
+                for block in suite.blocks
+                for method in block.methods
+            ]
+        )
         cells |= {cell.system if suites is time_suites else cell.method: cell for cell in found}
     complaints = {name: check(commit, cell.arguments()) for name, cell in cells.items()}
     assert not {name: said for name, said in complaints.items() if said}
@@ -232,7 +238,10 @@ def test_a_checkpoint_resumes(run, capfd, caplog):
     moments = after["optimizer_states"][0]["state"]
     assert {int(one["step"]) for one in moments.values()} == {5}
     assert after["callbacks"].keys() == before["callbacks"].keys()
-    assert after["callbacks"]["ThroughputMonitor"]["total_tokens"] > before["callbacks"]["ThroughputMonitor"]["total_tokens"]
+    assert (
+        after["callbacks"]["ThroughputMonitor"]["total_tokens"]
+        > before["callbacks"]["ThroughputMonitor"]["total_tokens"]
+    )
     (log,) = run.glob("logs/quickstart/*/metrics.csv")
     rows = [row for row in csv.DictReader(log.open()) if row.get("sample/staleness_max")]
     assert [int(row["step"]) for row in rows] == [3, 4]
