@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.guarded_calls import announced
+from lit_async_rl.utils.hub import go_offline_if_unreachable
 
 # -- Properties of a loaded model's architecture: its context length, layers other than attention, and stored buffers
 
@@ -234,6 +235,8 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
             )
     elif is_folder and not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
+    if not is_folder:
+        go_offline_if_unreachable()
     try:
         with _without_bar():
             # without `trust_remote_code=False` transformers asks on the terminal whether to run a model's own code
@@ -448,6 +451,8 @@ def load_config(model: str) -> PreTrainedConfig:
 
 def load_generation_config(model: str) -> GenerationConfig | None:
     """Loads what the model's files say about generation; None if there are no such files."""
+    if not Path(model).is_dir():
+        go_offline_if_unreachable()
     try:
         return GenerationConfig.from_pretrained(base_of(model))
     except OSError:  # many models have no such file; transformers, too, then asks the configuration
