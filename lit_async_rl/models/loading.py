@@ -23,7 +23,7 @@ from transformers import (
 
 from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.models.meta_loading import allocate, parameters_on_meta
-from lit_async_rl.models.pretrained import ADAPTER, load_pretrained
+from lit_async_rl.models.pretrained import ADAPTER, adapter_snapshot, check_peft, is_hub_name, load_pretrained
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.patience import announced
 
@@ -38,7 +38,8 @@ def load_policy(
 ) -> PreTrainedModel:
     """Loads a causal LM in evaluation mode and without dropout, so that log-probabilities are deterministic.
 
-    A folder may hold an adapter of PEFT (`adapter_config.json`), alone or beside the weights: it is part of the model.
+    A folder, or a repository on the hub, may hold an adapter of PEFT (`adapter_config.json`), alone or beside the
+    weights: it is part of the model.
 
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
@@ -135,20 +136,33 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
             raise ValueError(f"{where} is broken: its weight {name} holds values that are NaN or infinite")
 
 
+def adapter_folder(model: str) -> str | None:
+    """Folder with the adapter of PEFT that is part of a model; None where it has none.
+
+    It is `model` itself, or the local copy of a repository on the hub.
+    """
+    if is_hub_name(model):
+        return adapter_snapshot(model)
+    return model if model and Path(model, ADAPTER).is_file() else None
+
+
 def has_adapter(model: str) -> bool:
-    """Whether the folder holds an adapter of PEFT."""
-    return bool(model) and Path(model, ADAPTER).is_file()
+    """Whether the model's folder, or its repository on the hub, holds an adapter of PEFT."""
+    return adapter_folder(model) is not None
 
 
 def base_of(model: str) -> str:
-    """Name or folder of the weights below an adapter whose folder holds nothing else; `model` itself otherwise.
+    """Name or folder of the weights: those below an adapter whose folder holds nothing else, or the model's own.
 
     Raises:
         ValueError: the adapter names no base.
     """
-    if not has_adapter(model) or Path(model, "config.json").is_file():
+    folder = adapter_folder(model)
+    if folder is None:
         return model
-    base = json.loads(Path(model, ADAPTER).read_text()).get("base_model_name_or_path")
+    if Path(folder, "config.json").is_file():
+        return folder
+    base = json.loads(Path(folder, ADAPTER).read_text()).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"model.model={model!r} holds an adapter whose {ADAPTER} has no base_model_name_or_path")
     return str(base)
@@ -157,23 +171,43 @@ def base_of(model: str) -> str:
 @contextmanager
 def _without_adapter(model: str) -> Iterator[str]:
     """Name or folder of the weights below an adapter: transformers would put the adapter's layers into the model."""
-    if not has_adapter(model) or base_of(model) != model:
-        yield base_of(model)
+    base = base_of(model)
+    if base != adapter_folder(model):
+        yield base
         return
     with TemporaryDirectory(prefix="without_adapter_") as folder:
-        for path in Path(model).iterdir():
+        for path in Path(base).iterdir():
             if not path.name.startswith("adapter_"):
                 Path(folder, path.name).symlink_to(path.resolve())
         yield folder
 
 
-def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with the changes of the folder's adapter in its weights, of whatever kind PEFT can merge."""
+def _with_adapter_merged(lm: PreTrainedModel, model: str) -> PreTrainedModel:
+    """The model with the changes of its adapter in its weights, of whatever kind PEFT can merge."""
+    check_peft(model)
     import peft
 
-    adapted: Any = peft.PeftModel.from_pretrained(lm, folder)
+    adapted: Any = peft.PeftModel.from_pretrained(lm, adapter_folder(model))
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged.requires_grad_(True)
+
+
+def _load_base(loader: Any, model: str) -> Any:
+    """Loads something of a model that its base has, below an adapter.
+
+    Raises:
+        FileNotFoundError: there is no such model, or not the one that its adapter names.
+    """
+    base = base_of(model)
+    if base in (model, adapter_folder(model)):
+        return load_pretrained(loader, base)
+    try:
+        return load_pretrained(loader, base)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"model.model={model!r} holds an adapter of {base!r} (base_model_name_or_path in its {ADAPTER}), which "
+            f"cannot be loaded: {error}"
+        ) from error
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -182,7 +216,8 @@ def load_config(model: str) -> PreTrainedConfig:
     Raises:
         FileNotFoundError: there is no such model.
     """
-    return load_pretrained(AutoConfig, base_of(model))
+    config: PreTrainedConfig = _load_base(AutoConfig, model)
+    return config
 
 
 def load_generation_config(model: str) -> GenerationConfig | None:
@@ -199,8 +234,10 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer.
     """
-    has_own = any(Path(model).glob("tokenizer*"))  # beside an adapter, where tokens were added
-    return load_pretrained(AutoTokenizer, model if has_own else base_of(model))
+    folder = adapter_folder(model)
+    if folder is not None and any(Path(folder).glob("tokenizer*")):  # beside an adapter, where tokens were added
+        return load_pretrained(AutoTokenizer, folder)
+    return _load_base(AutoTokenizer, model)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 ADAPTER = "adapter_config.json"  # of an adapter that PEFT has saved
@@ -30,13 +33,10 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     if not model:
         raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
     is_folder = Path(model).is_dir()
-    if not is_folder and (model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1 or Path(model).exists()):
+    if not is_folder and not is_hub_name(model):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder{_how_to_fetch(model)}")
     if is_folder and Path(model, ADAPTER).is_file():
-        if importlib.util.find_spec("peft") is None:  # transformers would leave the adapter out without a word
-            raise ModuleNotFoundError(
-                f'model.model={model!r} holds an adapter, which needs PEFT: pip install "lit-async-rl[peft]"'
-            )
+        check_peft(model)  # transformers would leave the adapter out without a word
     elif is_folder and not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
     try:
@@ -54,6 +54,39 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
             ) from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
         raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model` can only be the name of a repository on the hub: it is no folder, and not written as a path."""
+    is_path = model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1
+    return bool(model) and not is_path and not Path(model).exists()
+
+
+@cache
+def adapter_snapshot(repository: str) -> str | None:
+    """Local copy of a repository on the hub that holds an adapter of PEFT; None if it holds none.
+
+    Asks the hub once in a process, or the cache where that is all there is. Without the copy transformers would load
+    the base that the adapter names, put the adapter's layers into it, and call the result the model.
+    """
+    try:
+        if find_adapter_config_file(repository) is None:
+            return None
+    except OSError:  # no such repository: the model's own loader says so
+        return None
+    return snapshot_download(repository, ignore_patterns=["*/*"])  # the folders of a run's checkpoints stay there
+
+
+def check_peft(model: str) -> None:
+    """Refuses an adapter where PEFT is not installed.
+
+    Raises:
+        ModuleNotFoundError: it is not.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ModuleNotFoundError(
+            f'model.model={model!r} holds an adapter, which needs PEFT: pip install "lit-async-rl[peft]"'
+        )
 
 
 def _is_about_attention(error: Exception) -> bool:

@@ -6,7 +6,7 @@ import copy
 import logging
 from typing import Any
 
-from lit_async_rl.models.loading import has_adapter, load_policy
+from lit_async_rl.models.loading import adapter_folder, has_adapter, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
@@ -64,5 +64,5 @@ def load_policies(
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
         lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
-    adapted = lm if lora is None else add_lora(lm, lora, model if has_adapter(model) else None)
+    adapted = lm if lora is None else add_lora(lm, lora, adapter_folder(model))
     return CausalPolicy(adapted, logprob_chunk_tokens, packing), reference
