@@ -75,8 +75,10 @@ def load_policy(
     else:
         with announced(f"model {model!r} to be read, or downloaded"), _without_adapter(model) as plain:
             lm = load_pretrained(AutoModelForCausalLM, plain, **kwargs)
-        if has_adapter(model) and adapter == "merge":
-            lm = _with_adapter_merged(lm, model)
+        folder = adapter_folder(model)
+        if folder is not None and adapter == "merge":
+            check_peft(model)
+            lm = _with_adapter_merged(lm, folder)
         lm.config.name_or_path = model
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     choose_attention(lm, attn_implementation)
@@ -182,12 +184,11 @@ def _without_adapter(model: str) -> Iterator[str]:
         yield folder
 
 
-def _with_adapter_merged(lm: PreTrainedModel, model: str) -> PreTrainedModel:
-    """The model with the changes of its adapter in its weights, of whatever kind PEFT can merge."""
-    check_peft(model)
+def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """The model with the changes of the folder's adapter in its weights, of whatever kind PEFT can merge."""
     import peft
 
-    adapted: Any = peft.PeftModel.from_pretrained(lm, adapter_folder(model))
+    adapted: Any = peft.PeftModel.from_pretrained(lm, folder)
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged.requires_grad_(True)
 
