@@ -19,6 +19,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Observation
 from lit_async_rl.environments.episode_engine import Conversation, EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
@@ -212,3 +213,11 @@ def test_settings_are_named():
         GiGPO(omega=-1.0)
     with pytest.raises(ValueError, match=r"TurnReturns.gamma must be in \[0, 1\], got 2"):
         TurnReturns(gamma=2.0)
+
+
+@pytest.mark.parametrize("end", [1, 3])
+def test_turns_that_do_not_end_with_the_rollout_are_refused_and_not_spread_over_other_tokens(end):
+    whole = group([[(0, 3.0)], [(0, 1.0)]])
+    cut = replace(whole.rollouts[0], turns=(Turn(end=end, reward=3.0, state=0),))
+    with pytest.raises(InvariantError, match="last turn ends with the rollout"):
+        TurnReturns().per_token([replace(whole, rollouts=(cut, whole.rollouts[1]))])

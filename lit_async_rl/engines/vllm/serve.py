@@ -19,6 +19,7 @@ from lit_async_rl.engines.vllm.engine_arguments import (
 from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.loading import base_of
 from lit_async_rl.utils.checks import OneLineParser, check_range
 from lit_async_rl.utils.processes import die_with_parent
 
@@ -43,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--die_with_parent", action="store_true", help="end as soon as the parent process is gone")
     known, others = parser.parse_known_args(args)
     try:
-        model = known.model or model_of(known.config)
+        model = base_of(known.model or model_of(known.config))  # an adapter's change comes with the first weights
         has_key = bool(os.environ.get("VLLM_API_KEY"))
         check_address(known.host, known.port, has_key)
         check_vllm(needed_by="scripts/serve.py")
