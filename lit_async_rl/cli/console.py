@@ -20,6 +20,7 @@ COMMANDS = {
     "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
+    "env": ("lit_async_rl.cli.env", "main", "print versions and machine, for a report of a bug"),
 }
 
 
