@@ -25,9 +25,10 @@ PACKAGES = (
     "peft", "datasets", "math-verify", "ray", "trl", "numpy", "safetensors",
 )  # fmt: skip
 VARIABLE = re.compile(
-    r"(CUDA|NCCL|GLOO|HF|HUGGINGFACE|OMP|MKL|TORCH|PYTORCH|VLLM|WANDB|SLURM|TOKENIZERS|MALLOC|RANK|WORLD)"
+    r"(CUDA|NCCL|GLOO|HF|HUGGING|OMP|MKL|TORCH|PYTORCH|VLLM|WANDB|SLURM|TOKENIZERS|MALLOC|RANK|WORLD)"
 )
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
+CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+(?=@)")  # of an address, `https://user:password@host`
 
 
 def main(args: Sequence[str] | None = None) -> None:
