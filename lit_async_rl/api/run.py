@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.api.run_config import SaveSettings, comparable
-from lit_async_rl.api.run_folders import add_csv_log, run_folders
+from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import SETTINGS, Trainer
 from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
 from lit_async_rl.callbacks import ESSLearningRate, RunSummary, SaveOnSigterm
@@ -192,7 +192,7 @@ def fit(
     sections = _sections(model, prompts, reward, max_steps, parts)
     trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **parts[2])
     trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
-    add_csv_log(trainer, ckpt_path)
+    gather_loggers(trainer, ckpt_path)
     data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
     module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
     limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
-from lit_async_rl.training.trackers import CSVLog
+from lit_async_rl.training.trackers import CSVLog, identify_wandb_run, move_into_folder
 from lit_async_rl.utils.files import check_writable, locked, read_safely, remove_stale_parts, replacing
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -84,9 +84,10 @@ def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None
             from wandb.sdk.lib.runid import generate_id  # costs a second, and only such a run needs it
 
             known = file.read_text().strip() if goes_on and file.is_file() else ""
-            logger._id = logger._wandb_init["id"] = logger.version or known or generate_id()
-            with contextlib.suppress(OSError):  # said by what writes there
-                file.write_text(f"{logger._id}\n")
+            run_id = logger.version or known or generate_id()
+            identify_wandb_run(logger, run_id=run_id)
+            with contextlib.suppress(OSError):  # reported by the loggers and callbacks that write there
+                file.write_text(f"{run_id}\n")
 
 
 def remove_unused(trainer: Trainer) -> None:
@@ -171,27 +172,35 @@ def _folders(trainer: Trainer, log_dir: Path | None) -> list[tuple[str, Path]]:
 # -- The run's folder: that of its CSV log, whatever its other loggers are, and after a resume that of before ---------
 
 
-def add_csv_log(trainer: Trainer, ckpt_path: str | None = None) -> None:
-    """Adds a CSV log to a Trainer with other loggers, so that `metrics.csv` lies in the folder of `run_folder`.
+def gather_loggers(trainer: AnyTrainer, ckpt_path: str | None = None, run_name: str | None = None) -> None:
+    """Adds a CSV log to the loggers of a Trainer that has not run yet, unless there is one. Its folder is the run's.
 
-    With TensorBoard that is TensorBoard's. Other loggers know theirs only when they have begun: a CSV log in `runs/`
-    of their `save_dir`, or the one that is among them, comes first, and its folder is the run's.
+    Loggers that were made in Python keep the folders that they were given: a CSV log beside TensorBoard goes into
+    TensorBoard's folder, and beside others into `runs/` of their `save_dir`. On the command line, where a logger takes
+    the place of the one before, TensorBoard and W&B write into the folder of the CSV log.
 
     Args:
-        trainer: that has not run yet.
+        trainer: without loggers, or with `fast_dev_run`, it is left as it is.
         ckpt_path: checkpoint to go on from, see `go_on_in_folder`.
+        run_name: of a run of the command line, and of its CSV log where there is none yet; None is a run from Python.
     """
-    if not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if not trainer.loggers or getattr(trainer, "fast_dev_run", False):
         return
     given = list(trainer.loggers)
-    first = next((one for one in given if isinstance(one, CSVLogger)), given[0])
-    if not isinstance(first, CSVLogger | TensorBoardLogger):
+    first = next((logger for logger in given if isinstance(logger, CSVLogger)), given[0])
+    if run_name is not None and not isinstance(first, CSVLogger):
+        first = CSVLog(first.save_dir or "runs", run_name)
+    elif not isinstance(first, CSVLogger | TensorBoardLogger):
         first = CSVLog(first.save_dir or ".", name="runs")
     go_on_in_folder(trainer, first, ckpt_path)
-    trainer.loggers = [first, *(one for one in given if one is not first)]
+    others = [logger for logger in given if logger is not first]
+    trainer.loggers = [first, *others]
     if isinstance(first, TensorBoardLogger):
         folder, version = os.path.split(first.log_dir)
         trainer.loggers = [*trainer.loggers, CSVLog(folder, name="", version=version)]
+    elif run_name is not None:
+        for logger in others:
+            move_into_folder(logger, first)
 
 
 def go_on_in_folder(trainer: AnyTrainer, log: CSVLogger | TensorBoardLogger, ckpt_path: str | None) -> None:

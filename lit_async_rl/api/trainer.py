@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers.utils import logging as transformers_logging
 
 import lit_async_rl
-from lit_async_rl.api.run_folders import add_csv_log
+from lit_async_rl.api.run_folders import gather_loggers
 from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, Progress
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
@@ -199,7 +199,7 @@ class Trainer(pl.Trainer):
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = BackgroundCheckpointIO()
         if adds_csv_log:
-            add_csv_log(self)
+            gather_loggers(self)
 
 
 def repeated_callback(callbacks: Iterable[Callback]) -> str:

@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from omegaconf.errors import InterpolationResolutionError
 from rich.console import Console
 from rich.markup import escape
@@ -34,7 +34,7 @@ import lit_async_rl
 from lit_async_rl.api import run as api
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
-from lit_async_rl.api.run_folders import go_on_in_folder, run_folders
+from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet, repeated_callback
 from lit_async_rl.cli.error_report import (
     Parser,
@@ -54,44 +54,25 @@ from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.training.trackers import CSVLog, TrackioLogger
+from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.saving import check_last_is_saved
 
-# -- One folder for one run: whatever the logger, metrics, samples, checkpoints and settings lie in the CSV log's
+# -- Names of a run in its folder and in trackers ---------------------------------------------------------------------
 
 
-def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_path: str | None) -> None:
-    """Puts a CSV log before all other loggers, and what they write into its folder.
-
-    Args:
-        trainer: that has not run yet.
-        args: of the command line; files of `--config` name the run.
-        seed: of the run.
-        ckpt_path: checkpoint to go on from, see `go_on_in_folder`.
-    """
-    if not trainer.loggers or getattr(trainer, "fast_dev_run", False):
-        return
-    given = list(trainer.loggers)
-    name = run_name(args)
-    found = next((logger for logger in given if isinstance(logger, CSVLogger)), None)
-    log = found or CSVLog(given[0].save_dir or "runs", name)
-    go_on_in_folder(trainer, log, ckpt_path)
-    for logger in given:
+def name_tracked_runs(trainer: AnyTrainer, args: Sequence[str], seed: Any) -> None:
+    """Names the runs of W&B and Trackio by the configuration files and the seed; a name that was chosen stays."""
+    for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            logger._save_dir = logger._wandb_init["dir"] = log.log_dir
-            logger._wandb_init.pop("anonymous", None)  # W&B warns of it, whatever it is
-            if not _is_named(args):
-                logger._name = logger._wandb_init["name"] = f"{name}, seed {seed}"
+            logger._wandb_init.pop("anonymous", None)  # Lightning always gives it, and W&B warns of it
+            if not _has_wandb_name(args):
+                identify_wandb_run(logger, name=f"{run_name(args)}, seed {seed}")
         elif isinstance(logger, TrackioLogger):
-            logger.run_name = logger.run_name or f"{name}, seed {seed}, {log.version}"
-        elif isinstance(logger, TensorBoardLogger):
-            logger._root_dir = log.save_dir
-            logger._name = log.name
-            logger._version = log.version
-    trainer.loggers = [log, *(logger for logger in given if logger is not log)]
+            version = trainer.loggers[0].version  # of the CSV log: Trackio tells runs apart by their names
+            logger.run_name = logger.run_name or f"{run_name(args)}, seed {seed}, {version}"
 
 
 def run_name(args: Sequence[str]) -> str:
@@ -100,8 +81,8 @@ def run_name(args: Sequence[str]) -> str:
     return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
 
 
-def _is_named(args: Sequence[str]) -> bool:
-    """Whether a name was chosen for W&B's logger, and not left over from another logger, whose place it took."""
+def _has_wandb_name(args: Sequence[str]) -> bool:
+    """Whether files or flags name W&B's run. jsonargparse keeps the name of a logger whose place it took."""
     if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
         return True
     kind = ""  # that settings without a class are for
@@ -232,7 +213,8 @@ class AsyncRLCLI(LightningCLI):
         limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(shared))
         if self._extra:  # of a command that does not train
             trainer.loggers = []
-        gather_loggers(trainer, given, self.config["seed_everything"], self.config["ckpt_path"])
+        gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
+        name_tracked_runs(trainer, given, self.config["seed_everything"])
         return trainer
 
 

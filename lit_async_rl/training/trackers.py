@@ -174,6 +174,30 @@ def log_file(logger: Logger, path: Path, kind: str) -> None:
         logger.experiment.log_artifact(str(path), name=re.sub(r"[^\w.-]+", "-", f"{kind}-{logger.version}"), type=kind)
 
 
+# -- Folder, name and id of loggers that exist: Lightning has arguments of constructors for them, and no setters -------
+
+
+def move_into_folder(logger: Logger, log: CSVLogger) -> None:
+    """Lets TensorBoard or W&B, which have written nothing yet, write into the folder of a CSV log."""
+    if isinstance(logger, WandbLogger):
+        logger._save_dir = log.log_dir
+        logger._wandb_init["dir"] = log.log_dir
+    elif isinstance(logger, TensorBoardLogger):
+        logger._root_dir = log.save_dir
+        logger._name = log.name
+        logger._version = log.version
+
+
+def identify_wandb_run(logger: WandbLogger, *, name: str | None = None, run_id: str | None = None) -> None:
+    """Sets the name or the id of a run of W&B that has not begun; None leaves them."""
+    if name is not None:
+        logger._name = name
+        logger._wandb_init["name"] = name
+    if run_id is not None:
+        logger._id = run_id
+        logger._wandb_init["id"] = run_id
+
+
 # -- CSV logger for runs that must not end because the disk is full ---------------------------------------------------
 
 
