@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
 from hostile_configs import mutate
 from hostile_makers import Files
 
 from lit_async_rl.cli.app import AsyncRLCLI, command
+from lit_async_rl.utils.config_files import load_config
 
 ROOT = Path(__file__).parent.parent
 EXECUTED: list[str] = []
@@ -65,7 +65,7 @@ def outcome(read: Callable[[], bool]) -> tuple[str, str]:
 def battery(num_files: int, num_configs: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
     """Outcomes by kind of file, and all failures."""
     chance, counts, wrong = random.Random(seed), Counter[tuple[str, str]](), []
-    config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    config = load_config(ROOT / "configs/quickstart.yaml")
     with tempfile.TemporaryDirectory() as name:
         files = Files(Path(name))
         makers = [files.make_checkpoint, files.make_tape, files.make_prompts]

@@ -19,17 +19,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.api.run_config import SaveSettings, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
-from lit_async_rl.api.trainer import SETTINGS, Trainer
-from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
-from lit_async_rl.callbacks import ESSLearningRate, RunSummary, SaveOnSigterm
+from lit_async_rl.api.trainer import CONFIGS, SETTINGS, Trainer, build
+from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
-from lit_async_rl.corrections import SequenceTruncatedIS
-from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, describe
-from lit_async_rl.losses import Reinforce
-from lit_async_rl.losses.aggregation import SequenceMean
 from lit_async_rl.prompts.sources import Records
 from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.scorer import Reward
@@ -37,6 +32,7 @@ from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
 from lit_async_rl.utils.checks import meant
+from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.saving import check_last_is_saved
 
 # -- Ctrl-C during training: the first saves and ends cleanly, the second ends at once --------------------------------
@@ -98,14 +94,15 @@ def is_interactive() -> bool:
 
 PARTS = ("loss", "proximal", "correction", "baseline", "advantage", "aggregation")
 RECIPES = ("vcpo", None)
+RECIPE_FILE = CONFIGS / "stabilizers" / "vcpo_score.yaml"
 MAX_STALENESS: int = inspect.signature(RolloutDataModule).parameters["max_staleness"].default
 
 
 def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of `fit` with VCPO's parts (arXiv:2602.17616), where data may be stale and no part of it is given.
 
-    The gradient norms of the optimal baseline are `SCORE` norms, which need no pass of their own. The same as
-    `configs/stabilizers/vcpo_score.yaml`.
+    They are those of `configs/stabilizers/vcpo_score.yaml`: the gradient norms of the optimal baseline are `SCORE`
+    norms, which need no pass of their own.
 
     Args:
         recipe: `"vcpo"`; None leaves the settings as they are.
@@ -120,15 +117,10 @@ def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, An
     is_alone = settings.get("group_size") == 1  # refused by its own name, not by that of the recipe's baseline
     if recipe is None or is_fresh or is_alone or any(settings.get(part) is not None for part in PARTS):
         return dict(settings)
-    defaults = {"ess_learning_rate": ESSLearningRate(power=0.5), **(settings.get("defaults") or {})}
-    parts = dict(
-        loss=Reinforce(),
-        proximal=CurrentProximal(),
-        correction=SequenceTruncatedIS(cap=8.0),
-        baseline=OptimalBaseline(norms=Norms.SCORE),
-        aggregation=SequenceMean(),
-    )
-    return {**settings, **parts, "defaults": defaults}
+    overlay = load_config(RECIPE_FILE)
+    parts = {name: build(spec) for section in ("model", "data") for name, spec in overlay.get(section, {}).items()}
+    callbacks = {key: build(spec) for key, spec in overlay["defaults"].items()}
+    return {**settings, **parts, "defaults": {**callbacks, **(settings.get("defaults") or {})}}
 
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import logging
@@ -32,7 +33,7 @@ from lit_async_rl.utils.checks import check_objects, check_range, meant
 # -- Default callbacks and Trainer settings, read from `configs/defaults.yaml` ----------------------------------------
 
 
-FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
+CONFIGS = Path(lit_async_rl.__file__).parent / "configs"
 REPLACED_BY: dict[type[Callback], type[Callback]] = {
     Progress: ProgressBar,  # a Trainer has one at most
     LinkedCheckpoint: ModelCheckpoint,
@@ -47,13 +48,21 @@ SWITCHES = {
 @functools.cache
 def defaults_file() -> Mapping[str, Any]:
     """The file's content: `trainer` has settings, `defaults` callbacks by key."""
-    content: Mapping[str, Any] = yaml.safe_load(FILE.read_text())
+    content: Mapping[str, Any] = yaml.safe_load((CONFIGS / "defaults.yaml").read_text())
     return content
 
 
 def build(spec: Mapping[str, Any]) -> Any:
-    """An object from its `class_path`, a public class of this package or of Lightning, and `init_args`."""
-    return pkgutil.resolve_name(full_path(spec["class_path"]))(**spec.get("init_args", {}))
+    """An object from its `class_path`, a public class of this package or of Lightning, and `init_args`.
+
+    Members of an enum are given by their names where the argument's default is a member.
+    """
+    kind = pkgutil.resolve_name(full_path(spec["class_path"]))
+    arguments = dict(spec.get("init_args", {}))
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if isinstance(parameter.default, enum.Enum) and isinstance(arguments.get(name), str):
+            arguments[name] = type(parameter.default)[arguments[name]]
+    return kind(**arguments)
 
 
 def full_path(name: str) -> str:

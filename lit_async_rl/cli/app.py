@@ -36,16 +36,15 @@ from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet, repeated_callback
-from lit_async_rl.cli.error_report import (
-    Parser,
+from lit_async_rl.cli.config_checks import (
     check_class_paths,
     check_config_files,
     check_values,
     config_files,
     files_first,
-    one_line_errors,
     places_of_callback,
 )
+from lit_async_rl.cli.error_report import Parser, one_line_errors
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.models.export import export_model
@@ -56,6 +55,7 @@ from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_f
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.config_files import with_bases
 from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.saving import check_last_is_saved
@@ -95,7 +95,8 @@ def _has_wandb_name(args: Sequence[str]) -> bool:
 
 def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
-    files = [yaml.safe_load(file.read_text()).get("trainer") or {} for file in config_files(args)]
+    parts = [part for file in config_files(args) for part in with_bases(file)]
+    files = [yaml.safe_load(part.read_text()).get("trainer") or {} for part in parts]
     for trainer in [*files, *_flags(args)]:
         for given in (trainer.get("logger"), trainer.get("logger+")):
             for one in given if isinstance(given, list) else [given]:
