@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import collections.abc
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -10,8 +12,9 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,267 +40,14 @@ from lit_async_rl.errors import (
 from lit_async_rl.utils.checks import closest, meant
 from lit_async_rl.utils.config_files import without_base
 
-# -- Suggestions for a Python file given where a setting expects the dotted path of a function or a class -------------
-
-
-def meant_in_file(value: str, is_class: bool) -> str | None:
-    """How to name what is in a file, as the end of a message; None if `value` is no file.
-
-    Args:
-        value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.
-        is_class: whether a class is expected; otherwise a function or a class.
-    """
-    match = re.fullmatch(r"([\w./-]+?)(\.py(?=$|[.:]))?(?:[.:](\w+))?", value)
-    if match is None:
-        return None
-    path = Path(f"{match[1]}.py")
-    name = match[3]
-    if not (match[2] or ":" in value or (name is None and path.is_file())):
-        return None
-    missing = "" if path.is_file() else f"; there is no file {path}"
-    module = ".".join(path.with_suffix("").parts)
-    known = name or next(iter(_defined(path, is_class)), None)
-    what, name = ("class", known or "MyClass") if is_class else ("function", known or "my_function")
-    if path.is_absolute() or ".." in path.parts:
-        return f": write {path.stem}.{name}, and run in {path.parent} or set PYTHONPATH={path.parent}{missing}"
-    if "-" in module:
-        return f": rename the file, Python imports no {module}, and write {module.replace('-', '_')}.{name}{missing}"
-    return f"; did you mean {module}.{name}?" if known else f": name a {what} in it, {module}.{name}{missing}"
-
-
-def _defined(path: Path, is_class: bool) -> list[str]:
-    """Public functions or classes of a file, in their order; none if it cannot be read."""
-    try:
-        body = ast.parse(path.read_text()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    kinds = (ast.ClassDef,) if is_class else (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
-
-
-# -- One sentence for an error of jsonargparse: the setting, what it must be, what it is, and what may have been meant
-
-
-USUAL_NAMES = {  # of other programs
-    "lr": "model.learning_rate",
-    "batch_size": "data.groups_per_step",
-    "seed": "seed_everything",
-    "resume": "ckpt_path",
-    "checkpoint": "ckpt_path",
-}
-REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
-OF_A_CLASS = ("class_path", "init_args")
-MOST_LISTED = 12
-PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
-NOISE = re.compile(
-    r"(- )?(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
-    r"|Given value: .*|Expected a <class 'NoneType'>.*|Expected a path but .* either not accessible or invalid"
-    r"|Not a valid subclass of .*|Subclass types expect one of:|a class path \(str\)|a dict with(out)? .*)"
-)
-
-
-def explain(message: str, settings: Iterable[str]) -> str:
-    """Message of jsonargparse without the errors of each type of a union, with a suggestion.
-
-    Args:
-        message: of the parser.
-        settings: full names of all settings.
-    """
-    known = list(settings)
-    if found := _no_such_setting(message):
-        return f"there is no setting {found}{_meant_setting(found, known)}"
-    if match := re.match(r"argument \S+ --> (\S+):", message):
-        return f"{match[1]} cannot be given here: it follows model.model"
-    if "model.model" in message and message.rstrip().endswith("None"):
-        return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
-    if match := re.match(r"Unexpected config: (\w+):\s*$", message):
-        return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
-    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
-    for rule in (_python_file, _unknown_argument, _missing_arguments, _unknown_class, _wrong_type):
-        if key and (said := rule(key, message)):
-            return said
-    return _shortened(message)
-
-
-def _no_such_setting(message: str) -> str | None:
-    if match := re.match(r"(?i)unrecognized arguments: (\S+)", message):
-        return match[1].lstrip("-").split("=")[0]
-    if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
-        return f"{match[1]}.{match[2]}"
-    if match := re.fullmatch(r"Option '(\S+)' is not accepted\s*", message):
-        return match[1]
-    return None
-
-
-def _meant_setting(name: str, known: list[str]) -> str:
-    if re.search(r"\.(ya?ml|json)$", name):
-        return f"; did you mean --config {name}?"
-    last = name.rpartition(".")[2]
-    if last in USUAL_NAMES:
-        return f"; did you mean {USUAL_NAMES[last]}?"
-    if close := explain_meant(name, known):
-        return close
-    ends = [full for full in known if full.rpartition(".")[2] == last] or [
-        full for full in known if full.startswith(name)
-    ]
-    return f"; did you mean {ends[0]}?" if ends else ""
-
-
-def explain_meant(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where a known name is close; of dotted names the last part counts, too."""
-    by_name = {full.lower(): full for full in known}
-    by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name and "." not in name}
-    close = closest(name, by_name, cutoff=0.7)
-    return f"; did you mean {by_name[close]}?" if close else ""
-
-
-def _unknown_argument(key: str, message: str) -> str | None:
-    """An argument that the class does not have, in the wrong place, or of a class that is not chosen."""
-    if "Option 'class_path' is not accepted" in message and (match := re.search(r"Given value: (\{.*\})", message)):
-        beside = ", ".join(one for one in re.findall(r"'(\w+)':", match[1]) if one not in OF_A_CLASS)
-        return f"{key}: {beside} must be in init_args, beside class_path: {{class_path: ..., init_args: {{...}}}}"
-    nested = re.search(r"NestedArg\(key='([^']+)'", message)
-    first = message[message.find("given class_path") :]  # of a union, the class that was named; then its bases
-    chain = r"(?:given class_path '([\w.]+)':\s+(?:Parser key \"\w+\":\s+Problem with )?)+"
-    if match := re.match(chain + r"Option '(\w+)' is not accepted", first):
-        parameters = inspect.signature(pkgutil.resolve_name(match[1])).parameters
-        return f"there is no setting {key}.{match[2]} of {_last(match[1])}{meant(match[2], parameters)}"
-    if nested and "is abstract" in message:
-        return f"{key}.{nested[1]} is a setting of no class yet: choose one first, --{key} NAME --{key}.{nested[1]} ..."
-    if nested and "Dict must include a class_path" in message:
-        return f"there is no setting {key}.{nested[1]}: {key} is a function"
-    return None
-
-
-def _missing_arguments(key: str, message: str) -> str | None:
-    match = re.search(r"the following arguments are required: ([\w, ]+)", message)
-    where = re.search(r"class_path '([\w.]+)'|Import path ([\w.]+)|class_path='([\w.]+)'", message)
-    if match is None or where is None:
-        return None
-    needed = ", ".join(f"{key}.{name.strip()}" for name in match[1].split(","))
-    return f"{key}: {_last(next(filter(None, where.groups())))} needs {needed}"
-
-
-def _python_file(key: str, message: str) -> str | None:
-    """A file instead of the dotted path of what is in it."""
-    value = _given(message)
-    if value is None or not re.search(r"import|No module named|there is no|attribute", message):
-        return None
-    kind = _classes_for(key, message)[0]
-    explain_meant = meant_in_file(value, is_class="function" not in kind)
-    return f"{key} must be {kind}, got {value}{meant}" if explain_meant else None
-
-
-def _unknown_class(key: str, message: str) -> str | None:
-    """A name that is no class, or one of another kind."""
-    value = _given(message)
-    missing = re.search(r"(?:module '([\w.]+)' has no|No ([\w.]+)) attribute '?(\w+)", message)
-    if missing:
-        module = missing[1] or missing[2]
-        return f"{key}: there is no {missing[3]} in {module}{meant(missing[3], dir(pkgutil.resolve_name(module)))}"
-    if match := re.search(r"No module named '([\w.]+)'", message):
-        kind = PROMPT_FILES.get((value or "").rpartition(".")[2])
-        hint = f"; for a file: --{key} {kind} --{key}.path {value}" if kind else ""
-        return f"{key}={value}: there is no module {match[1]}{hint}"
-    if "is not allowed, denied" in message:
-        return f"{key} must not be {value}: its module is on the deny list of jsonargparse"
-    if re.search(r"Unexpected import object", message):
-        return f"{key} must be {_classes_for(key, message)[0]}, got {value}, which is neither"
-    if "Spaces not allowed in keys" in message:  # code, which YAML reads as a dictionary
-        return f"{key} must be {_classes_for(key, message)[0]}, got {value}"
-    unknown = re.search(r"Expected a dot import path string: (.*)|Unexpected import path format: (.*)", message)
-    if unknown is None and "does not correspond to a subclass" not in message:
-        return None
-    name = (unknown and (unknown[1] or unknown[2])) or value
-    kind_name, names = _classes_for(key, message)
-    close = explain_meant(_last(str(name)), names)
-    listed = f"; there are {', '.join(names)}" if not close and len(names) <= MOST_LISTED else ""
-    return f"{key} must be {kind_name}, got {name}{close or listed}"
-
-
-def _classes_for(key: str, message: str) -> tuple[str, list[str]]:
-    """Name of the kind of class that a setting expects, and the names that it may have."""
-    if key == "data.reward":
-        return "the dotted path of a function or a class", [f"lit_async_rl.rewards.{one}" for one in REWARDS]
-    if key == "model.optimizer":
-        return "an optimizer class", [name for name, one in vars(torch.optim).items() if inspect.isclass(one)]
-    public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
-    for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
-        public |= {name: one for name, one in vars(module).items() if inspect.isclass(one)}
-    for base in _expected(key, message):
-        kinds = [name for name, one in public.items() if inspect.isclass(one) and _is_kind(one, base)]
-        return f"{'an' if base.__name__[0] in 'AEIO' else 'a'} {base.__name__}", kinds or list(public)
-    return "a class", list(public)
-
-
-def _expected(key: str, message: str) -> list[type]:
-    """Classes of which a setting may be; of a class's argument, those of its annotation."""
-    owners = re.findall(r"given class_path '([\w.]+)':\s+Parser key \"(\w+)\":", message)
-    if owners and key.endswith(f".{owners[-1][1]}"):
-        hint = typing.get_type_hints(pkgutil.resolve_name(owners[-1][0]).__init__).get(owners[-1][1])
-        if found := [one for one in _parts(hint) if inspect.isclass(one) and one not in (list, tuple, str, type(None))]:
-            return found
-    paths = re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:]))
-    return [one for path in paths if inspect.isclass(one := pkgutil.resolve_name(path))]  # none: typing.Union
-
-
-def _parts(hint: Any) -> Iterator[Any]:
-    """A type, those of which it is a union, and those of its items."""
-    arguments = typing.get_args(hint)
-    yield from [part for argument in arguments for part in _parts(argument)] or [hint]
-
-
-def _is_kind(one: type, base: type) -> bool:
-    try:
-        return issubclass(one, base) and not (one is base and (inspect.isabstract(one) or one.__subclasses__()))
-    except TypeError:  # a protocol with data
-        return False
-
-
-def _wrong_type(key: str, message: str) -> str | None:
-    kinds = [kind for kind in re.findall(r"Expected a <class '(\w+)'>", message) if kind != "NoneType"]
-    choices = [
-        one.strip() for text in re.findall(r"Expected a typing\.Literal\[(.*?)\]", message) for one in text.split(",")
-    ]
-    if not (kinds or choices) or "does not correspond" in message:
-        return None
-    rule = (
-        f"one of {', '.join(dict.fromkeys(choices))}"
-        if choices
-        else f"of type {' or '.join(dict.fromkeys(kinds)).replace('tuple', 'list')}"
-    )
-    return f"{key} must be {rule}, got {_given(message)}"
-
-
-def _given(message: str) -> str | None:
-    """The value that was refused, as it was written."""
-    values = re.findall(r"(?:Given value:|Got value:) (.*)", message)
-    nested = re.search(r"NestedArg\(key='[^']+', val='?(.*?)'?\)\s*$", message)
-    plain = [value for value in values if not value.startswith(("NestedArg(", "Namespace("))]
-    classes = re.findall(r"given class_path '([\w.]+)':", message)
-    if len(classes) > 1 and plain and plain[0].startswith("{'class_path'"):  # one of its arguments
-        return str(classes[-1])
-    return plain[0].strip() if plain else nested[1] if nested else None
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _shortened(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines()]
-    kept = [line.removeprefix("- ") for line in dict.fromkeys(lines) if line and not NOISE.fullmatch(line)]
-    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(kept))
-    text = re.sub(r"Type \S*Callable\[.*\] expects a function or a callable class: ", "", text)
-    text = re.sub(r" Got value: Namespace\(.*\)$", "", text)
-    return re.sub(r"Parser key \"(\w+)\":", r"\1:", text)
+# -- Errors of a whole command -----------------------------------------------------------------------------------------
 
 
 EXPECTED = (
     *(ValueError, OSError, ImportError, MisconfigurationException),
     *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, SetupError, StalledError),
 )
-MOST = 600  # characters
+MAX_ERROR_CHARS = 600
 PLAIN = (str, int, float, bool)
 
 
@@ -327,9 +77,9 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
 
 
 def shorten(text: str) -> str:
-    """Text on one line of at most `MOST` characters, printable in any terminal."""
+    """Text on one line of at most `MAX_ERROR_CHARS` characters, printable in any terminal."""
     line = re.sub(r"\s+", " ", text).strip().encode("utf-8", "backslashreplace").decode()
-    return line if len(line) <= MOST else f"{line[: MOST - 100]} ... {line[-90:]}"
+    return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 100]} ... {line[-90:]}"
 
 
 def _hint(error: Exception, folder: Callable[[], str | None]) -> str:
@@ -354,7 +104,8 @@ class Parser(LightningArgumentParser):
         """Ends the process with status 2; parsers of nested values raise instead, as jsonargparse does."""
         if not self.exit_on_error or wants_traceback():
             super().error(message, ex)
-        sys.stderr.write(f"error: {shorten(explain(message, [action.dest for action in self._actions]))}\n")
+        types = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
+        sys.stderr.write(f"error: {shorten(explain(message, types))}\n")
         self.exit(2)
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
@@ -435,3 +186,294 @@ def _same_class(path: str, class_path: str) -> bool:
     """Whether a class that may be named by another module that offers it is this one."""
     found = pkgutil.resolve_name(path)
     return f"{found.__module__}.{found.__qualname__}" == class_path
+
+
+# -- One sentence for a message of jsonargparse ------------------------------------------------------------------------
+
+
+USUAL_NAMES = {  # in other programs, and here
+    "lr": "model.learning_rate",
+    "batch_size": "data.groups_per_step",
+    "seed": "seed_everything",
+    "resume": "ckpt_path",
+    "checkpoint": "ckpt_path",
+}
+REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
+PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
+MAX_LISTED_CLASSES = 12
+
+
+def explain(message: str, types: Mapping[str, Any]) -> str:
+    """One sentence for a message of jsonargparse: the setting, the values that it takes, the value, a suggestion.
+
+    A message that is not known is repeated in the words of jsonargparse, without what it tried for each type of a
+    union. `tests/cli/test_error_report.py` fails when the words change that are looked for here.
+
+    Args:
+        message: of the parser.
+        types: of all settings by their full names; None for groups of settings.
+    """
+    if match := re.match(r"(?i)unrecognized arguments: (\S+)|Option '(\S+)' is not accepted\s*$", message):
+        name = (match[1] or match[2]).lstrip("-").split("=")[0]
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
+    if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
+        name = f"{match[1]}.{match[2]}"
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
+    if match := re.match(r"argument \S+ --> (\S+):", message):
+        return f"{match[1]} cannot be given here: it follows model.model"
+    if match := re.match(r"Unexpected config: (\w+):\s*$", message):
+        return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
+    refusals = _refusals(message)
+    if not refusals:
+        return message
+    first = refusals[0]
+    if first.setting == "model.model" and first.value == "None":
+        return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
+    hint = _type_of(first, types)
+    return (
+        _missing_arguments(refusals, message)
+        or _unknown_argument(first, hint)
+        or _wrong_type(refusals)
+        or _wrong_class(first, hint)
+        or f"{first.setting}: {first.reason}"
+    )
+
+
+@dataclass
+class _Refusal:
+    """Why jsonargparse refuses a value for one type of a setting.
+
+    Attributes:
+        keys: of the setting: its full name, then names of arguments.
+        owner: class path of the class that has the last of the keys as its argument, if it is an argument.
+        chosen: class path that was given as the value.
+        reason: in the words of jsonargparse.
+        value: as text; None if the message does not repeat it.
+        argument: of the value's class that was set by a flag of its own.
+    """
+
+    keys: list[str]
+    owner: str | None
+    chosen: str | None
+    reason: str
+    value: str | None
+    argument: str | None = None
+
+    @property
+    def setting(self) -> str:
+        """Full name of the setting."""
+        return ".".join(self.keys)
+
+
+NODE = re.compile(r"(?:Parser key \"(?P<key>[^\"]+)\"|Problem with given class_path '(?P<path>[^']+)'):\s*(?P<rest>.*)")
+VALUE = re.compile(r"(?:path string: |path format: |Got value: (?!Namespace\())(.*)")
+NESTED_VALUE = re.compile(r"NestedArg\(key='([^']+)', val='?(.*?)'?\)$")
+NO_REASON = re.compile(
+    r"Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
+    r"|Expected a <class 'NoneType'>.*|Expected a path but .* either not accessible or invalid"
+    r"|Not a valid subclass of .*|Subclass types expect one of:|a class path \(str\)|a dict with(out)? .*"
+)
+
+
+def _refusals(message: str) -> list[_Refusal]:
+    """The leaves of a message, which is a tree by its indentation: settings, classes, and types of a union."""
+    found: list[_Refusal] = []
+    above: list[tuple[int, str | None, str | None]] = []  # indentation, setting, class path
+    for line in message.splitlines():
+        text = line.strip().removeprefix("- ")
+        indentation = len(line) - len(line.lstrip())
+        if not text:
+            continue
+        while above and above[-1][0] >= indentation:
+            above.pop()
+        if node := NODE.match(text):
+            above.append((indentation, node["key"], node["path"]))
+            text = node["rest"]
+        if text.startswith("Given value: "):
+            value = text.removeprefix("Given value: ")
+            for refusal in found:
+                if refusal.value is None:
+                    nested = NESTED_VALUE.match(value)
+                    refusal.value = nested[2] if nested else value
+                    is_argument = nested and nested[1] != "class_path" and len(refusal.keys) == 1
+                    refusal.argument = nested[1] if nested and is_argument else None
+        elif text and not NO_REASON.fullmatch(text) and above:
+            last_key = max((n for n, (_, key, _) in enumerate(above) if key), default=0)
+            reason = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
+            value_found = VALUE.search(reason)
+            found.append(
+                _Refusal(
+                    keys=[key for _, key, _ in above if key],
+                    owner=next((path for _, _, path in reversed(above[:last_key]) if path), None),
+                    chosen=next((path for _, _, path in above[last_key:] if path), None),
+                    reason=re.sub(r" Got value: Namespace\(.*\)$", "", reason),
+                    value=value_found[1].strip() if value_found else None,
+                )
+            )
+    return found
+
+
+def _type_of(refusal: _Refusal, types: Mapping[str, Any]) -> Any:
+    """Annotation of a setting, or of a class's argument."""
+    if refusal.owner is None:
+        return types.get(refusal.setting)
+    return typing.get_type_hints(pkgutil.resolve_name(refusal.owner).__init__).get(refusal.keys[-1])
+
+
+def _missing_arguments(refusals: Iterable[_Refusal], message: str) -> str | None:
+    for refusal in refusals:
+        if match := re.search(r"the following arguments are required: ([\w, ]+)", refusal.reason):
+            path = re.search(r"class_path='([\w.]+)'", message)
+            name = _last(refusal.chosen or (path[1] if path else "it"))
+            needed = ", ".join(f"{refusal.setting}.{argument.strip()}" for argument in match[1].split(","))
+            return f"{refusal.setting}: {name} needs {needed}"
+    return None
+
+
+def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
+    """An argument that the class does not have, that is in the wrong place, or that is of no class yet."""
+    match = re.match(r"Option '(\S+)' is not accepted", refusal.reason)
+    if match and match[1] == "class_path":
+        names = dict.fromkeys(re.findall(r"'(\w+)':", refusal.value or ""))
+        beside = ", ".join(name for name in names if name not in ("class_path", "init_args"))
+        form = "{class_path: ..., init_args: {...}}"
+        return f"{refusal.setting}: {beside} must be in init_args, beside class_path: {form}"
+    if match and refusal.chosen:
+        parameters = inspect.signature(pkgutil.resolve_name(refusal.chosen)).parameters
+        suggestion = meant(match[1], parameters)
+        return f"there is no setting {refusal.setting}.{match[1]} of {_last(refusal.chosen)}{suggestion}"
+    if refusal.argument is None or refusal.chosen:
+        return None
+    name = f"{refusal.setting}.{refusal.argument}"
+    if list(_classes_in(hint)):
+        return f"{name} is a setting of no class yet: choose one first, --{refusal.setting} NAME --{name} ..."
+    return f"there is no setting {name}: {refusal.setting} is a function"
+
+
+def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
+    """A value that is no number, list or choice."""
+    kinds = [re.match(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", one.reason) for one in refusals]
+    if kinds[0] is None:
+        return None
+    types = dict.fromkeys(kind[1].replace("tuple", "list") for kind in kinds if kind and kind[1])
+    choices = dict.fromkeys(kind[2] for kind in kinds if kind and kind[2])
+    rule = f"one of {', '.join(choices)}" if choices else f"of type {' or '.join(types)}"
+    return f"{refusals[0].setting} must be {rule}, got {refusals[0].value}"
+
+
+def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
+    """A file, a name that is no class, or a class of another kind, where a class or a function is expected."""
+    value = refusal.chosen or refusal.value
+    bases = list(_classes_in(hint))
+    takes_functions = "Callable" in str(hint)
+    if value is None or not (bases or takes_functions):
+        return None
+    known = _known_names(bases)
+    kind = _with_article(bases[0].__name__) if bases else "the dotted path of a function or a class"
+    rule = f"{refusal.setting} must be {kind}, got {value}"
+    if suggestion := _suggested_path(value, is_class=bool(bases)):
+        return f"{rule}{suggestion}"
+    if not re.fullmatch(r"\w+(\.\w+)+", value):
+        close = _suggested_setting(_last(value), known)
+        listed = f"; there are {', '.join(known)}" if not close and len(known) <= MAX_LISTED_CLASSES else ""
+        return f"{rule}{close or listed}"
+    top, *names = value.split(".")
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        source = PROMPT_FILES.get(_last(value))
+        for_a_file = f"; for a file: --{refusal.setting} {source} --{refusal.setting}.path {value}" if source else ""
+        return f"{refusal.setting}={value}: there is no module {top}{for_a_file}"
+    found: Any = sys.modules.get(top)  # jsonargparse has imported it, unless that failed or is denied
+    for name in names:
+        if found is not None and not hasattr(found, name):
+            return f"{refusal.setting}: there is no {name} in {found.__name__}{meant(name, dir(found))}"
+        found = getattr(found, name, None)
+    return rule if found is not None and ((bases and not takes_functions) or not callable(found)) else None
+
+
+def _classes_in(hint: Any) -> Iterator[type]:
+    """Classes of an annotation: of a union, of the items of a list, and of the objects that a callable makes."""
+    if arguments := typing.get_args(hint):
+        is_callable = typing.get_origin(hint) is collections.abc.Callable
+        for argument in arguments[-1:] if is_callable else arguments:
+            yield from _classes_in(argument)
+    elif inspect.isclass(hint) and hint.__module__.partition(".")[0] in ("lit_async_rl", "lightning", "torch"):
+        yield hint
+
+
+def _known_names(bases: Sequence[type]) -> list[str]:
+    """Names that a setting may have whose value is an object of one of some classes; of rewards, dotted paths."""
+    if not bases:
+        return [f"lit_async_rl.rewards.{name}" for name in REWARDS]
+    public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
+    for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
+        public |= vars(module)
+    return [name for name, found in public.items() if inspect.isclass(found) and _is_kind(found, bases[0])]
+
+
+def _is_kind(found: type, base: type) -> bool:
+    try:
+        is_only_a_base = found is base and (inspect.isabstract(found) or found.__subclasses__())
+        return issubclass(found, base) and not is_only_a_base
+    except TypeError:  # a protocol with data
+        return True
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _suggested_setting(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` where a known name is close, as a whole or in its last part, or has it as its end."""
+    if re.search(r"\.(ya?ml|json)$", name):
+        return f"; did you mean --config {name}?"
+    last = _last(name)
+    by_name = {full.lower(): full for full in known}
+    if USUAL_NAMES.get(last) in by_name:
+        return f"; did you mean {USUAL_NAMES[last]}?"
+    if "." not in name:
+        by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name}
+    close = by_name.get(closest(name, by_name, cutoff=0.7) or "")
+    ends = [full for full in by_name.values() if _last(full) == last]
+    begins = [full for full in by_name.values() if full.startswith(name)]
+    found = close or next(iter([*ends, *begins]), None)
+    return f"; did you mean {found}?" if found else ""
+
+
+def _suggested_path(value: str, is_class: bool) -> str | None:
+    """The dotted path of a function or class in a file that was given, as the end of a message; None if it is no file.
+
+    Args:
+        value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.
+        is_class: whether a class is expected; otherwise a function or a class.
+    """
+    match = re.fullmatch(r"([\w./-]+?)(\.py(?=$|[.:]))?(?:[.:](\w+))?", value)
+    if match is None:
+        return None
+    path = Path(f"{match[1]}.py")
+    name = match[3]
+    if not (match[2] or ":" in value or (name is None and path.is_file())):
+        return None
+    missing = "" if path.is_file() else f"; there is no file {path}"
+    module = ".".join(path.with_suffix("").parts)
+    known = name or next(iter(_defined(path, is_class)), None)
+    kind = "class" if is_class else "function"
+    name = known or ("MyClass" if is_class else "my_function")
+    if path.is_absolute() or ".." in path.parts:
+        return f": write {path.stem}.{name}, and run in {path.parent} or set PYTHONPATH={path.parent}{missing}"
+    if "-" in module:
+        return f": rename the file, Python imports no {module}, and write {module.replace('-', '_')}.{name}{missing}"
+    return f"; did you mean {module}.{name}?" if known else f": name a {kind} in it, {module}.{name}{missing}"
+
+
+def _defined(path: Path, is_class: bool) -> list[str]:
+    """Public functions or classes of a file, in their order; none if it cannot be read."""
+    try:
+        body = ast.parse(path.read_text()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.ClassDef,) if is_class else (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
