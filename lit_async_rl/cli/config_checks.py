@@ -17,7 +17,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lit_async_rl.utils.checks import meant
-from lit_async_rl.utils.config_files import with_bases
+from lit_async_rl.utils.config_files import with_bases, without_base
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ def _class_names(callbacks: Any) -> list[str]:
 
 def _settings_of(file: Path) -> dict[str, Any]:
     """Full names and values of the settings of a file and its bases."""
-    return {name: value for part in with_bases(file) for name, value in _leaves(yaml.safe_load(part.read_bytes()))}
+    trees = [yaml.safe_load(without_base(part.read_text(encoding="utf-8"))) for part in with_bases(file)]
+    return {name: value for tree in trees for name, value in _leaves(tree)}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
