@@ -60,75 +60,6 @@ from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.saving import check_last_is_saved
 
-# -- Names of a run in its folder and in trackers ---------------------------------------------------------------------
-
-
-def name_tracked_runs(trainer: AnyTrainer, args: Sequence[str], seed: Any) -> None:
-    """Names the runs of W&B and Trackio by the configuration files and the seed; a name that was chosen stays."""
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            logger._wandb_init.pop("anonymous", None)  # Lightning always gives it, and W&B warns of it
-            if not _has_wandb_name(args):
-                identify_wandb_run(logger, name=f"{run_name(args)}, seed {seed}")
-        elif isinstance(logger, TrackioLogger):
-            version = trainer.loggers[0].version  # of the CSV log: Trackio tells runs apart by their names
-            logger.run_name = logger.run_name or f"{run_name(args)}, seed {seed}, {version}"
-
-
-def run_name(args: Sequence[str]) -> str:
-    """Names of the configuration files, but those of loggers."""
-    files = [file for file in config_files(args) if file.parent.name != "loggers"]
-    return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
-
-
-def _has_wandb_name(args: Sequence[str]) -> bool:
-    """Whether files or flags name W&B's run. jsonargparse keeps the name of a logger whose place it took."""
-    if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
-        return True
-    kind = ""  # that settings without a class are for
-    for chosen in _chosen_loggers(args):
-        kind = str(chosen.get("class_path", kind))
-        if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
-            return True
-    return False
-
-
-def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
-    parts = [part for file in config_files(args) for part in with_bases(file)]
-    files = [yaml.safe_load(part.read_text()).get("trainer") or {} for part in parts]
-    for trainer in [*files, *_flags(args)]:
-        for given in (trainer.get("logger"), trainer.get("logger+")):
-            for one in given if isinstance(given, list) else [given]:
-                if isinstance(one, (dict, str)):
-                    yield one if isinstance(one, dict) else {"class_path": one}
-
-
-def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The values of `--trainer.logger VALUE` and the like, as in a file."""
-    for word, following in zip(args, [*args[1:], ""], strict=True):
-        flag, has_value, value = word.partition("=")
-        if flag in ("--trainer.logger", "--trainer.logger+"):
-            yield {flag.removeprefix("--trainer."): yaml.safe_load(value if has_value else following)}
-
-
-class SaveConfig(SaveConfigCallback):
-    """Writes all settings to `config.yaml` in the run's folder, and to other loggers; nothing without a logger."""
-
-    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        """Called once, on rank 0."""
-        others = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
-        if not others:
-            return  # writing out all settings takes a while
-        settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
-        for logger in others:
-            logger.log_hyperparams(settings)
-
-
 for _name in lit_async_rl.__all__:
     getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
 
@@ -137,10 +68,15 @@ class AsyncRLCLI(LightningCLI):
     """LightningCLI with sections `model:` (`PolicyModule`), `data:` (`RolloutDataModule`) and `trainer:`.
 
     Defaults of the last two stand in `configs/defaults.yaml`, and are those of `lit_async_rl.Trainer`.
+
+    Args:
+        args: of the command line; None is `sys.argv`.
+        extra: options of one command, as arguments of `add_argument` by flag. Such a command does not train: its
+            settings are not saved, and nothing is logged.
     """
 
     def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
-        self._args = args  # options of one command
+        self._args = args
         self._extra = extra or {}
         super().__init__(
             PolicyModule,
@@ -153,7 +89,7 @@ class AsyncRLCLI(LightningCLI):
             parser_kwargs={"parser_mode": "omegaconf", "allow_abbrev": False},
             save_config_callback=SaveConfig if extra is None else None,
             save_config_kwargs={"overwrite": True},
-            trainer_class=LightningTrainer,  # has the settings that there are
+            trainer_class=LightningTrainer,  # its signature has the settings; `instantiate_trainer` makes ours
             trainer_defaults=dict(defaults_file()["trainer"]),
         )
 
@@ -161,7 +97,7 @@ class AsyncRLCLI(LightningCLI):
         """Refuses invalid configuration files and class paths before anything is called."""
         given = sys.argv[1:] if args is None else args
         check_config_files(given)
-        set_parsing_settings(import_path_denylist=[])  # those denied by default are errors now
+        set_parsing_settings(import_path_denylist=[])  # makes errors of warnings of modules such as `os`
         try:
             self.config = parser.parse_args(files_first(given))
         except InterpolationResolutionError as error:
@@ -219,27 +155,73 @@ class AsyncRLCLI(LightningCLI):
         return trainer
 
 
-# -- The command that resumes a run -----------------------------------------------------------------------------------
+class SaveConfig(SaveConfigCallback):
+    """Writes all settings to `config.yaml` in the run's folder, and to other loggers; nothing without a logger."""
+
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        """Called once, on rank 0."""
+        others = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        if not others:
+            return  # writing out all settings takes a while
+        settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
+        for logger in others:
+            logger.log_hyperparams(settings)
 
 
-def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
-    """The command line that began this run, with `--ckpt_path`.
+# -- Names of a run in its folder and in trackers ---------------------------------------------------------------------
 
-    Args:
-        checkpoint: to go on from.
-        args: of the command; None is `sys.argv`.
-    """
-    given = list(sys.argv[1:] if args is None else args)
-    kept = []
-    while given:
-        word = given.pop(0)
-        if word == "--ckpt_path":
-            del given[:1]
-        elif not word.startswith("--ckpt_path="):
-            kept.append(word)
-    script = sys.argv[0]
-    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
-    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])
+
+def name_tracked_runs(trainer: AnyTrainer, args: Sequence[str], seed: Any) -> None:
+    """Names the runs of W&B and Trackio by the configuration files and the seed; a name that was chosen stays."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger._wandb_init.pop("anonymous", None)  # Lightning always gives it, and W&B warns of it
+            if not _has_wandb_name(args):
+                identify_wandb_run(logger, name=f"{run_name(args)}, seed {seed}")
+        elif isinstance(logger, TrackioLogger):
+            version = trainer.loggers[0].version  # of the CSV log: Trackio tells runs apart by their names
+            logger.run_name = logger.run_name or f"{run_name(args)}, seed {seed}, {version}"
+
+
+def run_name(args: Sequence[str]) -> str:
+    """Names of the configuration files, but those of loggers."""
+    files = [file for file in config_files(args) if file.parent.name != "loggers"]
+    return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
+
+
+def _has_wandb_name(args: Sequence[str]) -> bool:
+    """Whether files or flags name W&B's run. jsonargparse keeps the name of a logger whose place it took."""
+    if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
+        return True
+    kind = ""  # that settings without a class are for
+    for chosen in _chosen_loggers(args):
+        kind = str(chosen.get("class_path", kind))
+        if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
+            return True
+    return False
+
+
+def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
+    parts = [part for file in config_files(args) for part in with_bases(file)]
+    files = [yaml.safe_load(part.read_text()).get("trainer") or {} for part in parts]
+    for trainer in [*files, *_flags(args)]:
+        for given in (trainer.get("logger"), trainer.get("logger+")):
+            for one in given if isinstance(given, list) else [given]:
+                if isinstance(one, (dict, str)):
+                    yield one if isinstance(one, dict) else {"class_path": one}
+
+
+def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The values of `--trainer.logger VALUE` and the like, as in a file."""
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag in ("--trainer.logger", "--trainer.logger+"):
+            yield {flag.removeprefix("--trainer."): yaml.safe_load(value if has_value else following)}
 
 
 # -- Commands that read a configuration: train, evaluate, export ------------------------------------------------------
@@ -310,7 +292,7 @@ def export(args: Sequence[str] | None = None) -> None:
 
 
 def _own_folder(trainer: LightningTrainer) -> str | None:
-    """The run's folder on rank 0. Asks no other rank, unlike `trainer.log_dir`: after an error none may be left."""
+    """The run's folder on rank 0. No collective, unlike `trainer.log_dir`: after an error other ranks may be gone."""
     logs = trainer.loggers if trainer.is_global_zero else []
     return next((log.log_dir for log in logs if isinstance(log, CSVLogger)), None)
 
@@ -326,3 +308,26 @@ def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
         sys.path.append(os.getcwd())  # rewards and prompts beside a configuration; last, so that they hide nothing
     with one_line_errors(folder), nothing_executed():
         yield
+
+
+# -- The command that resumes a run -----------------------------------------------------------------------------------
+
+
+def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
+    """The command line that began this run, with `--ckpt_path`.
+
+    Args:
+        checkpoint: to go on from.
+        args: of the command; None is `sys.argv`.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    kept = []
+    while given:
+        word = given.pop(0)
+        if word == "--ckpt_path":
+            del given[:1]
+        elif not word.startswith("--ckpt_path="):
+            kept.append(word)
+    script = sys.argv[0]
+    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
+    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])

@@ -43,12 +43,12 @@ from lit_async_rl.utils.config_files import without_base
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
 
 
-EXPECTED = (
+SELF_EXPLAINING_ERRORS = (
     *(ValueError, OSError, ImportError, MisconfigurationException),
     *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, SetupError, StalledError),
 )
 MAX_ERROR_CHARS = 600
-PLAIN = (str, int, float, bool)
+COMPARED_TYPES = (str, int, float, bool)
 
 
 def wants_traceback() -> bool:
@@ -83,7 +83,7 @@ def shorten(text: str) -> str:
 
 
 def _hint(error: Exception, folder: Callable[[], str | None]) -> str:
-    if isinstance(error, EXPECTED):
+    if isinstance(error, SELF_EXPLAINING_ERRORS):
         return ""
     hint = "\nLIT_ASYNC_RL_TRACEBACK=1 shows where it was raised"
     if (found := folder()) is None:
@@ -132,21 +132,20 @@ class Parser(LightningArgumentParser):
         try:
             return super().instantiate_classes(cfg, **kwargs)
         except Exception as error:
-            if raised and _words(raised[-1]) in _words(
-                error
-            ):  # jsonargparse adds what it tried, for each type of a union
+            # jsonargparse wraps the error in a message about each type of a union
+            if raised and _on_one_line(raised[-1]) in _on_one_line(error):
                 raise raised[-1] from None
             raise
 
 
 def _with_setting(error: Exception, where: str, kind: type) -> Exception:
     """The error of a constructor, with the setting that chose its class where the message does not name it."""
-    if isinstance(error, EXPECTED):
-        said = _sentence(error)
+    if isinstance(error, SELF_EXPLAINING_ERRORS):
+        message = _sentence(error)
         named = (where.rpartition(".")[0], where, f"{kind.__name__}.")
-        if not where or any(name and said.startswith(name) for name in named):
+        if not where or any(name and message.startswith(name) for name in named):
             return error
-        return ValueError(f"{where}: {said}").with_traceback(error.__traceback__)
+        return ValueError(f"{where}: {message}").with_traceback(error.__traceback__)
     return ValueError(f"{where}: {kind.__name__} cannot be made: {describe(error)}").with_traceback(error.__traceback__)
 
 
@@ -156,7 +155,7 @@ def _sentence(error: Exception) -> str:
     return re.sub(r"^(MisconfigurationException: |ModuleNotFoundError: |\[Errno \d+\] )", "", describe(error))
 
 
-def _words(error: Exception) -> str:
+def _on_one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
@@ -174,7 +173,8 @@ def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], set
         if config.get("class_path") and _same_class(config["class_path"], class_path):
             given = config.get("init_args")
             given = vars(given) if isinstance(given, Namespace) else given or {}
-            if all(given.get(name, value) == value for name, value in arguments.items() if isinstance(value, PLAIN)):
+            compared = {name: value for name, value in arguments.items() if isinstance(value, COMPARED_TYPES)}
+            if all(given.get(name, value) == value for name, value in compared.items()):
                 return setting
         pairs = [(name if not setting else f"{setting}.{name}", value) for name, value in config.items()]
     else:
@@ -411,11 +411,12 @@ def _known_names(bases: Sequence[type]) -> list[str]:
 
 
 def _is_kind(found: type, base: type) -> bool:
+    if found is base and (inspect.isabstract(found) or found.__subclasses__()):
+        return False  # a base of those that can be chosen
     try:
-        is_only_a_base = found is base and (inspect.isabstract(found) or found.__subclasses__())
-        return issubclass(found, base) and not is_only_a_base
+        return issubclass(found, base)
     except TypeError:  # a protocol with data
-        return True
+        return False
 
 
 def _with_article(name: str) -> str:

@@ -19,7 +19,7 @@ class ReportServer(ThreadingHTTPServer):
     """Serves `/`, the page, and `/data`, the parts of it that changed. Listens on loopback only.
 
     Args:
-        run: of which the page is.
+        run: to serve.
         port: 0 is any that is free.
 
     Raises:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import lit_async_rl as rl
-from lit_async_rl.api.run import PARTS
+from lit_async_rl.api.run import RECIPE_SETTINGS
 from lit_async_rl.api.trainer import build
 from lit_async_rl.baselines.optimal import Norms
 from lit_async_rl.utils.config_files import load_config
@@ -25,7 +25,7 @@ def parts(**settings):
     trainer = rl.fit(rl.asset("small_sort_policy"), ROWS, reward, max_steps=2, **{**SMALL, **CPU, **settings})
     objective, data = trainer.lightning_module.objective, trainer.datamodule
     owners = [objective, objective, objective, objective, data, data]
-    found = {part: getattr(owner, part) for part, owner in zip(PARTS, owners, strict=True)}
+    found = {part: getattr(owner, part) for part, owner in zip(RECIPE_SETTINGS, owners, strict=True)}
     return found, {type(callback).__name__: callback for callback in trainer.callbacks}
 
 
@@ -52,7 +52,7 @@ def test_the_recipe_is_the_shipped_overlay(settings):
 )
 def test_plain_grpo_where_it_is_asked_for_or_data_is_fresh(settings):
     found, callbacks = parts(**settings)
-    kinds = [type(found[name]).__name__ for name in PARTS]
+    kinds = [type(found[name]).__name__ for name in RECIPE_SETTINGS]
     assert kinds == ["PPOClip", "BehaviorProximal", "NoneType", "NoneType", "GroupMeanStd", "TokenMean"]
     assert "ESSLearningRate" not in callbacks
 
