@@ -46,7 +46,7 @@ class SaveSettings(pl.Callback):
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]], ckpt_path: str | None) -> None:
         held, self._named = as_config(settings)  # now: callbacks change in a run
-        self._settings = {**_of_the_process(), "ckpt_path": ckpt_path, **held}
+        self._settings = {**_process_settings(), "ckpt_path": ckpt_path, **held}
         self._is_saved = False
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
@@ -69,7 +69,7 @@ class SaveSettings(pl.Callback):
 
 
 def as_yaml(settings: Mapping[str, Any], named: Mapping[str, str]) -> str:
-    """The file: what cannot be in it is named in comments."""
+    """The settings as YAML text, under comments that name what YAML cannot hold."""
     lines = HEADER.splitlines()
     if named:
         lines += [NAMED_HEADER, *(f"  {name}: {text}" for name, text in named.items())]
@@ -102,7 +102,7 @@ def _held(value: Any, name: str, named: dict[str, str]) -> Any:
     if dataclasses.is_dataclass(value) and type(value).__module__.startswith(PACKAGE_PREFIX):
         fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
         return _with_class(type(value), dict(_parts(fields, f"{name}.", named)))
-    if name.endswith("prompts") and isinstance(value, list | tuple):  # data, which may be long
+    if name.endswith("prompts") and isinstance(value, list | tuple):  # data, and no setting
         raise _NotPlainError
     return _plain(value)
 
@@ -138,7 +138,7 @@ def comparable(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def describe_object(value: Any) -> str:
-    """A line about an object: what it is, and where it comes from."""
+    """Describes an object in one line, by its type and source."""
     if isinstance(value, partial):
         return f"partial of {describe_object(value.func)}"
     if inspect.isroutine(value) or isinstance(value, type):
@@ -151,18 +151,18 @@ def describe_object(value: Any) -> str:
         return f"{kind} of {', '.join(describe_object(item) for item in value)}"
     try:
         return f"{kind} of {len(value)} items" if isinstance(value, Sized) else kind
-    except TypeError:  # a class with a length that it cannot tell
+    except TypeError:  # `__len__` is there and not implemented
         return kind
 
 
-def _of_the_process() -> dict[str, Any]:
-    """Settings of the whole process, which the command line makes, and a run in Python finds."""
+def _process_settings() -> dict[str, Any]:
+    """Settings of the whole process: the command line sets them, and a run from Python reads them."""
     seed = os.environ.get("PL_GLOBAL_SEED", "")  # of Lightning's `seed_everything`
     return {"seed_everything": int(seed) if seed.isdigit() else False, "num_threads": torch.get_num_threads()}
 
 
 def _with_names(settings: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
-    """One tree with what cannot be repeated in its place."""
+    """The settings with descriptions in place of the objects that YAML cannot hold."""
     tree = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
     for full, text in named.items():
         section, _, name = full.partition(".")
@@ -178,7 +178,7 @@ MAX_LIST_ITEMS = 100  # a longer list is data, and no setting
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML holds it.
+    """Converts a value to types that YAML holds.
 
     Raises:
         _NotPlainError: it cannot be held.
@@ -189,7 +189,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, bool | int | float | str):  # of a class of its own, such as NumPy's
+    if isinstance(value, bool | int | float | str):  # of a subclass, such as NumPy's float64
         return next(kind(value) for kind in PLAIN_TYPES if isinstance(value, kind))
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
@@ -211,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dotted_path(value: Callable[..., Any]) -> str:
-    """Path by which any program can import a function or class, so none of the script that was run."""
+    """Path by which any program can import a function or class; those of the running script have none."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
@@ -227,9 +227,9 @@ def _dotted_path(value: Callable[..., Any]) -> str:
 
 
 def _class_path(value: Any) -> dict[str, Any]:
-    """An object of this package, by its class and arguments."""
+    """`class_path` and `init_args` of an object of this package."""
     kind: Any = _public_class(value)
-    if hasattr(value, "_made_with"):  # engines remember their arguments, of which some choose a class
+    if hasattr(value, "_made_with"):  # engines keep the arguments that they were made with
         args, kwargs = value._made_with
         bound = inspect.signature(kind.__init__).bind(value, *args, **kwargs)
         bound.apply_defaults()
@@ -247,7 +247,7 @@ def _class_path(value: Any) -> dict[str, Any]:
 
 
 def _public_class(value: Any) -> type:
-    """The class of this package that configurations name."""
+    """The class of an object, or its first base where that class is private."""
     for kind in type(value).__mro__:
         if kind.__module__.startswith(PACKAGE_PREFIX) and not kind.__name__.startswith("_"):
             _dotted_path(kind)

@@ -68,7 +68,7 @@ def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
     step = None if resumed_from is None else checkpoint_step(resumed_from)
     if step is not None:
         for name in TABLES:
-            cut(log_dir / name, step)
+            drop_later_rows(log_dir / name, step)
     elif resumed_from is None:
         older = [set_aside(log_dir / name) for name in (*TABLES, "config.yaml")]
         if any(older):
@@ -76,7 +76,7 @@ def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
 
 
 def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None) -> None:
-    """Gives a W&B run an id of its own, or that of the run in whose folder it goes on; one that was chosen stays."""
+    """Gives a W&B run a new id, or in the folder of a resumed run that run's id; an id that was chosen stays."""
     file = folder / WANDB_ID
     goes_on = resumed_from is not None and Path(resumed_from).parent.parent.resolve() == folder.resolve()
     for logger in trainer.loggers:
@@ -91,26 +91,26 @@ def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Removes the folders that this run has made, if it ended before anything but its settings was written there."""
+    """Removes the folders that this run has made, if they hold nothing but its settings."""
     made = [folder for log in trainer.loggers if isinstance(log, CSVLog) for folder in log.made_folders]
     if not made or any(file.name not in ONLY_SETTINGS and file.is_file() for file in made[0].rglob("*")):
         return
     shutil.rmtree(made[0], ignore_errors=True)
     for parent in made[1:]:
-        with contextlib.suppress(OSError):  # another run is there by now
+        with contextlib.suppress(OSError):  # not empty: another run is there by now
             parent.rmdir()
 
 
 def checkpoint_step(path: str) -> int | None:
-    """Optimizer steps before a checkpoint; None for addresses such as `s3://`, which are not read here."""
+    """Number of optimizer steps at a checkpoint; None for addresses such as `s3://`, which are not read here."""
     if "://" in path:
         return None
     file = Path(path, "meta.pt") if Path(path).is_dir() else Path(path)
     return int(read_safely(file, f"ckpt_path={path!r}")["global_step"])
 
 
-def cut(path: Path, step: int) -> None:
-    """Sets a table aside, and leaves of it the rows of the first `step` steps. Nothing happens where none is later.
+def drop_later_rows(path: Path, step: int) -> None:
+    """Drops the rows of a table after the first `step` steps, where there are any; the whole table is set aside.
 
     Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more: a
     resumed run repeats it. `Evaluation` counts from 1, and what had ended at the checkpoint is not repeated.
@@ -181,7 +181,7 @@ def gather_loggers(trainer: AnyTrainer, ckpt_path: str | None = None, run_name: 
 
     Args:
         trainer: without loggers, or with `fast_dev_run`, it is left as it is.
-        ckpt_path: checkpoint to go on from, see `go_on_in_folder`.
+        ckpt_path: checkpoint to go on from, see `resume_in_folder`.
         run_name: of a run of the command line, and of its CSV log where there is none yet; None is a run from Python.
     """
     if not trainer.loggers or getattr(trainer, "fast_dev_run", False):
@@ -192,7 +192,7 @@ def gather_loggers(trainer: AnyTrainer, ckpt_path: str | None = None, run_name: 
         first = CSVLog(first.save_dir or "runs", run_name)
     elif not isinstance(first, CSVLogger | TensorBoardLogger):
         first = CSVLog(first.save_dir or ".", name="runs")
-    go_on_in_folder(trainer, first, ckpt_path)
+    resume_in_folder(trainer, first, ckpt_path)
     others = [logger for logger in given if logger is not first]
     trainer.loggers = [first, *others]
     if isinstance(first, TensorBoardLogger):
@@ -203,11 +203,11 @@ def gather_loggers(trainer: AnyTrainer, ckpt_path: str | None = None, run_name: 
             move_into_folder(logger, first)
 
 
-def go_on_in_folder(trainer: AnyTrainer, log: CSVLogger | TensorBoardLogger, ckpt_path: str | None) -> None:
-    """Lets a run go on in the folder of the run that saved its checkpoint, if `log` would place it beside that one.
+def resume_in_folder(trainer: AnyTrainer, log: CSVLogger | TensorBoardLogger, ckpt_path: str | None) -> None:
+    """Continues in the folder of the run that saved a checkpoint, if the folders of `log` lie beside that one.
 
-    Later checkpoints there give way, as rows of its tables do, and not to `last-v1.ckpt`. Nothing happens if a version
-    was chosen for `log`, or if it is Lightning's `CSVLogger`, which would delete the table that is there.
+    Later checkpoints there are overwritten: there is no `last-v1.ckpt`. Nothing happens if a version was chosen for
+    `log`, or if it is Lightning's `CSVLogger`, which would delete the table that is there.
     """
     if ckpt_path is None or log._version is not None or not isinstance(log, CSVLog | TensorBoardLogger):
         return

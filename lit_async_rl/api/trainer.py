@@ -86,7 +86,7 @@ class Trainer(pl.Trainer):
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])
         try:
-            super().__init__(callbacks=in_order(own), logger=logger, **settings)
+            super().__init__(callbacks=with_clipping_last(own), logger=logger, **settings)
         except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
             chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
             raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
@@ -99,7 +99,7 @@ class Trainer(pl.Trainer):
 
 
 def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's settings; validation that is counted in batches goes on over epochs, which rollouts do not have.
+    """The Trainer's settings over those of `configs/defaults.yaml`; validation steps are counted across epochs.
 
     Raises:
         ValueError: `val_check_interval` is 0, or `gradient_clip_val` negative.
@@ -223,8 +223,8 @@ def _replaces(own: Callback, default: Callback) -> bool:
     return isinstance(own, REPLACED_BY.get(type(default), type(default)))
 
 
-def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
-    """With clipping after all others: a list that files append to, and the defaults after them, has no last place."""
+def with_clipping_last(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Callbacks with clipping last, a place that no list has: files append to it, and defaults follow."""
     return sorted(callbacks, key=lambda callback: isinstance(callback, GradientClipping))
 
 
@@ -237,7 +237,7 @@ IRRELEVANT_WARNINGS = (
     ".*in eval mode at the start of training.*",
     ".*Total length of `list` across ranks is zero.*",  # there are no held-out prompts
     ".*The dirpath has changed.*",
-    ".*Checkpoint directory .* exists and is not empty.*",  # said of the run's folder, `api.run_folders`
+    ".*Checkpoint directory .* exists and is not empty.*",  # `api.run_folders` reports it for the run's folder
     ".*your dataloader is not resumable.*",
     ".*sync_dist=True.*",  # held-out accuracy is reduced over ranks already
     ".*method of metric .* was called before the ``update`` method.*",  # a rank without held-out prompts

@@ -61,7 +61,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.saving import check_last_is_saved
 
 for _name in lit_async_rl.__all__:
-    getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
+    getattr(lit_async_rl, _name)  # imports it: jsonargparse finds bare class names among imported subclasses
 
 
 class AsyncRLCLI(LightningCLI):
@@ -148,7 +148,7 @@ class AsyncRLCLI(LightningCLI):
             trainer.strategy.check_sizes()
         shared = {name: self.config[name].as_dict() for name in ("model", "data")}
         limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(shared))
-        if self._extra:  # of a command that does not train
+        if self._extra:  # the command does not train
             trainer.loggers = []
         gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
         name_tracked_runs(trainer, given, self.config["seed_everything"])
@@ -156,7 +156,7 @@ class AsyncRLCLI(LightningCLI):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes all settings to `config.yaml` in the run's folder, and to other loggers; nothing without a logger."""
+    """Writes all settings to `config.yaml` in the run's folder and to trackers; nothing without a logger."""
 
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ class SaveConfig(SaveConfigCallback):
         """Called once, on rank 0."""
         others = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
         if not others:
-            return  # writing out all settings takes a while
+            return  # dumping all settings takes a while
         settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
         for logger in others:
             logger.log_hyperparams(settings)
@@ -188,7 +188,7 @@ def name_tracked_runs(trainer: AnyTrainer, args: Sequence[str], seed: Any) -> No
 
 
 def run_name(args: Sequence[str]) -> str:
-    """Names of the configuration files, but those of loggers."""
+    """Names of the configuration files, joined by dashes, without overlays of loggers."""
     files = [file for file in config_files(args) if file.parent.name != "loggers"]
     return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
 
@@ -197,7 +197,7 @@ def _has_wandb_name(args: Sequence[str]) -> bool:
     """Whether files or flags name W&B's run. jsonargparse keeps the name of a logger whose place it took."""
     if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
         return True
-    kind = ""  # that settings without a class are for
+    kind = ""  # class that settings without `class_path` belong to
     for chosen in _chosen_loggers(args):
         kind = str(chosen.get("class_path", kind))
         if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
@@ -211,9 +211,9 @@ def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
     files = [yaml.safe_load(part.read_text()).get("trainer") or {} for part in parts]
     for trainer in [*files, *_flags(args)]:
         for given in (trainer.get("logger"), trainer.get("logger+")):
-            for one in given if isinstance(given, list) else [given]:
-                if isinstance(one, (dict, str)):
-                    yield one if isinstance(one, dict) else {"class_path": one}
+            for entry in given if isinstance(given, list) else [given]:
+                if isinstance(entry, (dict, str)):
+                    yield entry if isinstance(entry, dict) else {"class_path": entry}
 
 
 def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -254,7 +254,7 @@ def evaluate(args: Sequence[str] | None = None) -> None:
         if not cli.trainer.limit_val_batches:
             raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
-        if not cli.trainer.is_global_zero:  # metrics are those of all ranks
+        if not cli.trainer.is_global_zero:  # the metrics are reduced over ranks, so one prints them
             return
         table = Table("prompt", "completion", "answer", "reward", title="samples")
         one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
@@ -273,7 +273,7 @@ def export(args: Sequence[str] | None = None) -> None:
         cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
         if cli.config["ckpt_path"] is None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
-        if not cli.trainer.is_global_zero:  # started by torchrun: one writes
+        if not cli.trainer.is_global_zero:  # several processes of torchrun would write into the same files
             return
         if Path(cli.config["out"]).is_file():
             raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")

@@ -70,7 +70,7 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
     except Exception as error:
         if wants_traceback():
             raise
-        if type(error).__module__.startswith("wandb"):  # not imported for its name
+        if type(error).__module__.startswith("wandb"):  # compared by name: wandb need not be imported
             without = "WANDB_MODE=offline logs without an account"
             sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
         sys.exit(f"error: {shorten(_sentence(error))}{_hint(error, folder)}")
@@ -160,7 +160,7 @@ def _on_one_line(error: Exception) -> str:
 
 
 def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], setting: str = "") -> str:
-    """Name of the setting that has a class with these arguments; empty if there is none.
+    """Full name of the setting whose value is a class with these arguments; empty if there is none.
 
     Args:
         config: as parsed.
@@ -183,7 +183,7 @@ def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], set
 
 
 def _same_class(path: str, class_path: str) -> bool:
-    """Whether a class that may be named by another module that offers it is this one."""
+    """Whether both paths name one class: configurations may name it by a module that only re-exports it."""
     found = pkgutil.resolve_name(path)
     return f"{found.__module__}.{found.__qualname__}" == class_path
 

@@ -188,7 +188,7 @@ def _suggested_folder(folder: Path) -> str:
 # -- Metrics of a run: every column of `metrics.csv` by optimizer step, thinned for drawing ---------------------------
 
 
-MAX_CURVE_POINTS = 1500  # of a curve; more pixels than a chart has
+MAX_CURVE_POINTS = 1500  # more than a chart has pixels
 BOOKKEEPING_COLUMNS = {"step", "epoch"}
 VALIDATION_PREFIXES = ("val/", "eval/")
 

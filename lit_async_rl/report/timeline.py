@@ -135,7 +135,10 @@ class Timeline:
         end = float(self._ends().max()) if ended_at is None else ended_at
         end = max(begin, min(end, self._whole_until or end))
         window = Spans(np.array([begin]), np.array([end])).without(self.spans("trainer/validation").union())
-        within = lambda spans: sum(spans.within(a, b) for a, b in zip(window.begin, window.end, strict=True))  # noqa: E731
+
+        def within(spans: Spans) -> float:
+            return sum(spans.within(a, b) for a, b in zip(window.begin, window.end, strict=True))
+
         wall_s = float((window.end - window.begin).sum())
         return {
             "began_at": begin,
