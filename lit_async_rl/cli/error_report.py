@@ -6,6 +6,7 @@ import ast
 import collections.abc
 import importlib.util
 import inspect
+import logging
 import os
 import pkgutil
 import re
@@ -42,6 +43,8 @@ from lit_async_rl.utils.config_files import without_base
 
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
 
+
+log = logging.getLogger(__name__)
 
 SELF_EXPLAINING_ERRORS = (
     *(ValueError, OSError, ImportError, MisconfigurationException),
@@ -229,14 +232,18 @@ def explain(message: str, types: Mapping[str, Any]) -> str:
     first = refusals[0]
     if first.setting == "model.model" and first.value == "None":
         return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
-    hint = _type_of(first, types)
-    return (
-        _missing_arguments(refusals, message)
-        or _unknown_argument(first, hint)
-        or _wrong_type(refusals)
-        or _wrong_class(first, hint)
-        or f"{first.setting}: {first.reason}"
-    )
+    explained = None
+    try:
+        hint = _type_of(first, types)
+        explained = (
+            _missing_arguments(refusals, message)
+            or _unknown_argument(first, hint)
+            or _wrong_type(refusals)
+            or _wrong_class(first, hint)
+        )
+    except Exception as error:  # annotations or imports of a user's class: a missing suggestion must not hide the error
+        log.debug("no explanation of %s: %s", first.setting, describe(error))
+    return explained or f"{first.setting}: {first.reason}"
 
 
 @dataclass

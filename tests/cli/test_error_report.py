@@ -100,5 +100,7 @@ def test_other_words_of_the_library_are_repeated_with_the_setting():
     - Expected a <class 'NoneType'>
   Given value type: <class 'jsonargparse._util.NestedArg'>
   Given value: NestedArg(key='num_slots', val='3')"""
-    assert explain(nested, {}) == "data.engine.num_slots: The number is not among friends. Got value: 3"
+    expected = "data.engine.num_slots: The number is not among friends. Got value: 3"
+    assert explain(nested, {}) == expected
+    assert explain(nested.replace("lit_async_rl.EmbeddedEngine", "no_such.Engine"), {}) == expected
     assert explain("Nothing of this is known", {}) == "Nothing of this is known"
