@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Calls the command that the first argument names with the others.
+    """Runs the command named by the first argument with the remaining arguments.
 
     `sys.argv` stays as it is, because Lightning starts further processes with it.
     """

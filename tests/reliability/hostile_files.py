@@ -37,6 +37,7 @@ from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+from lit_async_rl.utils.config_files import load_config
 
 # -- Mutations of a configuration, for `hostile_files.py` -------------------------------------------------------------
 
@@ -261,7 +262,7 @@ def battery(num_files: int, num_configs: int, seed: int) -> tuple[Counter[tuple[
     chance = random.Random(seed)
     counts = Counter[tuple[str, str]]()
     wrong = []
-    config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    config = load_config(ROOT / "configs/quickstart.yaml")
     with tempfile.TemporaryDirectory() as name:
         files = Files(Path(name))
         makers = [files.make_checkpoint, files.make_tape, files.make_prompts]

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -21,6 +22,7 @@ from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
 from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import base_of
 from lit_async_rl.utils.checks import OneLineParser, check_range
+from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.processes import die_with_parent
 
 _ON_A_CPU = CPU_VARIABLES | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
@@ -63,7 +65,7 @@ def model_of(config: str) -> str:
         FileNotFoundError: there is no such file.
         ValueError: it does not name a model.
     """
-    model = OmegaConf.select(OmegaConf.load(config), "model.model")
+    model = OmegaConf.select(OmegaConf.create(load_config(Path(config))), "model.model")
     if not isinstance(model, str):
         raise ValueError(f"--config {config}: model.model is not set")
     return model
