@@ -23,7 +23,7 @@ from benchmarks.state_machine.modules import (
     gradient_of,
     rows_of,
 )
-from lit_async_rl.data.rollout_source import StepFeed
+from lit_async_rl.data.rollout_source import RolloutFeed
 from lit_async_rl.types import RolloutBatch
 
 MODEL = "RolloutDataModule"  # key of the data module's state
@@ -121,7 +121,7 @@ class VirtualTrainer:
         yield "on_train_end"
         module.teardown("fit")
 
-    def _epoch(self, feed: StepFeed) -> Iterator[str]:
+    def _epoch(self, feed: RolloutFeed) -> Iterator[str]:
         fetched, current, length = self.progress.current.ready, self.progress.current, len(feed)
         while not self._is_done and not self.progress.is_last_batch:
             try:
