@@ -48,7 +48,7 @@ def say(*words: Any) -> None:
 
 def digest(group: RolloutGroup) -> str:
     """Digest of all tokens and rewards."""
-    content = [(rollout.completion_ids, rollout.versions, rollout.reward) for rollout in group.rollouts]
+    content = [(rollout.token_ids, rollout.versions, rollout.reward) for rollout in group.rollouts]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
@@ -159,17 +159,17 @@ class JournalIO(AtomicCheckpointIO):
 
 def keep_journal() -> None:
     """Journals each finished group and each saved state, in order."""
-    close, save = GroupBook._close, GroupBook.save
+    close, save = GroupBook._finish, GroupBook.save
 
     def journal_close(book: GroupBook, group: Any) -> None:
         close(book, group)
-        say("finished", group.index, digest(book.finished[group.index]))
+        say("finished", group.index, digest(group.finished))
 
     def journal_save(book: GroupBook, *others: Any) -> Any:
         say("saved")
         return save(book, *others)
 
-    GroupBook._close, GroupBook.save = journal_close, journal_save  # type: ignore[method-assign]
+    GroupBook._finish, GroupBook.save = journal_close, journal_save  # type: ignore[method-assign]
 
 
 def train(folder: Path, steps: int, schedule: Any, checkpoint: Path | None, pipes: Sequence[Connection]) -> None:

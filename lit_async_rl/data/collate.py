@@ -37,7 +37,7 @@ class _Row:
 
     @property
     def length(self) -> int:
-        return len(self.prompt_ids) + len(self.rollout.completion_ids)
+        return len(self.prompt_ids) + len(self.rollout.token_ids)
 
 
 def collate_step(
@@ -77,7 +77,7 @@ def collate_step(
     parts = split_units(units, num_micro_batches)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     recorded = _head_width(rollouts), _experts_shape(rollouts)
-    if truncated and not recorded[0] and any(rollout.completion_ids for rollout in rollouts):
+    if truncated and not recorded[0] and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError("completions of a truncated sampler came without the tokens that it could choose")
     return [_pad(part, pad_token_id, temperature, truncated, *recorded) for part in parts]
 
@@ -130,15 +130,15 @@ def _pad(
     attention_mask = columns < ends
     completion = attention_mask & (columns >= begins)
     rollouts = [row.rollout for row in rows]
-    masks = ((True,) * len(r.completion_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
+    masks = ((True,) * len(r.token_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
     loss_mask = _fill(completion, masks, False)
     weights = torch.tensor([[row.token_weight] for row in rows] or [[0.0]])
     bounds = [UNBOUNDED if row.max_staleness is None else row.max_staleness for row in rows] or [UNBOUNDED]
     return RolloutBatch(
-        input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.completion_ids for row in rows), pad_token_id),
+        input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.token_ids for row in rows), pad_token_id),
         attention_mask=attention_mask,
         loss_mask=loss_mask,
-        behavior_logprobs=_fill(completion, (r.behavior_logprobs for r in rollouts), 0.0).masked_fill_(~loss_mask, 0.0),
+        behavior_logprobs=_fill(completion, (r.logprobs for r in rollouts), 0.0).masked_fill_(~loss_mask, 0.0),
         versions=_fill(completion, (r.versions for r in rollouts), 0),
         advantages=_fill(completion, (row.advantages for row in rows), 0.0).masked_fill_(~loss_mask, 0.0),
         token_weights=torch.where(loss_mask, weights, 0.0),
@@ -155,7 +155,7 @@ def _pad(
 
 def _head_width(rollouts: Sequence[Rollout]) -> int | None:
     """Entries per token of the step's recorded distributions; None unless every rollout with tokens has them."""
-    heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.completion_ids]
+    heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.token_ids]
     known = [head for head in heads if head is not None]
     return known[0].width if known and len(known) == len(heads) else None
 

@@ -160,7 +160,7 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
         raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
     asked = {"head": sampling.head, "experts": sampling.experts or None}
     asked = {name: value for name, value in asked.items() if value is not None}
-    rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.completion_ids]
+    rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.token_ids]
     for name, value in asked.items():
         if any(getattr(rollout, name) is None for rollout in rollouts):
             needed = name == "head" and sampling.truncates  # by top_p, top_k or min_p, whoever asked for it

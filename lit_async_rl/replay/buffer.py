@@ -188,7 +188,7 @@ class ReplayBuffer:
         """Adds every completion; replaces equal ones."""
         key = _key(group)
         for rollout in group.rollouts:
-            ids = rollout.completion_ids
+            ids = rollout.token_ids
             self._counts["duplicates" if (key, ids) in self._order else "added"] += 1
             self._remove(key, ids)
             stored = _Stored(group.prompt, group.prompt_ids, group.index, rollout, _version(rollout, group))
@@ -289,7 +289,7 @@ class ReplayBuffer:
         for entry in state["stored"]:
             stored = _Stored(**{**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])})
             key = (stored.prompt_ids, stored.prompt.answer)
-            ids = stored.rollout.completion_ids
+            ids = stored.rollout.token_ids
             self._prompts[key][ids] = stored
             self._order[key, ids] = None
         self._counts = dict(state["counts"])
@@ -304,14 +304,23 @@ def _key(group: RolloutGroup) -> _Key:
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
-    turns, head, experts = (fields.get(name) for name in ("turns", "head", "experts"))  # some are not in older ones
+    """A rollout of a checkpoint; older ones have other names for two fields, and lack some."""
+    turns = fields.get("turns")
+    head = fields.get("head")
+    experts = fields.get("experts")
     return Rollout(
-        **{
-            **fields,
-            "turns": None if turns is None else tuple(Turn(**turn) for turn in turns),
-            "head": None if head is None else SamplerHead(**head),
-            "experts": None if experts is None else ExpertChoices(**experts),
-        }
+        request_id=fields.get("request_id", 0),
+        sample_index=fields.get("sample_index", 0),
+        token_ids=fields["token_ids" if "token_ids" in fields else "completion_ids"],
+        logprobs=fields["logprobs" if "logprobs" in fields else "behavior_logprobs"],
+        versions=fields["versions"],
+        finish_reason=fields["finish_reason"],
+        text=fields["text"],
+        reward=fields["reward"],
+        loss_mask=fields["loss_mask"],
+        turns=None if turns is None else tuple(Turn(**turn) for turn in turns),
+        head=None if head is None else SamplerHead(**head),
+        experts=None if experts is None else ExpertChoices(**experts),
     )
 
 

@@ -206,8 +206,8 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "metadata": json.dumps(dict(group.prompt.metadata), default=str),
         "prompt_ids": group.prompt_ids,
-        "completion_ids": rollout.completion_ids,
-        "behavior_logprobs": rollout.behavior_logprobs,
+        "completion_ids": rollout.token_ids,
+        "behavior_logprobs": rollout.logprobs,
         "versions": rollout.versions,
         "loss_mask": rollout.loss_mask,
         "finish_reason": rollout.finish_reason,
@@ -231,8 +231,10 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
         prompt_ids=tuple(head["prompt_ids"]),
         rollouts=tuple(
             Rollout(
-                completion_ids=tuple(row["completion_ids"]),
-                behavior_logprobs=tuple(row["behavior_logprobs"]),
+                request_id=row["group"],
+                sample_index=row["sample"],
+                token_ids=tuple(row["completion_ids"]),
+                logprobs=tuple(row["behavior_logprobs"]),
                 versions=tuple(row["versions"]),
                 finish_reason=row["finish_reason"],
                 text=row["text"],

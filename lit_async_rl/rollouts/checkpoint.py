@@ -17,7 +17,7 @@ from torch import Tensor
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.producer import Producer
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
@@ -47,12 +47,12 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
     with producer.changed:
         if step_is_done:
             producer.begin_step()
-        given_back = {index: deadline for index, (_, deadline) in producer.book.in_step.items()}
+        num_given_back = len(producer.book.in_state(GroupState.TAKEN))
         return {
             "format": FORMAT,
             "settings": _settings(producer),
-            "admission": producer.admission.state_dict(len(given_back)),
-            "groups": pack_groups(producer.book.save(producer.admission.deadlines | given_back, partials)),
+            "admission": producer.admission.state_dict(num_given_back),
+            "groups": pack_groups(producer.book.save(producer.admission.deadlines, partials)),
             "position": producer.stream.position,
             "again": list(producer.again),
             "pass_rates": producer.intake.pass_rates.state_dict(),
@@ -100,15 +100,15 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     """
     if (found := state.get("format")) != FORMAT:
         raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
-    saved = unpack_groups(state["groups"])
     changed, has_new_rewards = _changed_settings(state["settings"], _settings(producer), producer.scorer.keeps_rewards)
+    saved = unpack_groups(state["groups"], producer.stream.at)
     deadlines = {group.index: group.deadline for group in saved}
     kept = producer.admission.restore(state["admission"], {} if changed else deadlines)
     again = [group.position for group in saved if group.index not in kept]
     if again:
         why = "; ".join(changed) or "data.max_staleness and data.admission allow less than in the checkpoint"
         log.warning("resume: %s, so %d groups of the checkpoint are sampled anew", why, len(again))
-    num_finished = sum(group.is_finished for group in saved if group.index in kept)
+    num_finished = sum(group.state is GroupState.FINISHED for group in saved if group.index in kept)
     log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
@@ -135,23 +135,21 @@ def _restore_random_state(listener: EngineListener, saved: Tensor) -> None:
     listener.set_random_state(saved)
 
 
-def _file(producer: Producer, groups: list[SavedGroup]) -> None:
+def _file(producer: Producer, groups: list[GroupEntry]) -> None:
     """Moves each group to its former state: finished, to be scored, or to be sampled."""
     requests = []
     for group in groups:
-        prompt = producer.stream.at(group.position)
-        if producer.book.codec.encode(prompt) != group.prompt_ids:
+        if producer.book.codec.encode(group.prompt) != group.prompt_ids:
             raise ValueError(
-                f"data.prompts: prompt {group.position} of the run is {prompt.text[:80]!r}, other tokens than in "
+                f"data.prompts: prompt {group.position} of the run is {group.prompt.text[:80]!r}, other tokens than in "
                 "the checkpoint: data.prompts or the tokenizer has changed. " + START_ANEW
             )
-        restored = producer.book.restore(group, prompt)
-        if group.is_finished:
+        requests += producer.book.restore(group)
+        if group.state is GroupState.FINISHED:
             producer.admission.finish(group.index)
             continue
-        requests += producer.book.missing(restored, group.completions)
-        for sample in list(restored.completions):
-            producer.score(restored, sample)
+        for sample in list(group.rollouts):
+            producer.score(group, sample)
     if requests:
         producer.listener.submit(requests)
 

@@ -126,7 +126,7 @@ class OverlongFilter(GroupFilter):
 def _masked_if_cut(rollout: Rollout) -> Rollout:
     if rollout.finish_reason != "length":
         return rollout
-    return replace(rollout, loss_mask=(False,) * len(rollout.completion_ids))
+    return replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
 
 
 WATCHED_GROUPS = 64  # then a curriculum says whether its pass rates can be right

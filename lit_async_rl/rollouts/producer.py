@@ -30,7 +30,7 @@ from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import POLL_S, EngineInUse, EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun
-from lit_async_rl.rollouts.group_book import GroupBook, OpenGroup
+from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
 from lit_async_rl.rollouts.intake import FateTotals, Intake
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
@@ -87,10 +87,12 @@ class GroupWait:
         return found
 
     def _first_rollouts(self) -> str:
-        book = self._book
-        lacking = len(self._book.lacking)
-        waiting = f"{lacking} groups being sampled, {len(book.unfinished) - lacking} being scored"
-        return f"the first rollouts: {waiting}, {self._listener.num_tokens:,} tokens generated"
+        return f"the first rollouts: {self._groups_under_way()}, {self._listener.num_tokens:,} tokens generated"
+
+    def _groups_under_way(self) -> str:
+        num_sampling = len(self._book.in_state(GroupState.SAMPLING))
+        num_scoring = len(self._book.in_state(GroupState.SCORING))
+        return f"{num_sampling} groups being sampled, {num_scoring} being scored"
 
     def _until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool]) -> int | None:
         last_change = self._clock.now()
@@ -125,6 +127,7 @@ class GroupWait:
 
     def _stall(self) -> NoReturn:
         """Attributes the stall to the engine if completions are missing."""
+        is_sampling = bool(self._book.in_state(GroupState.SAMPLING))
         advice = (
             "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
         )
@@ -133,22 +136,20 @@ class GroupWait:
                 f"Look at {' and '.join(work.name for work in works)} first, whose limit has passed and which has not "
                 "returned: an `async` function must await and never block its event loop"
             )
-        elif not self._book.lacking:
+        elif not is_sampling:
             advice = "Look at data.reward and data.admission first: the engine has nothing to do"
         error = StalledError(f"{self._message(self.timeout_s)}. {advice}")
-        if self._book.lacking:
+        if is_sampling:
             self._listener.break_engine(error, self._listener.engine)
         raise error
 
     def _message(self, waited_s: float) -> str:
-        book = self._book
-        lacking = len(self._book.lacking)
         works = "".join(f"; {work}" for work in self._works())
+        num_finished = len(self._book.in_state(GroupState.FINISHED))
         return (
             f"the trainer waited {waited_s:.1f} s of data.limits.rollout_timeout_s={self.timeout_s:g} for a group "
-            f"and nothing happened: {lacking} groups being sampled, {len(book.unfinished) - lacking} being scored, "
-            f"{len(book.finished)} finished but not allowed yet, {self._listener.num_tokens} tokens generated so "
-            f"far by {type(self._listener.engine).__name__}{works}"
+            f"and nothing happened: {self._groups_under_way()}, {num_finished} finished but not allowed yet, "
+            f"{self._listener.num_tokens} tokens generated so far by {type(self._listener.engine).__name__}{works}"
         )
 
 
@@ -244,7 +245,7 @@ class ProducerStats:
             scoring_s=scorer.busy_s,
             num_tokens=engine.num_tokens,
             num_finished=intake.num_sampled,
-            num_queued=len(book.finished),
+            num_queued=len(book.in_state(GroupState.FINISHED)),
             num_unfinished=len(book.unfinished),
             num_lost=num_lost,
             fates=intake.fates,
@@ -385,10 +386,11 @@ class Producer:
         Finished groups and completions of the old engine are kept.
         """
         with self.changed:
-            lacking = self.book.lacking
-            self.listener.replace(engine, [r for group in lacking for r in self.book.missing(group)], self.version)
+            sampling = self.book.in_state(GroupState.SAMPLING)
+            requests = [request for group in sampling for request in self.book.missing(group)]
+            self.listener.replace(engine, requests, self.version)
             self._admit()
-            return len(lacking)
+            return len(sampling)
 
     @property
     def engine(self) -> RolloutEngine:
@@ -398,10 +400,8 @@ class Producer:
     def begin_step(self) -> None:
         """Marks the groups handed out so far as trained on."""
         with self.changed:
-            for index, (group, _) in self.book.in_step.items():
-                position = self.book.positions[index]
-                self.intake.trained(group, self.stream.number_at(position), position)
-            self.book.begin_step()
+            for group in self.book.begin_step():
+                self.intake.trained(group.finished, self.stream.number_at(group.position), group.position)
 
     def stats(self) -> ProducerStats:
         """Totals since the start."""
@@ -431,17 +431,22 @@ class Producer:
 
     def _drop_lost(self) -> None:
         """Drops groups that exceed the bound and aborts their requests."""
-        lost = self.admission.lose()
-        is_sampling = any(index in self.book.unfinished for index in lost)
-        partials = self.listener.partial_completions() if is_sampling else []
+        lost = [self.book.groups[index] for index in self.admission.lose()]
+        partials = self.listener.partial_completions() if any(group.is_open for group in lost) else []
         running: list[int] = []
-        for index in lost:
-            position = self.book.positions[index]
-            progress = self.book.progress_of(index, partials)
-            running += self.book.give_up(index)
-            number = self.stream.number_at(position)
-            if self.intake.lose(index, number, position, *progress, self.admission.max_tries):
-                self.again.append(position)
+        for group in lost:
+            length, seconds = self.book.progress_of(group, partials)
+            running += self.book.drop(group)
+            is_again = self.intake.lose(
+                group.index,
+                number=self.stream.number_at(group.position),
+                position=group.position,
+                length=length,
+                seconds=seconds,
+                max_tries=self.admission.max_tries,
+            )
+            if is_again:
+                self.again.append(group.position)
         self._num_lost += len(lost)
         self.listener.abort(running)
 
@@ -452,19 +457,20 @@ class Producer:
         if found is not None:
             self.score(*found)
 
-    def score(self, group: OpenGroup, sample: int) -> None:
+    def score(self, group: GroupEntry, sample: int) -> None:
         """Submits a completion for scoring as soon as it is sampled; its group may still be incomplete."""
-        if (reward := group.completions[sample].reward) is not None:
-            self._file_reward(group, sample, reward)
+        completion = group.rollouts[sample]
+        if completion.reward is not None:
+            self._file_reward(group, sample, completion.reward)
             return
         self.scorer.submit(
             group.prompt,
-            group.texts[sample],
+            completion.text,
             done=partial(self._file_reward, group, sample),
             give_up=partial(self._give_up, group),
-            is_wanted=partial(self.book.is_open, group),
+            is_wanted=lambda: group.is_open,
             group=group.index,
-            token_ids=group.completions[sample].token_ids,
+            token_ids=completion.token_ids,
         )
 
     def _lose_request(self, request_id: int) -> None:
@@ -474,17 +480,17 @@ class Producer:
         if (group := self.book.group_of(request_id)) is not None:
             self._give_up(group)
 
-    def _give_up(self, group: OpenGroup) -> None:
+    def _give_up(self, group: GroupEntry) -> None:
         """Drops a group that cannot be scored; another prompt takes its slot."""
         with self.changed:
-            if not self.book.is_open(group):
+            if not group.is_open:
                 return
             self._drop(group)
             self._num_scored += 1  # something happened
             self._admit()
             self.changed.notify_all()
 
-    def _file_reward(self, group: OpenGroup, sample: int, reward: float) -> None:
+    def _file_reward(self, group: GroupEntry, sample: int, reward: float) -> None:
         with self.changed:
             self._num_scored += 1
             if self.book.reward(group, sample, reward):
@@ -493,16 +499,15 @@ class Producer:
                 self._admit()
                 self.changed.notify_all()
 
-    def _judge(self, group: OpenGroup) -> None:
+    def _judge(self, group: GroupEntry) -> None:
         """Filters a finished group; if it is dropped, another prompt takes its slot."""
         number = self.stream.number_at(group.position)
-        kept = self.intake.judge(self.book.finished[group.index], number)
-        if kept is None:
+        group.result = self.intake.judge(group.finished, number)
+        if group.result is None:
             self._drop(group)
         else:
-            self.book.finished[group.index] = kept
             self.admission.finish(group.index)
 
-    def _drop(self, group: OpenGroup) -> None:
-        self.listener.abort(self.book.give_up(group.index))
+    def _drop(self, group: GroupEntry) -> None:
+        self.listener.abort(self.book.drop(group))
         self.admission.drop(group.index)
