@@ -76,10 +76,21 @@ def collate_step(
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    recorded = _head_width(rollouts), _experts_shape(rollouts)
-    if truncated and not recorded[0] and any(rollout.token_ids for rollout in rollouts):
+    head_width = _head_width(rollouts)
+    experts_shape = _experts_shape(rollouts)
+    if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError("completions of a truncated sampler came without the tokens that it could choose")
-    return [_pad(part, pad_token_id, temperature, truncated, *recorded) for part in parts]
+    return [
+        _pad(
+            part,
+            pad_token_id=pad_token_id,
+            temperature=temperature,
+            truncated=truncated,
+            head_width=head_width,
+            experts_shape=experts_shape,
+        )
+        for part in parts
+    ]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
@@ -116,6 +127,7 @@ def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row
 
 def _pad(
     rows: Sequence[_Row],
+    *,
     pad_token_id: int,
     temperature: float,
     truncated: bool,
@@ -204,7 +216,7 @@ def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Valu
 # the optimizer step comes after the last. The gradient of a step is a sum over its groups, so their order does not
 # matter; but what the sum is divided by (the tokens of the step, say) is known only at its end. Micro-batches are
 # therefore weighted by a guess Z' of that divisor, made from the first of them, and the gradient is rescaled by Z' / Z,
-# once, before anybody looks at it.
+# once, before a callback reads it.
 #
 # What differs from the paper: a micro-batch may be several groups, and `max_staleness` above 0 may be streamed too.
 

@@ -68,7 +68,7 @@ class OneProcess:
         self.progress = Progress(math.inf)  # never read
 
     def making_step(self) -> AbstractContextManager[None]:
-        """Does nothing: nobody else waits for the step."""
+        """Does nothing: no other rank waits for the step."""
         return nullcontext()
 
     def exchange(self, made: Exchanged) -> Exchanged:

@@ -24,7 +24,7 @@ from lit_async_rl.utils.plain import plain
 
 
 class ReplayWeighting(ABC):
-    """Log-weights of prompts and rollouts, up to an additive constant."""
+    """Log-weights of prompts and completions in the draws, up to an additive constant."""
 
     def prompt_log_weight(self, age: int) -> float:
         """Log-weight of a prompt whose newest completion is `age` versions old."""
@@ -87,7 +87,7 @@ class RecencyReplay(ReplayWeighting):
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
 log = logging.getLogger(__name__)
-_MIN_ROLLOUTS = 2  # a completion with none to compare it with says nothing
+_MIN_ROLLOUTS = 2  # of a prompt: a single one has no other to be compared with, and no advantage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +149,8 @@ class ReplayBuffer:
         seed: int = 0,
     ) -> None:
         check_range("data.replay", "in (0, 1]", fresh_fraction=fresh_fraction)
-        limits = dict(capacity=capacity, max_per_prompt=max_per_prompt, min_prompts=min_prompts)
-        check_range("data.replay", "integer >= 1", **limits)
+        check_range("data.replay", "integer >= 1", capacity=capacity, max_per_prompt=max_per_prompt)
+        check_range("data.replay", "integer >= 1", min_prompts=min_prompts)
         check_range("data.replay", "integer", seed=seed)
         check_range("data.replay", "integer >= 0", max_staleness=max_staleness)
         self.fresh_fraction = fresh_fraction
@@ -235,7 +235,7 @@ class ReplayBuffer:
         return [items[n] for n in best]
 
     def clear(self) -> None:
-        """Leaves out what was stored before a resume, with other rewards or recordings."""
+        """Removes the completions of a checkpoint, which were scored or recorded with other settings."""
         log.warning("resume: the replay buffer of the checkpoint is left out, %d completions", len(self))
         self._prompts = {}
         self._order = {}

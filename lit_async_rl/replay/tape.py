@@ -412,7 +412,7 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     return table if columns is None else table.select(list(columns))
 
 
-# -- Writer of rollout tapes, whose format `lit_async_rl.replay.tape` describes ---------------------------------------
+# -- Writer ------------------------------------------------------------------------------------------------------------
 
 
 class TapeWriter:
@@ -480,8 +480,8 @@ class TapeWriter:
     ) -> None:
         """Adds a step, see `TapeStep`; `flush` writes it to disk."""
         settings = None if sampling is None else json.dumps(dict(sampling))
-        known = dict(step=step, policy_version=version, written_at=time.time(), sampling=settings)
-        self._rows += [known | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+        of_step = {"step": step, "policy_version": version, "written_at": time.time(), "sampling": settings}
+        self._rows += [of_step | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
 
     def close(self, timeout_s: float) -> None:
         """Writes the remaining rows; retries while the disk is full.
@@ -505,9 +505,12 @@ class TapeWriter:
             if time.monotonic() > deadline:
                 missing = [n for file in self._unlisted for n in (file.first, file.last)]
                 missing += [row["step"] for row in self._rows]
-                steps = f"steps {missing[0]} to {missing[-1]} are not on the tape"
-                problem = f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: {steps}"
-                raise OSError(errno.ENOSPC, problem, str(self.folder))
+                raise OSError(
+                    errno.ENOSPC,
+                    f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: "
+                    f"steps {missing[0]} to {missing[-1]} are not on the tape",
+                    str(self.folder),
+                )
             time.sleep(min(1.0, timeout_s))
             self.flush()
 
@@ -520,7 +523,7 @@ class TapeWriter:
                 del self._unlisted[0]
 
     def _write(self) -> list[TapeFile]:
-        """The file that holds the appended steps; None if there are none, or the disk is full."""
+        """Writes the appended steps; returns their file, or none if there are no steps or the disk is full."""
         if not self._rows:
             return []
         sink = pa.BufferOutputStream()

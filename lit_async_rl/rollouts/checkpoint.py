@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.types import Completion
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
 FORMAT = 1  # of what `save_producer` returns; another number is another meaning
@@ -43,8 +43,9 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
         StalledError: scoring hangs.
         ProducerError: a background thread died while waiting.
     """
+    # Before the lock is taken, because it may take long. A sample that finishes meanwhile replaces its partial one.
     partials, random_state = _ask_engine(producer)
-    with producer.changed:
+    with producer.changed:  # one moment: admission, groups and position in the stream must agree
         if step_is_done:
             producer.begin_step()
         num_given_back = len(producer.book.in_state(GroupState.TAKEN))
@@ -66,7 +67,7 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     listener = producer.listener
     if listener.is_working and producer.admission.in_order:
         try:
-            with producer.changed:
+            with producer.changed:  # `until` waits on it
                 producer.wait.until(lambda: None if producer.book.unfinished else 0)
         except (StalledError, ProducerError):
             if listener.engine_error is None:
@@ -93,7 +94,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     """Restores a state; call it before `producer.start`, with an engine that has its weights.
 
     Returns:
-        Whether rollouts of the checkpoint are of no use, because settings changed.
+        True if all groups of the checkpoint are sampled again, because settings changed.
 
     Raises:
         ValueError: a setting changed that may not, or another version of this library saved the checkpoint.
@@ -176,12 +177,12 @@ def _settings(producer: Producer) -> dict[str, Any]:
 
 
 def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_rewards: bool) -> tuple[list[str], bool]:
-    """Settings that differ, with both values; groups of the checkpoint are of no use then. And whether rewards would.
+    """Settings that differ, with both values, and whether saved rewards are among what they make invalid.
 
-    With `keeps_rewards`, those on which rewards depend are named in a log line instead.
+    With `keeps_rewards`, a log line names those that rewards depend on, and they are not returned.
 
     Raises:
-        ValueError: one on which the order of prompts depends changed.
+        ValueError: a setting changed that the order of prompts depends on.
     """
     for name in ("data.intake.seed", "number of data.prompts"):
         if saved[name] != now[name]:

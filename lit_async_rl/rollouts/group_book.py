@@ -84,7 +84,7 @@ class GroupEntry:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is being sampled or scored.
+        """True while it is being sampled or scored.
 
         Reward workers read it without the lock. If the group is dropped right after, its completion is scored in vain:
         `GroupBook.reward` ignores the reward.

@@ -96,8 +96,8 @@ def test_filters_act_in_their_order():
     two = group([1.0, 1.0], [3, 9])
     accuracy_first = Intake([DynamicSampling(), OverlongPenalty(9, 4)])
     shaped_first = Intake([OverlongPenalty(9, 4), DynamicSampling()])
-    assert accuracy_first.judge(two, 0) is None
-    kept = shaped_first.judge(two, 0)
+    assert accuracy_first.filter_group(two, 0) is None
+    kept = shaped_first.filter_group(two, 0)
     assert kept is not None
     assert [rollout.reward for rollout in kept.rollouts] == [1.0, 0.0]
     assert accuracy_first.pass_rates.of(0) == 1.0

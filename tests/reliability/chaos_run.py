@@ -1,4 +1,4 @@
-"""The run that `benchmarks/chaos/chaos.py` disturbs: a tiny training with a hook for each kind of fault.
+"""The run that `tests/reliability/chaos.py` disturbs: a tiny training with a hook for each kind of fault.
 
 Faults are requested by lines on standard input. Standard output is a journal, lines that begin with `@`: groups
 finished, contents of checkpoints, and groups left at the end.
@@ -35,8 +35,10 @@ from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import Prompt, RolloutGroup
 
-LAG, GROUPS = 2, 2
-ROLLOUT_TIMEOUT_S, REWARD_TIMEOUT_S = 8.0, 3.0
+LAG = 2
+GROUPS = 2
+ROLLOUT_TIMEOUT_S = 8.0
+REWARD_TIMEOUT_S = 3.0
 FOR_GOOD = ("engine gone", "NaN for good")
 log = logging.getLogger(__name__)
 
@@ -159,17 +161,19 @@ class JournalIO(AtomicCheckpointIO):
 
 def keep_journal() -> None:
     """Journals each finished group and each saved state, in order."""
-    close, save = GroupBook._finish, GroupBook.save
+    finish = GroupBook._finish
+    save = GroupBook.save
 
-    def journal_close(book: GroupBook, group: Any) -> None:
-        close(book, group)
+    def journal_finish(book: GroupBook, group: Any) -> None:
+        finish(book, group)
         say("finished", group.index, digest(group.finished))
 
     def journal_save(book: GroupBook, *others: Any) -> Any:
         say("saved")
         return save(book, *others)
 
-    GroupBook._finish, GroupBook.save = journal_close, journal_save  # type: ignore[method-assign]
+    GroupBook._finish = journal_finish  # type: ignore[method-assign]
+    GroupBook.save = journal_save
 
 
 def train(folder: Path, steps: int, schedule: Any, checkpoint: Path | None, pipes: Sequence[Connection]) -> None:

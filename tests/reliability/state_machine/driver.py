@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.state_machine.machine import StateMachine, Violation
-from benchmarks.state_machine.modules import VirtualSettings
+from tests.reliability.state_machine.machine import StateMachine, Violation
+from tests.reliability.state_machine.modules import VirtualSettings
 
 KINDS = ("fixed_lag", "fixed_lag", "free", "free", "ratio", "redundant", "ring", "drop", "retry")
 
 
 def random_settings(rng: random.Random) -> VirtualSettings:
     """Random valid settings."""
-    kind, groups = rng.choice(KINDS), rng.randint(1, 3)
+    kind = rng.choice(KINDS)
+    groups = rng.randint(1, 3)
     streams = rng.random() < 0.3
     return VirtualSettings(
         kind=kind,
@@ -39,7 +40,8 @@ class Driver:
     """
 
     def __init__(self, seed: int, most_transitions: int = 600) -> None:
-        self.rng, self.most_transitions = random.Random(seed), most_transitions
+        self.rng = random.Random(seed)
+        self.most_transitions = most_transitions
         self.num_transitions = self.num_steps = self.num_machines = 0
 
     def run(self, num_transitions: int) -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from benchmarks.state_machine.driver import KINDS, Driver
-from benchmarks.state_machine.machine import StateMachine, Violation
-from benchmarks.state_machine.modules import VirtualSettings
 from lit_async_rl.data.rollout_source import RolloutSource
 from lit_async_rl.rollouts.group_book import GroupBook
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.training import whole_steps
 from lit_async_rl.training.whole_steps import StepGuard
+from tests.reliability.state_machine.driver import KINDS, Driver
+from tests.reliability.state_machine.machine import StateMachine, Violation
+from tests.reliability.state_machine.modules import VirtualSettings
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,8 @@ def one_more(property_):
     return property(lambda admission: property_.fget(admission) + 1)
 
 
-SAVES, BEGINS = RolloutSource.state_dict, GroupBook.begin_step
+SAVES = RolloutSource.state_dict
+BEGINS = GroupBook.begin_step
 PLANTED = {
     "a file from within a step is resumed behind it": [(whole_steps, "count_whole_steps", count_as_before)],
     "and nothing checks the micro-batches": [

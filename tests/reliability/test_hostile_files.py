@@ -50,7 +50,8 @@ def said_by_main(capsys, monkeypatch, *flags):
 
 
 def test_a_flipped_byte_anywhere_in_a_checkpoint_is_noticed(checkpoint, tmp_path):
-    content, path = checkpoint.read_bytes(), tmp_path / "flipped.ckpt"
+    content = checkpoint.read_bytes()
+    path = tmp_path / "flipped.ckpt"
     check_checkpoint(checkpoint)
     for place in [*range(0, len(content), len(content) // 60), *range(len(content) - 80, len(content), 3)]:
         damaged = bytearray(content)
@@ -72,7 +73,8 @@ def test_a_checkpoint_without_a_digest_loads_with_a_warning(checkpoint, tmp_path
 
 def test_malicious_checkpoints_are_refused_by_the_command_line_and_nothing_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "")
-    path, ran = tmp_path / "evil.ckpt", tmp_path / "ran"
+    path = tmp_path / "evil.ckpt"
+    ran = tmp_path / "ran"
     AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "callbacks": Evil(ran)}, path)
     assert "holds code, which is never executed: posix.system" in said_by_main(
         capsys, monkeypatch, "--ckpt_path", str(path)
@@ -197,6 +199,6 @@ def test_an_error_that_says_nothing_is_named_by_its_type():
 
 def test_a_sample_of_the_battery(process, tmp_path):
     words = ["--files", "60", "--configs", "30", "--seed", "7"]
-    done = process.script("benchmarks/hostile_files.py", words, tmp_path, limit_s=170)
+    done = process.script("tests/reliability/hostile_files.py", words, tmp_path, limit_s=170)
     assert done.status == 0, done.said[-4000:]
     assert "90 in all, 0 wrong" in done.said

@@ -1,6 +1,6 @@
 """Injects faults into a tiny training run at random points, resumes it, and checks what must hold.
 
-python benchmarks/chaos/chaos.py --minutes 10 [--faults 200] [--seed 0] [--steps 120] [--folder runs/chaos]
+python tests/reliability/chaos.py --minutes 10 [--faults 200] [--seed 0] [--steps 120] [--folder runs/chaos]
 
 Runs take turns: one of `schedule: fixed_lag`, with the faults that may not change a bit of its result, and one of
 `schedule: free`, with all. Faults come one at a time, after a step and a random pause, or (one in five) at once. Each
@@ -11,7 +11,7 @@ must be explained by one line in the log, and the run must make another step, wi
   checkpoint; what was finished later is sampled again);
 * the parameters of a `fixed_lag` run are those of a run without faults, bit for bit.
 
-Which fault has which outcome: docs/faults.md. What is disturbed: benchmarks/chaos/chaos_run.py.
+Which fault has which outcome: docs/faults.md. What is disturbed: tests/reliability/chaos_run.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,122 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import IO
 
 import chaos_run
-from chaos_check import Record, check_journal, check_tape, table
+from chaos_run import GROUPS, LAG, digest
+
+from lit_async_rl.replay.tape import Tape
+
+# -- Checks of a disturbed run, from its tape and its journal (see `chaos_run.py`), and the table of faults -----------
+
+
+Trained = list[tuple[int, int, str]]  # step, index and digest of each group
+
+
+@dataclass
+class Record:
+    """Outcomes of one kind of fault."""
+
+    recovered: list[float] = field(default_factory=list)  # seconds
+    num_ended: int = 0
+    num_hung: int = 0
+    num_lost: int = 0
+    num_twice: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of faults."""
+        return len(self.recovered) + self.num_hung
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a guarantee was violated."""
+        return bool(self.num_hung or self.num_lost or self.num_twice)
+
+
+def check_tape(folder: Path, steps: int, schedule: str, expected: str | None) -> Trained:
+    """Checks that every step is recorded once, the bound holds, and the final parameters are as expected."""
+    tape = list(Tape(folder / "tape").steps())
+    assert [step.step for step in tape] == list(range(steps)), "a step is missing, or there twice"
+    for step in tape:
+        assert len(step.groups) == GROUPS
+        oldest = min(v for group in step.groups for rollout in group.rollouts for v in rollout.versions)
+        lag = step.version - oldest
+        assert lag <= LAG, f"step {step.step}: the lag is {lag}"
+        assert schedule == "free" or lag == min(step.step, LAG), f"step {step.step}: the lag is {lag}"
+    assert expected is None or (folder / "digest").read_text() == expected, "the final parameters differ"
+    return [(step.step, group.index, digest(group)) for step in tape for group in step.groups]
+
+
+def check_journal(journal: list[str], trained: Trained, records: dict[str, Record]) -> None:
+    """Counts groups that were lost, or trained on twice."""
+    for fault, index in find_lost(journal, trained):
+        print(f"LOST after {fault}: group {index}", flush=True)
+        records[fault].num_lost += 1
+    records["kill -9"].num_twice += len(trained) - len({index for _, index, _ in trained})
+
+
+def find_lost(journal: list[str], trained: Trained) -> list[tuple[str, int]]:
+    """Finished groups neither trained on unchanged nor left, with the last fault before.
+
+    A process has the groups that it restored and those that it finished; a checkpoint has those of its process at that
+    time.
+    """
+    used = {(index, digest) for _, index, digest in trained}
+    lost: list[tuple[str, int]] = []
+    have: dict[int, str] = {}
+    saved: dict[int, str] = {}
+    checkpoints: dict[str, dict[int, str]] = {"anew": {}}
+    resumed = "anew"
+    fault = "kill -9"
+    for line in journal:
+        what, *words = line[1:].split(" ")
+        if what == "fault":
+            fault = " ".join(words)
+        elif what == "begun":
+            resumed = words[0]
+            have = {}
+        elif what == "finished":
+            index = int(words[0])
+            content = words[1]
+            if have.get(index, content) != content:
+                lost.append((fault, index))  # it was finished, and sampled again
+            have[index] = content
+        elif what == "started":
+            done = {index for step, index, _ in trained if step < int(words[0])}
+            before = {index: content for index, content in checkpoints[resumed].items() if index not in done}
+            lost += [(fault, index) for index, content in before.items() if have.get(index) != content]
+        elif what == "saved":
+            saved = dict(have)
+        elif what == "written":
+            checkpoints[words[0]] = saved
+        elif what == "left":
+            left = set(map(int, words))
+            lost += [(fault, n) for n, content in have.items() if n not in left and (n, content) not in used]
+    return lost
+
+
+def table(records: dict[str, Record]) -> str:
+    """Markdown table, one row per kind."""
+    names = ("fault", "count", "recovered", "ended with message", "hangs", "lost", "twice", "median s", "max s")
+    rows = [names]
+    total = Record()
+    for name, record in [*records.items(), ("all", total)]:
+        if record is not total:
+            for key, value in vars(record).items():
+                setattr(total, key, getattr(total, key) + value)
+        seconds = record.recovered or [0.0]
+        went_on = len(record.recovered) - record.num_ended
+        numbers = (record.count, went_on, record.num_ended, record.num_hung, record.num_lost, record.num_twice)
+        rows.append((name, *map(str, numbers), f"{median(seconds):.1f}", f"{max(seconds):.1f}"))
+    widths = [max(len(row[n]) for row in rows) for n in range(len(names))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
 
 LIMIT_S = 180.0  # longest until a fault is explained and another step is made, starts of processes included
 CONTEXT = multiprocessing.get_context("forkserver")  # processes that need not import all anew
@@ -73,7 +183,9 @@ class Run:
     """A run over all of its processes: log and journal."""
 
     def __init__(self, folder: Path, steps: int, schedule: str) -> None:
-        self.folder, self.steps, self.schedule = folder, steps, schedule
+        self.folder = folder
+        self.steps = steps
+        self.schedule = schedule
         self.log: list[str] = []
         self.journal: list[str] = []
         folder.mkdir(parents=True)
@@ -147,7 +259,10 @@ class Run:
 
 def disturb(run: Run, kind: str, chance: random.Random, record: Record) -> None:
     """Injects one fault; returns when it is explained and another step is made. Restarts an ended process."""
-    began, said, files, ended = time.monotonic(), len(run.log), None, False
+    began = time.monotonic()
+    said = len(run.log)
+    files = None
+    ended = False
     run.ask(kind, chance)
     while not run.is_through:
         time.sleep(0.02)
@@ -179,7 +294,8 @@ def complete(run: Run, chance: random.Random, records: dict[str, Record], is_ove
     run.start()
     try:
         while not run.is_through:
-            files, began = run.num_files, time.monotonic()
+            files = run.num_files
+            began = time.monotonic()
             at_once = chance.random() < 0.2
             while run.num_files == files and run.process.is_alive() and not at_once:
                 assert time.monotonic() - began < LIMIT_S, f"{run.folder}/log: no step in {LIMIT_S:g} s"
@@ -207,7 +323,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     CONTEXT.set_forkserver_preload(["chaos_run", *LATE])
-    base, chance = Path(arguments.folder), random.Random(arguments.seed)
+    base = Path(arguments.folder)
+    chance = random.Random(arguments.seed)
     records = {name: Record() for name in KINDS}
     deadline = time.monotonic() + 60 * arguments.minutes
 
@@ -217,7 +334,8 @@ def main() -> None:
     unbroken = Run(base / "unbroken", arguments.steps, "fixed_lag")
     complete(unbroken, chance, records, lambda: True)
     check_tape(unbroken.folder, arguments.steps, "fixed_lag", None)
-    expected, num_runs = (unbroken.folder / "digest").read_text(), 0
+    expected = (unbroken.folder / "digest").read_text()
+    num_runs = 0
     while not is_over():
         schedule = ("fixed_lag", "free")[num_runs % 2]
         run = Run(base / f"run{num_runs}", arguments.steps, schedule)

@@ -1,6 +1,6 @@
 """Lightning's fit loop as a generator that stops at every hook, around the real data module, weight sync and guard.
 
-The loop counters follow Lightning 2.6; everything it drives is in `benchmarks.state_machine.modules`.
+The loop counters follow Lightning 2.6; everything it drives is in `tests.reliability.state_machine.modules`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from lightning.pytorch.loops.progress import _BatchProgress
 from torch.optim import Optimizer
 
-from benchmarks.state_machine.engine import mix
-from benchmarks.state_machine.modules import (
+from lit_async_rl.data.rollout_source import RolloutFeed
+from lit_async_rl.types import RolloutBatch
+from tests.reliability.state_machine.modules import (
     VirtualData,
     VirtualPolicy,
     VirtualSettings,
     VirtualSync,
     gradient_of,
+    mix,
     rows_of,
 )
-from lit_async_rl.data.rollout_source import RolloutFeed
-from lit_async_rl.types import RolloutBatch
 
 MODEL = "RolloutDataModule"  # key of the data module's state
 
@@ -60,8 +60,10 @@ class VirtualTrainer:
     lr_scheduler_configs: tuple[()] = ()
 
     def __post_init__(self) -> None:
-        self.accumulate_grad_batches, self.callbacks = self.settings.micro_batches, []
-        self.sync, self.state = VirtualSync(), SimpleNamespace(fn="fit")
+        self.accumulate_grad_batches = self.settings.micro_batches
+        self.callbacks = []
+        self.sync = VirtualSync()
+        self.state = SimpleNamespace(fn="fit")
         self.progress = _BatchProgress()
         self.loggers: list[Any] = []
         self.strategy = SimpleNamespace(checkpoint_io=None)  # files are in memory
@@ -84,7 +86,8 @@ class VirtualTrainer:
         self.datamodule.load_state_dict(checkpoint[MODEL])
         self.module.on_load_checkpoint(checkpoint)
         self.sync.on_load_checkpoint(self, self.module, checkpoint)  # type: ignore[arg-type]
-        self.module.weights, self.global_step = checkpoint["weights"], checkpoint["global_step"]
+        self.module.weights = checkpoint["weights"]
+        self.global_step = checkpoint["global_step"]
         self.progress.load_state_dict(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"])
 
     def _begin(self, length: int) -> None:
@@ -103,7 +106,8 @@ class VirtualTrainer:
 
     def fit(self, checkpoint: dict[str, Any] | None = None) -> Iterator[str]:
         """Yields the name of every hook."""
-        module, sync = self.module, self.sync
+        module = self.module
+        sync = self.sync
         module.setup("fit")
         sync.setup(self, module, "fit")  # type: ignore[arg-type]
         if checkpoint is not None:
@@ -122,7 +126,9 @@ class VirtualTrainer:
         module.teardown("fit")
 
     def _epoch(self, feed: RolloutFeed) -> Iterator[str]:
-        fetched, current, length = self.progress.current.ready, self.progress.current, len(feed)
+        fetched = self.progress.current.ready
+        current = self.progress.current
+        length = len(feed)
         while not self._is_done and not self.progress.is_last_batch:
             try:
                 batch = next(feed)

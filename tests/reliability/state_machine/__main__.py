@@ -2,9 +2,9 @@
 
 Samples, rewards, micro-batches, steps, publications, checkpoints in any hook, kills, resumes, changes of the bound,
 failing engines and rewards, and SIGTERM occur in an order determined by the seed; see
-`benchmarks.state_machine.machine`.
+`tests.reliability.state_machine.machine`.
 
-    python benchmarks/state_machine/__main__.py --transitions 2000000 --seed 0
+    python -m tests.reliability.state_machine --transitions 2000000 --seed 0
 
 The first violation ends it with seed and settings of the machine; --machine repeats that one.
 """
@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from benchmarks.state_machine.driver import Driver, run_one
+from tests.reliability.state_machine.driver import Driver, run_one
 
 EVERY = 50_000  # transitions between two lines
 
@@ -33,7 +33,8 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     gc.freeze()  # a restarted engine collects garbage, which should not look at all of torch
-    driver, began = Driver(settings.seed), time.monotonic()
+    driver = Driver(settings.seed)
+    began = time.monotonic()
     if settings.machine is not None:
         run_one(settings.machine, driver.most_transitions)
         return

@@ -2,7 +2,7 @@
 
 Transitions: a token is sampled, a completion is scored, the trainer advances to its next hook, a checkpoint is saved
 there, the run is killed and resumed from any file, the bound changes, engine or reward fail, the run receives SIGTERM.
-A seed determines all of them. `benchmarks.state_machine.modules` lists the real parts.
+A seed determines all of them. `tests.reliability.state_machine.modules` lists the real parts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,54 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.state_machine.modules import VirtualData, VirtualPolicy, VirtualSettings, rows_of
-from benchmarks.state_machine.plain_loop import PlainLoop
-from benchmarks.state_machine.trainer import VirtualTrainer
 from lit_async_rl.errors import ProducerError, StalledError
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.group_book import GroupState
 from lit_async_rl.types import RolloutBatch
+from tests.reliability.state_machine.modules import (
+    NumberedPrompts,
+    VirtualData,
+    VirtualPolicy,
+    VirtualSettings,
+    gradient_of,
+    mix,
+    rows_of,
+    sample_length,
+    sample_token,
+)
+from tests.reliability.state_machine.trainer import VirtualTrainer
+
+# -- Reference implementation of `FixedLag`: a plain loop without threads, checkpoints or engine ----------------------
+
+
+class PlainLoop:
+    """Weights of `FixedLag` after each step."""
+
+    def __init__(self, settings: VirtualSettings) -> None:
+        self.settings = settings
+        self.weights = [1]  # before each step
+        self._stream = PromptStream(NumberedPrompts(11), seed=3)
+
+    def after(self, num_steps: int) -> int:
+        """Weights after `num_steps` steps."""
+        while len(self.weights) <= num_steps:
+            self._train(len(self.weights) - 1)
+        return self.weights[num_steps]
+
+    def _train(self, step: int) -> None:
+        size = self.settings.groups_per_step
+        per_round = self.settings.groups_per_step * self.settings.sync_steps
+        gradient = 0
+        for group in range(step * size, (step + 1) * size):
+            sampled_in = max(0, group // per_round - self.settings.max_staleness)
+            weights = self.weights[sampled_in * self.settings.sync_steps]
+            prompt = self._stream.number_at(group)
+            for n in range(self.settings.group_size):
+                draw = group * self.settings.group_size + n
+                tokens = tuple(sample_token(weights, prompt, draw, k) for k in range(sample_length(draw)))
+                gradient += gradient_of(group, tokens)
+        before = self.weights[step]
+        self.weights.append(before if self.settings.skips_step(step) else mix(before, gradient))
 
 
 class Violation(Exception):
@@ -42,7 +84,8 @@ class StateMachine:
     """
 
     def __init__(self, settings: VirtualSettings, seed: int = 0) -> None:
-        self.settings, self.rng = settings, random.Random(seed)
+        self.settings = settings
+        self.rng = random.Random(seed)
         self.plain = PlainLoop(settings)
         self.files: dict[str, Any] = {}
         self.num_transitions = self.num_steps = self._num_saves = 0
@@ -59,7 +102,9 @@ class StateMachine:
         self.trainer = VirtualTrainer(
             self.settings, data, VirtualPolicy(self._saw), self._note, self.settings.max_steps, self.files
         )
-        self.hook, self.is_over, self._step_seen = "", False, 0 if checkpoint is None else checkpoint["global_step"]
+        self.hook = ""
+        self.is_over = False
+        self._step_seen = 0 if checkpoint is None else checkpoint["global_step"]
         self._run: Iterator[str] = self.trainer.fit(checkpoint)
         self.advance()
 
@@ -97,7 +142,8 @@ class StateMachine:
         producer = self.producer
         if producer is None:
             return False
-        engine, scorer = producer.engine, self.trainer.datamodule.scorer
+        engine = producer.engine
+        scorer = self.trainer.datamodule.scorer
         moves = []
         if engine.running and engine.fault is None:
             moves.append("sample")
@@ -110,13 +156,15 @@ class StateMachine:
         if not moves or producer.listener.error is not None:
             return False
         self.num_transitions += 1
-        move, chosen = moves[chosen % len(moves)], chosen // len(moves)
+        move = moves[chosen % len(moves)]
+        chosen = chosen // len(moves)
         if move == "sample":
             engine.step(chosen)
         elif move == "collect":
             producer.listener.turn()
         else:
-            number, chosen = chosen % len(scorer.jobs), chosen // len(scorer.jobs)
+            number = chosen % len(scorer.jobs)
+            chosen = chosen // len(scorer.jobs)
             can_fail = not self.settings.is_exact or scorer.jobs[number].num_tries == 0
             scorer.step(number, may_fail and can_fail and chosen % 13 == 0)
         self.check()
@@ -198,8 +246,10 @@ class StateMachine:
             self._check_none_is_lost(admission.deadlines, admission.next_index)
 
     def _check_step(self) -> None:
-        step, settings = self._step_seen, self.settings
-        self._step_seen, self.num_steps = self.trainer.global_step, self.num_steps + 1
+        step = self._step_seen
+        settings = self.settings
+        self._step_seen = self.trainer.global_step
+        self.num_steps = self.num_steps + 1
         if self._step_seen != step + 1:
             raise Violation(f"{self._step_seen - step} steps at once")
         expected = dict.fromkeys(self.rows, settings.group_size)

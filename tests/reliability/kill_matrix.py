@@ -1,13 +1,13 @@
 """Kills training runs of many settings at bad moments, resumes them, and compares them with runs without kills.
 
-python benchmarks/chaos/kill_matrix.py --kills 200 [--seed 0] [--steps 20] [--per_run 6] [--combo trigger=steps ...]
+python tests/reliability/kill_matrix.py --kills 200 [--seed 0] [--steps 20] [--per_run 6] [--combo trigger=steps ...]
                                        [--moments "first micro-batch" ...] [--folder runs/kill_matrix]
                                        [--out docs/measurements/kill_matrix.json]
 
-The settings (`matrix_combos.FACTORS`) are what decides where a step begins and when a checkpoint is written. Runs take
+The settings (`matrix_run.FACTORS`) are what decides where a step begins and when a checkpoint is written. Runs take
 turns in a covering design: under `fixed_lag` every two values of two other factors meet. Each goes through the command
 line of `scripts/train.py`, gets SIGKILL several times (`matrix_run.MOMENTS`; of two ranks both or one), and is
-resumed from its newest checkpoint each time. When it is through (`matrix_check.violations`):
+resumed from its newest checkpoint each time. When it is through (`violations`):
 
 * every step was made once, of as many micro-batches as it has, on whole groups that no other step was trained on;
 * no token was older than the bound, and the tape has what was trained on;
@@ -22,10 +22,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,15 +36,139 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-from matrix_check import Step, history, violations
-from matrix_combos import FACTORS, Combo, covering
-from matrix_run import MOMENTS, Hung, MatrixRun, is_moment
+import numpy as np
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from matrix_run import (
+    FACTORS,
+    GROUP_SIZE,
+    GROUPS,
+    LAG,
+    MOMENTS,
+    REPLAY_STALENESS,
+    Combo,
+    Hung,
+    MatrixRun,
+    covering,
+    is_moment,
+    read,
+)
 
 import lit_async_rl.cli.app  # noqa: F401  children are forked with all of it
 from benchmarks.common.measurement import measurement, write_measurement
+from lit_async_rl.replay.tape import Tape
+
+# -- Checks of a run of `kill_matrix.py` that has ended, from its journals, its tape and its folder -------------------
+
+
+DOCUMENTED = re.compile(
+    r"combo\.yaml|log\.\d+\.\d|journal/\d+\.\d\.jsonl|checkpoints/[^.].*\.ckpt"
+    r"|tape/(steps-.*\.(arrow|undone)|manifest\.jsonl)|\.?[^/]*\.run\.(lock|json)|tape/\.run\.(lock|json)|log/version_\d+/.*|(.*/)?[^/]*\.lock"
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step that is part of the result.
+
+    Attributes:
+        digest: of the parameters after it.
+        micros: micro-batches of all ranks, as the journal has them.
+    """
+
+    digest: str
+    micros: list[dict[str, Any]]
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Group and content of each rollout."""
+        return sorted((group, row) for micro in self.micros for group, row in micro["rows"])
+
+
+def history(run: MatrixRun) -> tuple[list[Step], list[str]]:
+    """Steps in the final parameters, each from the last process that made it, and inconsistencies."""
+    steps: list[Step] = []
+    wrong: list[str] = []
+    for segment in range(1, run.segment + 1):
+        ranks = [list(read(run.folder / "journal" / f"{segment}.{rank}.jsonl")) for rank in range(run.combo.ranks)]
+        if not ranks[0]:
+            continue
+        start = ranks[0][0]["step"]
+        if start > len(steps):
+            wrong.append(f"segment {segment} begins with step {start}, after {len(steps)} steps")
+        del steps[start:]
+        for record in (line for line in ranks[0] if line["at"] == "step"):
+            number = record["step"]
+            if number != len(steps):
+                wrong.append(f"segment {segment}: step {number} comes after {len(steps)} steps")
+            micros = [[r for r in rank if r["at"] == "micro" and r["step"] == number] for rank in ranks]
+            wrong += [
+                f"segment {segment}: step {number} has {len(of_rank)} micro-batches on rank {rank}"
+                for rank, of_rank in enumerate(micros)
+                if len(of_rank) != run.combo.micro_batches
+            ]
+            steps.append(Step(record["digest"], [micro for of_rank in micros for micro in of_rank]))
+        wrong += [f"segment {segment}: ranks differ" for lines in ranks[1:] if not _agree(ranks[0], lines)]
+    return steps, wrong
+
+
+def _agree(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    ours, theirs = ({r["step"]: r["digest"] for r in lines if r["at"] == "step"} for lines in (one, other))
+    return all(ours[step] == theirs[step] for step in ours.keys() & theirs.keys())
+
+
+def violations(run: MatrixRun, expected: list[Step] | None) -> list[str]:
+    """Violated guarantees of a run that has ended; `expected` is the same run without kills."""
+    steps, wrong = history(run)
+    if len(steps) != run.steps:
+        wrong.append(f"{len(steps)} steps were made, not {run.steps}")
+    pairs = list(enumerate(zip(steps, expected or steps, strict=False)))
+    others = [f"step {n}: other rollouts than without kills" for n, (ours, theirs) in pairs if ours.rows != theirs.rows]
+    differ = [f"step {n}: other parameters than without kills" for n, (a, b) in pairs if a.digest != b.digest]
+    checks = [wrong, _check_content(run, steps), _check_tape(run, steps), others, differ]
+    of_first = [f"{check[0]} (and {len(check) - 1} more)" if len(check) > 1 else check[0] for check in checks if check]
+    return of_first + _leftovers(run.folder)
+
+
+def _check_content(run: MatrixRun, steps: list[Step]) -> list[str]:
+    """Checks bound, whole groups, and that each is used once."""
+    wrong = []
+    is_replay = run.combo.source == "replay buffer"
+    seen: set[int] = set()
+    for number, step in enumerate(steps):
+        ages = [micro["version"] - micro["oldest"] for micro in step.micros]
+        if max(ages) > (REPLAY_STALENESS if is_replay else LAG) or min(ages) < 0:
+            wrong.append(f"step {number}: tokens are {min(ages)} to {max(ages)} versions old")
+        sizes = Counter(group for group, _ in step.rows)
+        if not is_replay and (len(sizes) != GROUPS or set(sizes.values()) != {GROUP_SIZE}):
+            wrong.append(f"step {number} is made of {dict(sizes)}")
+        if not is_replay and seen & sizes.keys():
+            wrong.append(f"step {number}: groups {sorted(seen & sizes.keys())} were trained on before")
+        seen |= sizes.keys()
+    return wrong
+
+
+def _check_tape(run: MatrixRun, steps: list[Step]) -> list[str]:
+    """Checks that the tape holds the trained rollouts."""
+    tape = list(Tape(run.folder / "tape").steps())
+    wrong = [] if [s.step for s in tape] == list(range(len(steps))) else [f"the tape has {[s.step for s in tape]}"]
+    for on_tape, step in zip(tape, steps, strict=False):
+        of_groups = [(group, rollout) for group in on_tape.groups for rollout in group.rollouts]
+        rows = sorted((group.index, _row(group.prompt_ids + rollout.token_ids)) for group, rollout in of_groups)
+        if rows != step.rows:
+            wrong.append(f"step {on_tape.step}: the tape has other rollouts than were trained on")
+    return wrong
+
+
+def _row(ids: tuple[int, ...]) -> int:
+    return zlib.crc32(np.array(ids, dtype=np.int64).tobytes())
+
+
+def _leftovers(folder: Path) -> list[str]:
+    files = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    unknown = [name for name in files if not DOCUMENTED.fullmatch(name)]
+    return [f"left over: {', '.join(sorted(unknown)[:5])}"] if unknown else []
 
 
 @dataclass
@@ -127,7 +253,8 @@ def reference(combo: Combo, folder: Path, steps: int) -> list[Step]:
 
 def attack(combo: Combo, number: int, arguments: argparse.Namespace, report: Report) -> None:
     """One run with kills."""
-    folder, chance = Path(arguments.folder), random.Random(f"{arguments.seed} {number}")
+    folder = Path(arguments.folder)
+    chance = random.Random(f"{arguments.seed} {number}")
     expected_at = folder / f"unbroken{number}"
     wrong: list[str] = []
     run = MatrixRun(combo, folder / f"run{number}", arguments.steps)
@@ -155,7 +282,8 @@ def attack(combo: Combo, number: int, arguments: argparse.Namespace, report: Rep
 
 def summary(report: Report, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Summary for docs/measurements."""
-    kills, waits = sum(report.kills.values()), report.waits or [0.0]
+    kills = sum(report.kills.values())
+    waits = report.waits or [0.0]
     row = [kills, report.num_runs, report.num_stopped, report.num_raised, len(report.wrong), report.num_hangs]
     columns = ["kills", "runs", "ended by signals", "exceptions", "violations", "hangs"]
     return measurement(
@@ -165,7 +293,7 @@ def summary(report: Report, arguments: argparse.Namespace, seconds: float) -> di
         columns,
         [row],
         interval=[0.0, round(3.0 / kills, 4)] if kills and not report.wrong else None,  # rule of three
-        command=f"python benchmarks/chaos/kill_matrix.py {' '.join(sys.argv[1:])}",
+        command=f"python tests/reliability/kill_matrix.py {' '.join(sys.argv[1:])}",
         machine=f"{os.cpu_count()} cores, {seconds / 60:.1f} minutes",
         kills_by_moment=dict(report.kills),
         kills_by_setting=dict(sorted(report.by_setting.items())),
@@ -194,7 +322,9 @@ def main() -> None:
     Path(arguments.folder).mkdir(parents=True)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     combos = arguments.combo or covering(arguments.seed)
-    report, number, began = Report(), 0, time.monotonic()
+    report = Report()
+    number = 0
+    began = time.monotonic()
     for ends in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ends, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # which ends it with what was found so far

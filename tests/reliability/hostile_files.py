@@ -1,29 +1,90 @@
-"""Damaged and malicious checkpoints, tapes and prompt files, for `hostile_files.py`.
+"""Damaged and malicious files, and mutated configurations: each must be refused in one line, or work.
 
-Each maker writes a file and returns its kind and a function that reads it back and compares.
+python tests/reliability/hostile_files.py --files 300 --configs 200 --seed 0
+
+Prints a table, and what went wrong; ends with status 1 if anything did. An audit hook watches for processes, system
+calls of payloads and imports of modules that only a payload would ask for.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import copy
 import io
 import json
+import logging
 import os
 import pickle
 import random
 import shutil
+import sys
+import tempfile
+import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from lit_async_rl.assets import asset
+from lit_async_rl.cli.app import AsyncRLCLI, command
 from lit_async_rl.prompts.sources import JsonlPrompts
 from lit_async_rl.replay.tape import Tape, TapeWriter
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
+
+# -- Mutations of a configuration, for `hostile_files.py` -------------------------------------------------------------
+
+
+VALUES: list[Any] = [None, -1, 0, 10**30, float("nan"), float("inf"), "", "x", [], {}, True, [1], {"a": 1}, "${a.b}"]
+PATHS = ["os.system", "subprocess.Popen", "builtins.eval", "shutil.rmtree", "lit_async_rl.losses.Nope"]
+PATHS += ["torch.nn.Linear", "lit_async_rl.rewards.functions.exact_match", "no.such.module", "pathlib.Path", "..", "1"]
+BOMB = b"".join(b"%c: &%c [%s]\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n)] * 9)) for n in range(9))
+TEXTS = [
+    b"data: {seed: \xff}", b"\xff\xfe\0\0", b"data: [", b"- 1", b"", b"\0", b"data: &a {seed: *a}", b"a: " + b"[" * 500,
+    b"a: &a [x,x,x,x,x,x,x,x,x]\n" + BOMB,
+    b"data: {seed: 1, seed: 2}", b"data: {seed: !!python/object/apply:os.system [ls]}", b"<<: *nothing",
+    b"data: 3", b"? [a]\n: 1",
+]  # fmt: skip
+
+
+def mutate(config: dict[str, Any], chance: random.Random) -> tuple[str, bytes]:
+    """One to three mutations of a configuration, as YAML."""
+    if chance.random() < 0.15:
+        return "config, text", chance.choice(TEXTS)
+    config = copy.deepcopy(config)
+    kinds = []
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        holder, key = chance.choice(_places(config))
+        kind = chance.choice(["drop", "rename", "value", "value", "wrap", "class path"])
+        kinds.append(kind)
+        if kind == "drop":
+            del holder[key]
+        elif kind == "rename":
+            holder[str(key) + chance.choice(["s", "_", ".x"])] = holder.pop(key)
+        elif kind == "value":
+            holder[key] = chance.choice(VALUES)
+        elif kind == "wrap":
+            holder[key] = chance.choice([[holder[key]], {"init_args": holder[key]}])
+        else:
+            path = chance.choice(PATHS)
+            arguments = {"command": "true", "path": "/tmp/nothing", "args": ["true"]}
+            holder[key] = chance.choice([path, {"class_path": path}, {"class_path": path, "init_args": arguments}])
+    return f"config, {kinds[0] if len(kinds) == 1 else 'several'}", yaml.safe_dump(config).encode()
+
+
+def _places(config: Any) -> list[tuple[dict[Any, Any], Any]]:
+    found = [(config, key) for key in config]
+    return found + [place for value in config.values() if isinstance(value, dict) for place in _places(value)]
+
+
+# -- Damaged and malicious checkpoints, tapes and prompt files, for `hostile_files.py` --------------------------------
+# Each maker writes a file and returns its kind and a function that reads it back and compares.
 
 
 class Payload:
@@ -161,3 +222,89 @@ def group(step: int) -> RolloutGroup:
     rollouts = (Rollout(token_ids=(3,), **about),)
     times: Any = dict(admitted_version=step, generation_s=0.1, queue_s=0.1)
     return RolloutGroup(index=step, prompt=Prompt(text="1="), prompt_ids=(1,), rollouts=rollouts, **times)
+
+
+ROOT = Path(__file__).parents[2]
+EXECUTED: list[str] = []
+WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "shutil.rmtree")
+
+
+def watch() -> None:
+    """Records audit events of this process from now on."""
+    sys.addaudithook(lambda event, args: EXECUTED.append(f"{event} {args}") if event.startswith(WATCHED) else None)
+
+
+def build(path: Path, runs: Path) -> bool:
+    """Parses a configuration and instantiates everything in it."""
+    AsyncRLCLI(["--config", str(path), "--trainer.default_root_dir", str(runs)])
+    return True
+
+
+# -- running -------------------------------------------------------------------------------------------------------
+def outcome(read: Callable[[], bool]) -> tuple[str, str]:
+    """`works`, `one line`, or the kind of failure; and the output."""
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()), command():
+            return ("works" if read() else "WRONG CONTENT"), ""
+    except SystemExit as end:
+        said = end.code if isinstance(end.code, str) else told.getvalue()
+        said = said[said.find("error: ") :]
+        is_good = end.code not in (0, None) and said.startswith("error: ") and "Traceback" not in told.getvalue() + said
+        return ("one line" if is_good and len(said.strip().splitlines()) <= 3 else "BAD MESSAGE"), said
+    except BaseException as error:
+        return "TRACEBACK", repr(error)
+
+
+def battery(num_files: int, num_configs: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """Outcomes by kind of file, and all failures."""
+    chance = random.Random(seed)
+    counts = Counter[tuple[str, str]]()
+    wrong = []
+    config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    with tempfile.TemporaryDirectory() as name:
+        files = Files(Path(name))
+        makers = [files.make_checkpoint, files.make_tape, files.make_prompts]
+        for number in range(num_files + num_configs):
+            shutil.rmtree(Path(name) / "tape", ignore_errors=True)
+            if number < num_files:
+                kind, read = makers[number % 3](chance)
+            else:
+                kind, text = mutate(config, chance)
+                path = Path(name) / "mutated.yaml"
+                path.write_bytes(text)
+                read = lambda path=path: build(path, Path(name) / "runs")  # noqa: E731
+            EXECUTED.clear()
+            result, said = outcome(read)
+            if executed := [event for event in EXECUTED if "rmtree" not in event or name not in event]:
+                result = "EXECUTED"
+                said = f"{executed}"
+            counts[kind, result] += 1
+            if result.isupper():
+                wrong.append(f"{number}: {kind}: {result}: {said}")
+    return counts, wrong
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=300)
+    parser.add_argument("--configs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    sys.argv = sys.argv[:1]
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    watch()
+    counts, wrong = battery(arguments.files, arguments.configs, arguments.seed)
+    print(f"| {'file':32} | one line | works | wrong |\n|{'-' * 34}|---|---|---|")
+    for kind in sorted({kind for kind, _ in counts}):
+        bad = sum(n for (k, result), n in counts.items() if k == kind and result.isupper())
+        print(f"| {kind:32} | {counts[kind, 'one line']} | {counts[kind, 'works']} | {bad} |")
+    print(f"{sum(counts.values())} in all, {len(wrong)} wrong", *wrong, sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
