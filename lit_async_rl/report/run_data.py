@@ -384,8 +384,8 @@ def token_texts(folder: Path) -> Texts | None:
 
 def _row(step: TapeStep, group: RolloutGroup, sample: int, texts: Texts | None) -> dict[str, Any]:
     rollout = group.rollouts[sample]
-    ids = rollout.completion_ids[:MAX_TAPE_TOKENS]
-    num_left_out = len(rollout.completion_ids) - MAX_TAPE_TOKENS
+    ids = rollout.token_ids[:MAX_TAPE_TOKENS]
+    num_left_out = len(rollout.token_ids) - MAX_TAPE_TOKENS
     return {
         "step": step.step + 1,  # counted from 1, as in samples.jsonl
         "group": group.index,
@@ -399,7 +399,7 @@ def _row(step: TapeStep, group: RolloutGroup, sample: int, texts: Texts | None) 
         "oldest_version": min(rollout.versions, default=None),
         "newest_version": max(rollout.versions, default=None),
         "finish_reason": rollout.finish_reason,
-        "num_tokens": len(rollout.completion_ids),
+        "num_tokens": len(rollout.token_ids),
         "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
         "tokens": None if texts is None else texts(ids),
         "versions": rollout.versions[:MAX_TAPE_TOKENS],

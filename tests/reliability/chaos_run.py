@@ -50,7 +50,7 @@ def say(*words: Any) -> None:
 
 def digest(group: RolloutGroup) -> str:
     """Digest of all tokens and rewards."""
-    content = [(rollout.completion_ids, rollout.versions, rollout.reward) for rollout in group.rollouts]
+    content = [(rollout.token_ids, rollout.versions, rollout.reward) for rollout in group.rollouts]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
@@ -161,18 +161,18 @@ class JournalIO(AtomicCheckpointIO):
 
 def keep_journal() -> None:
     """Journals each finished group and each saved state, in order."""
-    close = GroupBook._close
+    finish = GroupBook._finish
     save = GroupBook.save
 
-    def journal_close(book: GroupBook, group: Any) -> None:
-        close(book, group)
-        say("finished", group.index, digest(book.finished[group.index]))
+    def journal_finish(book: GroupBook, group: Any) -> None:
+        finish(book, group)
+        say("finished", group.index, digest(group.finished))
 
     def journal_save(book: GroupBook, *others: Any) -> Any:
         say("saved")
         return save(book, *others)
 
-    GroupBook._close = journal_close  # type: ignore[method-assign]
+    GroupBook._finish = journal_finish  # type: ignore[method-assign]
     GroupBook.save = journal_save
 
 

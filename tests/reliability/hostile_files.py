@@ -219,8 +219,8 @@ class Files:
 
 def group(step: int) -> RolloutGroup:
     """A group of one completion."""
-    about: Any = dict(behavior_logprobs=(-0.5,), versions=(step,), finish_reason="stop", text="a", reward=1.0)
-    rollouts = (Rollout(completion_ids=(3,), **about),)
+    about: Any = dict(logprobs=(-0.5,), versions=(step,), finish_reason="stop", text="a", reward=1.0)
+    rollouts = (Rollout(token_ids=(3,), **about),)
     times: Any = dict(admitted_version=step, generation_s=0.1, queue_s=0.1)
     return RolloutGroup(index=step, prompt=Prompt(text="1="), prompt_ids=(1,), rollouts=rollouts, **times)
 

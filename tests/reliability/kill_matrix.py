@@ -155,7 +155,7 @@ def _check_tape(run: MatrixRun, steps: list[Step]) -> list[str]:
     wrong = [] if [s.step for s in tape] == list(range(len(steps))) else [f"the tape has {[s.step for s in tape]}"]
     for on_tape, step in zip(tape, steps, strict=False):
         of_groups = [(group, rollout) for group in on_tape.groups for rollout in group.rollouts]
-        rows = sorted((group.index, _row(group.prompt_ids + rollout.completion_ids)) for group, rollout in of_groups)
+        rows = sorted((group.index, _row(group.prompt_ids + rollout.token_ids)) for group, rollout in of_groups)
         if rows != step.rows:
             wrong.append(f"step {on_tape.step}: the tape has other rollouts than were trained on")
     return wrong

@@ -14,6 +14,7 @@ from typing import Any
 
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.prompts.stream import PromptStream
+from lit_async_rl.rollouts.group_book import GroupState
 from lit_async_rl.types import RolloutBatch
 from tests.reliability.state_machine.modules import (
     NumberedPrompts,
@@ -260,6 +261,7 @@ class StateMachine:
             raise Violation(f"fixed_lag is not the plain loop after step {step}")
 
     def _check_none_is_lost(self, deadlines: dict[int, int], next_index: int) -> None:
-        known = len(self.trained.keys() | deadlines.keys() | self.producer.book.in_step.keys())
+        taken = {group.index for group in self.producer.book.in_state(GroupState.TAKEN)}
+        known = len(self.trained.keys() | deadlines.keys() | taken)
         if known + len(self.given_up) < next_index:
             raise Violation(f"{next_index - known} of {next_index} groups are neither trained on nor under way")

@@ -20,7 +20,7 @@ from lit_async_rl.advantages.group import Raw
 from lit_async_rl.callbacks.run.weight_sync import WeightSync
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.module import RolloutDataModule
-from lit_async_rl.data.rollout_source import RolloutSource, SharedSource, StepBatches
+from lit_async_rl.data.rollout_source import RolloutFeed, RolloutSource
 from lit_async_rl.data.settings import Limits
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import InvariantError, RewardError
@@ -385,14 +385,21 @@ class VirtualData(RolloutDataModule):
         self.stream = PromptStream(NumberedPrompts(11), seed=3)
         self.scorer = VirtualScorer(settings.reward_tries)
         self.tape = None
-        groups = settings.groups_per_step
-        engine = VirtualEngine(settings.in_flight)
-        self._source = RolloutSource(engine, "", self._slots, self._make_producer, groups, groups, None, Limits())
-        collate = partial(collate_step, advantage=Raw(), pad_token_id=0, temperature=1.0)
-        self._batches = StepBatches(
-            self._source, collate, TokenMean(), groups, settings.micro_batches, settings.streams
+        self._source = RolloutSource(
+            engine=VirtualEngine(settings.in_flight),
+            model="",
+            admission=self._slots,
+            make_producer=self._make_producer,
+            collate=partial(collate_step, advantage=Raw(), pad_token_id=0, temperature=1.0),
+            aggregation=TokenMean(),
+            groups_per_step=settings.groups_per_step,
+            fresh_per_step=settings.groups_per_step,
+            micro_batches_per_step=settings.micro_batches,
+            streams=settings.streams,
+            replay=None,
+            limits=Limits(),
         )
-        self.shared_source = SharedSource(self._source, self._batches)
+        self.feed = RolloutFeed(self._source, settings.micro_batches)
 
     def _make_producer(self, step: int) -> VirtualProducer:
         return VirtualProducer(

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.loops.progress import _BatchProgress
 from torch.optim import Optimizer
 
-from lit_async_rl.data.rollout_source import StepFeed
+from lit_async_rl.data.rollout_source import RolloutFeed
 from lit_async_rl.types import RolloutBatch
 from tests.reliability.state_machine.modules import (
     VirtualData,
@@ -125,7 +125,7 @@ class VirtualTrainer:
         yield "on_train_end"
         module.teardown("fit")
 
-    def _epoch(self, feed: StepFeed) -> Iterator[str]:
+    def _epoch(self, feed: RolloutFeed) -> Iterator[str]:
         fetched = self.progress.current.ready
         current = self.progress.current
         length = len(feed)
