@@ -63,22 +63,19 @@ def test_a_group_passes_through_its_states_and_is_forgotten_when_it_was_trained_
     assert not book.reward(group, 0, 1.0), "a reward that comes too late"
 
 
-def test_groups_may_be_admitted_while_a_notice_counts_those_that_lack_completions():
+def test_groups_may_be_admitted_while_a_notice_counts_those_that_lack_completions(monkeypatch):
     book = GroupBook(TextCodec(MODEL), 2, SamplingParams(max_tokens=4))
-
-    class AdmittedMeanwhile(GroupEntry):
-        """A group during whose look another thread admits one."""
-
-        @property
-        def state(self):
-            book.open(len(book.groups), 0, Prompt(text="3 1 2"), version=0)
-            return GroupState.SAMPLING
-
-        @state.setter
-        def state(self, value):
-            pass
-
     for index in range(2):
-        book.groups[index] = AdmittedMeanwhile(index, 0, Prompt(text="3 1 2"), (3,), 0)
+        book.open(index, 0, Prompt(text="3 1 2"), version=0)
+
+    def state(entry):
+        """Read by the notice, while another thread admits a group."""
+        book.open(len(book.groups), 0, Prompt(text="3 1 2"), version=0)
+        return vars(entry)["state"]
+
+    def set_state(entry, value):
+        vars(entry)["state"] = value
+
+    monkeypatch.setattr(GroupEntry, "state", property(state, set_state))
     assert [group.index for group in book.in_state(GroupState.SAMPLING)] == [0, 1]
     assert len(book.groups) == 4
