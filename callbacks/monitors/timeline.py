@@ -89,7 +89,7 @@ class Timeline(pl.Callback):
         self._spans = Spans(offset_s)
         self._spans.name_process(rank, f"rank {rank}")
         self._lane = self._spans.lane(rank, TRAINER, "trainer", "trainer", merges=False)
-        data.shared_source.observe(self._spans, rank)
+        data.feed.observe(self._spans, rank)
         self._writer = TraceWriter(folder / FOLDER / f"rank{rank}.json", self._spans, self.flush_s)
         self._step = trainer.global_step
         self._stride = 1

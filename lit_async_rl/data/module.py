@@ -1,6 +1,6 @@
-"""LightningDataModule of rollouts: owns engine and producer, and yields the micro-batches of each optimizer step.
+"""LightningDataModule of rollouts: settings of engine, producer and steps, and the parts that are made from them.
 
-Lightning's loop waits in `next(feed)`, in `Producer.take`, which has a timeout and notices SIGTERM and dead threads.
+Training takes its micro-batches from `RolloutFeed`, validation its prompts from `HeldOut`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +17,7 @@ from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data import compatibility
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.compatibility import check_ends
-from lit_async_rl.data.rollout_source import PromptFeed, RolloutSource, SharedSource, StepBatches, StepFeed
+from lit_async_rl.data.rollout_source import RolloutFeed, RolloutSource
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.distributed.scatter import connect
 from lit_async_rl.engines.base import RolloutEngine
@@ -26,8 +25,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
-from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
-from lit_async_rl.prompts.sources import Records, as_source
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.prompts.stream import PromptStream, UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import NoEngine, Replay
@@ -40,6 +39,322 @@ from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Rollouts of the policy in training, at most `max_staleness` versions old.
+
+    Args:
+        model: Hugging Face name or folder of tokenizer and architecture; None is the trained model's.
+        prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`.
+        reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
+            or a callable class; None only if the engine scores.
+        engine: samples the completions; None is `EmbeddedEngine()`.
+        max_staleness: bound on a token's age in versions when it is trained on; 0 is synchronous.
+        admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
+        groups_per_step: prompts of one optimizer step.
+        group_size: completions of each prompt.
+        micro_batches_per_step: forward-backward passes of one optimizer step.
+        weight_sync_steps: optimizer steps between publications of the weights.
+        sampling: sampling parameters of training completions.
+        advantage: estimates advantages from the rewards of a group; None is `GroupMeanStd()`.
+        aggregation: weight of each token in the average over the step; None is `TokenMean()`.
+        scoring: worker threads, timeout and tries of the reward.
+        validation: held-out prompts, and how they are sampled and scored.
+        intake: order of the prompts, curriculum, group filters and streaming; None keeps every group.
+        replay: mixes earlier groups into each step; `max_staleness` then bounds fresh groups only.
+        limits: timeouts, and engine restarts before the run ends with an error.
+
+    Attributes:
+        keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
+        configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
+
+    Raises:
+        ValueError: a setting is out of range, or two settings contradict each other.
+    """
+
+    _is_kept_open = False
+
+    def __init__(
+        self,
+        model: str | None = None,
+        prompts: Records | None = None,
+        reward: Reward | None = None,
+        engine: RolloutEngine | None = None,
+        max_staleness: int = 4,
+        admission: AdmissionPolicy | None = None,
+        groups_per_step: int = 16,
+        group_size: int = 8,
+        micro_batches_per_step: int = 1,
+        weight_sync_steps: int = 1,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
+        advantage: AdvantageEstimator | None = None,
+        aggregation: Aggregation | None = None,
+        scoring: Scoring = Scoring(),  # noqa: B008  frozen
+        validation: Validation = Validation(),  # noqa: B008  frozen
+        intake: Intake | None = None,
+        replay: ReplayBuffer | None = None,
+        limits: Limits = Limits(),  # noqa: B008  frozen
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._codec = None if model is None else TextCodec(model, scoring.special_tokens)
+        self.prompts = as_source(prompts, "data.prompts")
+        if reward is not None and not callable(reward):
+            raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
+        check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
+        check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
+        check_objects("data", replay=replay, limits=limits)
+        self.admission = admission or Bounded()
+        self.intake = intake or Intake()
+        self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
+        sampling = compatibility.with_support(sampling, engine)
+        self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
+        if self.tape is not None:
+            engine = NoEngine(reward is None, engine)
+        engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
+        self.reward = reward
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self.micro_batches_per_step = micro_batches_per_step
+        self.weight_sync_steps = weight_sync_steps
+        check_range("data", "integer positive", groups_per_step=groups_per_step, group_size=group_size)
+        check_range("data", "integer positive", micro_batches_per_step=micro_batches_per_step)
+        check_range("data", "integer positive", weight_sync_steps=weight_sync_steps)
+        self.advantage = advantage or GroupMeanStd()
+        self.aggregation = aggregation or TokenMean()
+        self.sampling = sampling
+        self.scoring = scoring
+        self.limits = limits
+        self.replay = replay
+        self.validation = validation
+        self.keep_groups_whole = False
+        compatibility.check_bound(self.admission, max_staleness)
+        compatibility.check_engine(engine, reward, self.admission, sampling)
+        engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
+        compatibility.check_limits(reward, scoring.timeout_s)
+        compatibility.check_sleep(engine, max_staleness, self.intake)
+        compatibility.check_intake(self.intake, self.admission, replay is not None)
+        compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
+        compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
+        self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
+        self.stream = PromptStream(self.prompts, seed=self.intake.seed)
+        self.configured_bound = max_staleness
+        self._empty_replay = None if replay is None else replay.state_dict()
+        self._reference_check = ReferenceCheck(None)
+        self._make_source(engine)
+        self.intake.use_grader(self._grader)
+        self.held_out = HeldOut(validation, self.val_sampling, lambda: scoring.make_scorer(reward), self._grader)
+
+    def _make_source(self, engine: RolloutEngine) -> None:
+        """Makes the parts that serve a single fit."""
+        engine.special_tokens = self.scoring.special_tokens
+        self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self.configured_bound)
+        self._source = RolloutSource(
+            engine=engine,
+            model=self.model,
+            admission=self._slots,
+            make_producer=self._make_producer,
+            collate=self._collate,
+            aggregation=self.aggregation,
+            groups_per_step=self.groups_per_step,
+            fresh_per_step=self.fresh_per_step,
+            micro_batches_per_step=self.micro_batches_per_step,
+            streams=self.intake.stream_groups,
+            replay=self.replay,
+            limits=self.limits,
+        )
+        self.feed = RolloutFeed(self._source, self.micro_batches_per_step)
+
+    def _make_producer(self, step: int) -> Producer | Replay:
+        if self.tape is not None:
+            return Replay(self.tape, step, self._slots)
+        self._check_references()
+        return Producer(
+            engine=self.engine,
+            stream=self.stream,
+            codec=self.codec,
+            scorer=self.scoring.make_scorer(self.reward),
+            admission=self._slots,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            timeout_s=self.limits.rollout_timeout_s,
+            intake=self.intake,
+        )
+
+    def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
+        return collate_step(
+            groups,
+            advantage=self.advantage,
+            pad_token_id=self.codec.pad_token_id,
+            temperature=self.sampling.temperature,
+            truncated=self.sampling.truncates and self.engine.has_model,
+            keep_groups_whole=self.keep_groups_whole,
+            **settings,
+        )
+
+    # -- model and tokenizer ------------------------------------------------------------------------------------------
+
+    def use_model(self, model: str) -> None:
+        """Sets the name of the model, unless one was given."""
+        if self.model is None:
+            self._codec = TextCodec(model, self.scoring.special_tokens)
+            self.model = model
+            self._source.use_model(model)
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer.
+
+        Raises:
+            SetupError: the model is not set yet.
+        """
+        if self._codec is None:
+            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
+        return self._codec
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        return self.codec.encode(prompt)
+
+    # -- state of the run, for callbacks ------------------------------------------------------------------------------
+
+    def note_progress(self) -> None:
+        """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""
+        self.feed.ranks.progress.sign()
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine in use; replaced by a new one after a restart."""
+        return self._source.engine
+
+    @property
+    def engine_restarts(self) -> str:
+        """Number of engines that failed in this run, and the last one's error; empty if there were none."""
+        return self._source.engine_restarts
+
+    @property
+    def max_staleness(self) -> int:
+        """Staleness bound of groups admitted from now on, in versions."""
+        return self._slots.max_staleness
+
+    @property
+    def groups_per_round(self) -> int:
+        """Fresh groups trained on between two publications of the weights."""
+        return self._slots.groups_per_round
+
+    @property
+    def _trainer(self) -> AnyTrainer:
+        if self.trainer is None:
+            raise SetupError("a RolloutDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
+        return self.trainer
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether SIGTERM was received, on any rank of a distributed run."""
+        return self.trainer is not None and self.feed.ranks.is_asked_to_stop(self.trainer)
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Changes the staleness bound during training; groups already admitted keep theirs."""
+        compatibility.check_bound_change(self.admission, max_staleness)
+        if max_staleness != self.max_staleness:
+            self.feed.set_max_staleness(max_staleness)
+
+    @property
+    def last_step_groups(self) -> Sequence[RolloutGroup]:
+        """Groups of the current step; when groups are streamed, those received so far."""
+        return self._source.groups
+
+    def stats(self) -> ProducerStats | None:
+        """Totals of sampling and scoring since the start; None before it."""
+        return self._source.stats()
+
+    def train_dataloader(self) -> Iterable[RolloutBatch]:
+        """Micro-batches as a sized iterable; a `DataLoader` has nothing to add, because they are already collated."""
+        self.feed.trainer = self._trainer
+        return self.feed
+
+    def val_dataloader(self) -> Iterable[PromptBatch]:
+        """Held-out prompts in batches."""
+        return self.held_out.batches(self.codec, self._trainer.global_rank, self._trainer.world_size)
+
+    def setup(self, stage: str) -> None:
+        """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""
+        if stage == "fit" and self._source.has_begun:
+            self.stream.position = 0
+            self.intake.reset()
+            if self.replay is not None and self._empty_replay is not None:
+                self.replay.load_state_dict(self._empty_replay)
+            self._make_source(self.engine.fresh())
+        self.feed.ranks = connect(
+            self._trainer,
+            stall_s=self.limits.rollout_timeout_s,
+            silence_s=self.limits.rank_timeout_s,
+            on_abandon=self.stop,
+        )
+
+    @property
+    def _grader(self) -> Any:
+        """Whatever gives the rewards: the reward, or the environment of the engine."""
+        if self.reward is None and isinstance(self.engine, EpisodeEngine):
+            return self.engine.grader()
+        return self.reward
+
+    def _check_references(self) -> None:
+        """Begins to run a grader on its own references, in the background."""
+        self._reference_check.close()
+        self._reference_check = ReferenceCheck(self._grader, self.scoring.timeout_s)
+        sources = [("data.prompts", self.prompts)]
+        if (held_out := self.validation.source) is not None:
+            sources.append(("data.validation.prompts", held_out))
+        self._reference_check.start((name, sample_prompts(source)) for name, source in sources)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.checkpoint`."""
+        return self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Stores the state; it is restored when the engine has its weights."""
+        self._source.load_state_dict(state_dict)
+
+    def stop(self) -> None:
+        """Stops the background thread and closes the engine. Safe to call twice."""
+        self._reference_check.close()
+        self.held_out.close()
+        self._source.stop()
+        self._end()
+
+    def _end(self) -> None:
+        """Closes the environment, if there is one, unless the run goes on after this fit or validation."""
+        if not self._is_kept_open:
+            self._source.end()
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Context of a run of several fits and validations: what their engines share is closed at its end.
+
+        Without it an environment is closed at the end of each of them.
+        """
+        self._is_kept_open = True
+        try:
+            yield
+        finally:
+            self._is_kept_open = False
+            self._end()
+
+    def teardown(self, stage: str) -> None:
+        if stage == "fit":
+            self.stop()
+        self.held_out.close()
+        self._end()
+        self.feed.ranks.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks, then stops; Lightning does not call `teardown` after an exception."""
+        self.feed.ranks.fail(exception)
+        self.stop()
+        self.feed.ranks.close()
+
 
 # -- Held-out prompts of the validation loop, and their rewards -------------------------------------------------------
 
@@ -114,317 +429,31 @@ class HeldOut:
             self._scorer = None
 
 
-# -- The model a data module samples from: its name, which may be set later, and its tokenizer ------------------------
+class PromptFeed:
+    """Batches of held-out prompts in order; rank r of n gets batches r, r + n, r + 2n, ...
 
-
-class ModelName(pl.LightningDataModule):
-    """Base class of `RolloutDataModule`: name and tokenizer of the model.
-
-    Args:
-        model: Hugging Face name or folder; None until `use_model`.
-        special_tokens: in decoded text, see `data.scoring.special_tokens`.
-    """
-
-    _source: RolloutSource
-
-    def __init__(self, model: str | None, special_tokens: SpecialTokens = "tags") -> None:
-        super().__init__()
-        self.model = model
-        self.special_tokens: SpecialTokens = special_tokens
-        self._codec = None if model is None else TextCodec(model, special_tokens)
-
-    def use_model(self, model: str) -> None:
-        """Sets the name of the model, unless one was given."""
-        if self.model is None:
-            self._codec = TextCodec(model, self.special_tokens)
-            self.model = model
-            self._source.use_model(model)
-
-    @property
-    def codec(self) -> TextCodec:
-        """The model's tokenizer.
-
-        Raises:
-            SetupError: the model is not set yet.
-        """
-        if self._codec is None:
-            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
-        return self._codec
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt."""
-        return self.codec.encode(prompt)
-
-
-class RolloutDataModule(ModelName):
-    """Rollouts of the policy in training, at most `max_staleness` versions old.
+    All ranks have the same number of batches, some of them empty: Lightning skips validation on a rank without any.
+    The length keeps Lightning from prefetching.
 
     Args:
-        model: Hugging Face name or folder of tokenizer and architecture; None is the trained model's.
-        prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`.
-        reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
-            or a callable class; None only if the engine scores.
-        engine: samples the completions; None is `EmbeddedEngine()`.
-        max_staleness: bound on a token's age in versions when it is trained on; 0 is synchronous.
-        admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
-        groups_per_step: prompts of one optimizer step.
-        group_size: completions of each prompt.
-        micro_batches_per_step: forward-backward passes of one optimizer step.
-        weight_sync_steps: optimizer steps between publications of the weights.
-        sampling: sampling parameters of training completions.
-        advantage: estimates advantages from the rewards of a group; None is `GroupMeanStd()`.
-        aggregation: weight of each token in the average over the step; None is `TokenMean()`.
-        scoring: worker threads, timeout and tries of the reward.
-        validation: held-out prompts, and how they are sampled and scored.
-        intake: order of the prompts, curriculum, group filters and streaming; None keeps every group.
-        replay: mixes earlier groups into each step; `max_staleness` then bounds fresh groups only.
-        limits: timeouts, and engine restarts before the run ends with an error.
-
-    Attributes:
-        keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
-        configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
-
-    Raises:
-        ValueError: a setting is out of range, or two settings contradict each other.
+        source: of the prompts.
+        batch_size: prompts sampled together.
+        rank: of this process.
+        num_ranks: among which the batches are divided.
     """
 
-    _is_kept_open = False
+    def __init__(self, source: PromptSource, batch_size: int, rank: int = 0, num_ranks: int = 1) -> None:
+        self._source = source
+        self._batch_size = batch_size
+        self._rank = rank
+        self._num_ranks = num_ranks
 
-    def __init__(
-        self,
-        model: str | None = None,
-        prompts: Records | None = None,
-        reward: Reward | None = None,
-        engine: RolloutEngine | None = None,
-        max_staleness: int = 4,
-        admission: AdmissionPolicy | None = None,
-        groups_per_step: int = 16,
-        group_size: int = 8,
-        micro_batches_per_step: int = 1,
-        weight_sync_steps: int = 1,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
-        advantage: AdvantageEstimator | None = None,
-        aggregation: Aggregation | None = None,
-        scoring: Scoring = Scoring(),  # noqa: B008  frozen
-        validation: Validation = Validation(),  # noqa: B008  frozen
-        intake: Intake | None = None,
-        replay: ReplayBuffer | None = None,
-        limits: Limits = Limits(),  # noqa: B008  frozen
-    ) -> None:
-        super().__init__(model, scoring.special_tokens)
-        self.prompts = as_source(prompts, "data.prompts")
-        if reward is not None and not callable(reward):
-            raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
-        check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
-        check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
-        check_objects("data", replay=replay, limits=limits)
-        self.admission = admission or Bounded()
-        self.intake = intake or Intake()
-        asked = sampling
-        sampling = compatibility.with_support(sampling, engine)
-        self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
-        if self.tape is not None:
-            engine = NoEngine(reward is None, engine)
-        engine = engine or EmbeddedEngine(in_flight_weight_updates=not self.admission.in_order)
-        self.reward = reward
-        self.groups_per_step = groups_per_step
-        self.group_size = group_size
-        self.micro_batches_per_step = micro_batches_per_step
-        self.weight_sync_steps = weight_sync_steps
-        check_range("data", "integer positive", groups_per_step=groups_per_step, group_size=group_size)
-        check_range("data", "integer positive", micro_batches_per_step=micro_batches_per_step)
-        check_range("data", "integer positive", weight_sync_steps=weight_sync_steps)
-        self.advantage = advantage or GroupMeanStd()
-        self.aggregation = aggregation or TokenMean()
-        self.sampling = sampling
-        self.scoring = scoring
-        self.limits = limits
-        self.replay = replay
-        self.validation = validation
-        self.keep_groups_whole = False
-        self.val_sampling = validation.sampling or replace(asked, head=None, experts=False)
-        compatibility.check_bound(self.admission, max_staleness)
-        compatibility.check_engine(engine, reward, self.admission, sampling)
-        engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
-        compatibility.check_limits(reward, scoring.timeout_s)
-        compatibility.check_sleep(engine, max_staleness, self.intake)
-        compatibility.check_intake(self.intake, self.admission, replay is not None)
-        compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
-        compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
-        self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        self.stream = PromptStream(self.prompts, seed=self.intake.seed)
-        self.configured_bound = max_staleness
-        self._empty_replay = None if replay is None else replay.state_dict()
-        self._reference_check = ReferenceCheck(None)
-        self._make_source(engine)
-        self.intake.use_grader(self._grader)
-        self.held_out = HeldOut(validation, self.val_sampling, partial(scoring.make_scorer, reward), self._grader)
+    def __len__(self) -> int:
+        return -(-len(self._source) // (self._batch_size * self._num_ranks))
 
-    def _make_source(self, engine: RolloutEngine) -> None:
-        """Makes the parts that serve a single fit."""
-        engine.special_tokens = self.scoring.special_tokens
-        self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self.configured_bound)
-        made = engine, self.model, self._slots, self._make_producer, self.groups_per_step, self.fresh_per_step
-        self._source = RolloutSource(*made, self.replay, self.limits)
-        sizes = self.groups_per_step, self.micro_batches_per_step, self.intake.stream_groups
-        self._batches = StepBatches(self._source, self._collate, self.aggregation, *sizes)
-        self.shared_source = SharedSource(self._source, self._batches)
-
-    def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
-        return collate_step(
-            groups,
-            advantage=self.advantage,
-            pad_token_id=self.codec.pad_token_id,
-            temperature=self.sampling.temperature,
-            truncated=self.sampling.truncates and self.engine.has_model,
-            keep_groups_whole=self.keep_groups_whole,
-            **settings,
-        )
-
-    def note_progress(self) -> None:
-        """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""
-        self.shared_source.ranks.progress.sign()
-
-    @property
-    def engine(self) -> RolloutEngine:
-        """The engine in use; replaced by a new one after a restart."""
-        return self._source.engine
-
-    @property
-    def engine_restarts(self) -> str:
-        """Number of engines that failed in this run, and the last one's error; empty if there were none."""
-        return self._source.engine_restarts
-
-    @property
-    def max_staleness(self) -> int:
-        """Staleness bound of groups admitted from now on, in versions."""
-        return self._slots.max_staleness
-
-    @property
-    def groups_per_round(self) -> int:
-        """Fresh groups trained on between two publications of the weights."""
-        return self._slots.groups_per_round
-
-    @property
-    def _trainer(self) -> AnyTrainer:
-        if self.trainer is None:
-            raise SetupError("a RolloutDataModule feeds a Trainer: give it to `trainer.fit(..., datamodule=data)`")
-        return self.trainer
-
-    @property
-    def is_asked_to_stop(self) -> bool:
-        """Whether SIGTERM was received, on any rank of a distributed run."""
-        return self.trainer is not None and self.shared_source.ranks.is_asked_to_stop(self.trainer)
-
-    def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the staleness bound during training; groups already admitted keep theirs."""
-        compatibility.check_bound_change(self.admission, max_staleness)
-        if max_staleness != self.max_staleness:
-            self.shared_source.set_max_staleness(max_staleness)
-
-    @property
-    def last_step_groups(self) -> Sequence[RolloutGroup]:
-        """Groups of the current step; when groups are streamed, those received so far."""
-        return self._batches.groups
-
-    def stats(self) -> ProducerStats | None:
-        """Totals of sampling and scoring since the start; None before it."""
-        return self._source.stats()
-
-    def train_dataloader(self) -> Iterable[RolloutBatch]:
-        """Micro-batches as a sized iterable; a `DataLoader` has nothing to add, because they are already collated."""
-        return StepFeed(self._trainer, self.micro_batches_per_step, self.shared_source)
-
-    def val_dataloader(self) -> Iterable[PromptBatch]:
-        """Held-out prompts in batches."""
-        return self.held_out.batches(self.codec, self._trainer.global_rank, self._trainer.world_size)
-
-    def setup(self, stage: str) -> None:
-        """Connects the ranks. A second fit starts over, from the first prompt and with a fresh engine."""
-        if stage == "fit" and self._source.has_begun:
-            self.stream.position = 0
-            self.intake.reset()
-            if self.replay is not None and self._empty_replay is not None:
-                self.replay.load_state_dict(self._empty_replay)
-            self._make_source(self.engine.fresh())
-        limits = self.limits.rollout_timeout_s, self.limits.rank_timeout_s
-        self.shared_source.ranks = connect(self._trainer, *limits, on_abandon=self.stop)
-
-    def _make_producer(self, step: int) -> Producer | Replay:
-        if self.tape is not None:
-            return Replay(self.tape, step, self._slots)
-        self._check_references()
-        return Producer(
-            engine=self.engine,
-            stream=self.stream,
-            codec=self.codec,
-            scorer=self.scoring.make_scorer(self.reward),
-            admission=self._slots,
-            group_size=self.group_size,
-            sampling=self.sampling,
-            timeout_s=self.limits.rollout_timeout_s,
-            intake=self.intake,
-        )
-
-    @property
-    def _grader(self) -> Any:
-        """Whatever gives the rewards: the reward, or the environment of the engine."""
-        if self.reward is None and isinstance(self.engine, EpisodeEngine):
-            return self.engine.grader()
-        return self.reward
-
-    def _check_references(self) -> None:
-        """Begins to run a grader on its own references, in the background."""
-        self._reference_check.close()
-        self._reference_check = ReferenceCheck(self._grader, self.scoring.timeout_s)
-        held_out = self.validation.source
-        sources = [("data.prompts", self.prompts)] + (
-            [] if held_out is None else [("data.validation.prompts", held_out)]
-        )
-        self._reference_check.start((name, sample_prompts(source)) for name, source in sources)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every group admitted and not yet trained on, see `lit_async_rl.rollouts.checkpoint`."""
-        return self._source.state_dict(0 if self.trainer is None else self.trainer.global_step)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Stores the state; it is restored when the engine has its weights."""
-        self._source.load_state_dict(state_dict)
-
-    def stop(self) -> None:
-        """Stops the background thread and closes the engine. Safe to call twice."""
-        self._reference_check.close()
-        self.held_out.close()
-        self._source.stop()
-        self._end()
-
-    def _end(self) -> None:
-        """Closes the environment, if there is one, unless the run goes on after this fit or validation."""
-        if not self._is_kept_open:
-            self._source.end()
-
-    @contextmanager
-    def kept_open(self) -> Iterator[None]:
-        """Context of a run of several fits and validations: what their engines share is closed at its end.
-
-        Without it an environment is closed at the end of each of them.
-        """
-        self._is_kept_open = True
-        try:
-            yield
-        finally:
-            self._is_kept_open = False
-            self._end()
-
-    def teardown(self, stage: str) -> None:
-        if stage == "fit":
-            self.stop()
-        self.held_out.close()
-        self._end()
-        self.shared_source.ranks.close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks, then stops; Lightning does not call `teardown` after an exception."""
-        self.shared_source.ranks.fail(exception)
-        self.stop()
-        self.shared_source.ranks.close()
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for n in range(len(self)):
+            index = n * self._num_ranks + self._rank
+            begin = min(index * self._batch_size, len(self._source))
+            end = min(begin + self._batch_size, len(self._source))
+            yield PromptBatch([self._source[k] for k in range(begin, end)], index)

@@ -206,8 +206,8 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "metadata": json.dumps(dict(group.prompt.metadata), default=str),
         "prompt_ids": group.prompt_ids,
-        "completion_ids": rollout.completion_ids,
-        "behavior_logprobs": rollout.behavior_logprobs,
+        "completion_ids": rollout.token_ids,
+        "behavior_logprobs": rollout.logprobs,
         "versions": rollout.versions,
         "loss_mask": rollout.loss_mask,
         "finish_reason": rollout.finish_reason,
@@ -231,8 +231,10 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
         prompt_ids=tuple(head["prompt_ids"]),
         rollouts=tuple(
             Rollout(
-                completion_ids=tuple(row["completion_ids"]),
-                behavior_logprobs=tuple(row["behavior_logprobs"]),
+                request_id=row["group"],
+                sample_index=row["sample"],
+                token_ids=tuple(row["completion_ids"]),
+                logprobs=tuple(row["behavior_logprobs"]),
                 versions=tuple(row["versions"]),
                 finish_reason=row["finish_reason"],
                 text=row["text"],
@@ -410,7 +412,7 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     return table if columns is None else table.select(list(columns))
 
 
-# -- Writer of rollout tapes, whose format `lit_async_rl.replay.tape` describes ---------------------------------------
+# -- Writer ------------------------------------------------------------------------------------------------------------
 
 
 class TapeWriter:
@@ -478,8 +480,8 @@ class TapeWriter:
     ) -> None:
         """Adds a step, see `TapeStep`; `flush` writes it to disk."""
         settings = None if sampling is None else json.dumps(dict(sampling))
-        known = dict(step=step, policy_version=version, written_at=time.time(), sampling=settings)
-        self._rows += [known | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+        of_step = {"step": step, "policy_version": version, "written_at": time.time(), "sampling": settings}
+        self._rows += [of_step | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
 
     def close(self, timeout_s: float) -> None:
         """Writes the remaining rows; retries while the disk is full.
@@ -503,9 +505,12 @@ class TapeWriter:
             if time.monotonic() > deadline:
                 missing = [n for file in self._unlisted for n in (file.first, file.last)]
                 missing += [row["step"] for row in self._rows]
-                steps = f"steps {missing[0]} to {missing[-1]} are not on the tape"
-                problem = f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: {steps}"
-                raise OSError(errno.ENOSPC, problem, str(self.folder))
+                raise OSError(
+                    errno.ENOSPC,
+                    f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: "
+                    f"steps {missing[0]} to {missing[-1]} are not on the tape",
+                    str(self.folder),
+                )
             time.sleep(min(1.0, timeout_s))
             self.flush()
 
@@ -518,7 +523,7 @@ class TapeWriter:
                 del self._unlisted[0]
 
     def _write(self) -> list[TapeFile]:
-        """The file that holds the appended steps; None if there are none, or the disk is full."""
+        """Writes the appended steps; returns their file, or none if there are no steps or the disk is full."""
         if not self._rows:
             return []
         sink = pa.BufferOutputStream()

@@ -21,11 +21,16 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.rollouts.group_book import GroupState
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks.calculator import Calculator
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+
+def groups_in(data, state: GroupState) -> list[int]:
+    return [group.index for group in data._source._producer.book.in_state(state)]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_completions_that_have_come_are_kept_when_the_engine_is_restarted(num_be
 
     class Keep(pl.Callback):
         def on_train_batch_start(self, trainer, *_):
-            assert sorted(data._source._producer.book.in_step) == [0, 1, 2, 3], "what a checkpoint would hold"
+            assert sorted(groups_in(data, GroupState.TAKEN)) == [0, 1, 2, 3], "what a checkpoint would hold"
 
         def on_train_batch_end(self, trainer, *_):
             seen.update({group.index: group for group in trainer.datamodule.last_step_groups})
@@ -112,7 +117,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_run_with_a_checkpoint_tha
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30, [watch, keep, SaveOnFailure()], enable_checkpointing=True)
     assert said(caplog, "the engine fails still after data.limits.engine_restarts=3 in a row")
-    finished, path = set(data._source._producer.book.finished), tmp_path / "failed.ckpt"
+    finished, path = set(groups_in(data, GroupState.FINISHED)), tmp_path / "failed.ckpt"
     saved = torch.load(path, weights_only=True)["RolloutDataModule"]["groups"]["groups"]
     assert {int(row[0]) for row in saved if row[4]} == finished
     rest = Watch()

@@ -129,8 +129,8 @@ class Changing(pl.Callback):
         for version in set(rollout.versions):
             lms[version] = load_policy(self.engine._model)
             lms[version].load_state_dict(self.weights[version], strict=False)
-        expected = replayed_logprobs(lms, prompt_ids, Replayed(rollout.completion_ids, rollout.versions))
-        error = (torch.tensor(rollout.behavior_logprobs) - expected).abs().max().item()
+        expected = replayed_logprobs(lms, prompt_ids, Replayed(rollout.token_ids, rollout.versions))
+        error = (torch.tensor(rollout.logprobs) - expected).abs().max().item()
         self.sample.append(error)
 
 

@@ -33,7 +33,7 @@ from lit_async_rl.engines.vllm.process import VLLMProcess, start_vllm
 from lit_async_rl.engines.vllm.requests import RequestRunner
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
 from lit_async_rl.errors import EngineError, StalledError
-from lit_async_rl.models.loading import stored_dtype, stored_eos_token_ids
+from lit_async_rl.models.loading import base_of, stored_dtype, stored_eos_token_ids
 from lit_async_rl.utils.checks import check_range
 
 
@@ -152,7 +152,8 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         check_can_sleep(self.sleep_level)
-        arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
+        # vLLM cannot begin with an adapter alone; its change comes with the first weights
+        arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": base_of(model)}
         arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
         self._process = start_vllm(
