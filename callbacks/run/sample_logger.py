@@ -48,9 +48,7 @@ class TrainedTokens:
     def take(self, group: RolloutGroup, rollout: Rollout) -> dict[str, list[float]]:
         """Values of the completion's tokens; empty for a rollout that another rank, or no one, trained on."""
         begin = len(group.prompt_ids)
-        found = self._found[
-            (group.index, (*group.prompt_ids, *rollout.token_ids), (0,) * begin + rollout.versions)
-        ]
+        found = self._found[(group.index, (*group.prompt_ids, *rollout.token_ids), (0,) * begin + rollout.versions)]
         return {name: values[begin:] for name, values in found.pop(0).items()} if found else {}
 
 
