@@ -295,8 +295,8 @@ def advise(
         work: of a step.
         ess_ratio: effective sample size of the run, as a share of the completions; None if unknown.
         present: bound of the run, at which the effective sample size was measured.
-        bounds: candidates; only those up to twice the present bound, or up to `MAX_FIRST_BOUND`, are considered, because
-            nothing was measured beyond.
+        bounds: candidates. Those above twice the present bound and above `MAX_FIRST_BOUND` are left out: how stale data
+            may be there is not known.
         num_slots: of the engine; None if it has none.
         waiting_rollouts: mean number of rollouts that are being sampled or wait for it.
     """
