@@ -514,7 +514,7 @@ class PromptBatch:
 # -- Input of an engine: sampling parameters and requests -------------------------------------------------------------
 
 
-SUPPORT_TOKENS = 128  # recorded of a support of any size: one kilobyte for each sampled token
+SUPPORT_TOKENS = 128  # default width of the head of a truncated sampler: one kilobyte for each sampled token
 
 
 @dataclass(frozen=True, kw_only=True)

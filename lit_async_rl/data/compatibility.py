@@ -134,8 +134,10 @@ def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -
             streaming.
     """
     name = type(admission).__name__
-    dropping = [one for one in intake.filters if one.drops]
-    if dropping and admission.in_order and not isinstance(admission, FromTape):  # a tape has what they have left
+    dropping = [group_filter for group_filter in intake.filters if group_filter.drops]
+    if (
+        dropping and admission.in_order and not isinstance(admission, FromTape)
+    ):  # whose groups were filtered when it was recorded
         raise ValueError(
             f"data.admission={name} with data.intake.filters holding {type(dropping[0]).__name__}: which groups are "
             "dropped, and when others take their place, depends on timing. Use data.admission=Bounded."
@@ -159,10 +161,10 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
         tape = Tape(admission.folder, sampling.distribution)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
-    asked = {"head": sampling.head, "experts": sampling.experts or None}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    wanted = {"head": sampling.head, "experts": sampling.experts or None}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
     rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.token_ids]
-    for name, value in asked.items():
+    for name, value in wanted.items():
         if any(getattr(rollout, name) is None for rollout in rollouts):
             needed = name == "head" and sampling.truncates
             instead = "" if needed else f"Leave data.sampling.{name} out, or record"
@@ -242,7 +244,7 @@ def _any_signal(advantages: list[list[float]]) -> bool:
     return any(value != 0 for group in advantages for value in group)
 
 
-def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
+def check_max_staleness(admission: AdmissionPolicy, max_staleness: int) -> None:
     """Checks the staleness bound, and the async ratio against it.
 
     Raises:
@@ -254,7 +256,7 @@ def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
         raise ValueError(f"data.admission.async_ratio must be <= data.max_staleness={max_staleness}, got {ratio}")
 
 
-def check_bound_change(admission: AdmissionPolicy, max_staleness: int) -> None:
+def check_new_max_staleness(admission: AdmissionPolicy, max_staleness: int) -> None:
     """Checks a staleness bound that is set during training.
 
     Raises:

@@ -129,7 +129,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.replay = replay
         self.validation = validation
         self.keep_groups_whole = False
-        compatibility.check_bound(self.admission, max_staleness)
+        compatibility.check_max_staleness(self.admission, max_staleness)
         compatibility.check_engine(engine, reward, self.admission, sampling)
         engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
         compatibility.check_limits(reward, scoring.timeout_s)
@@ -256,7 +256,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the staleness bound during training; groups already admitted keep theirs."""
-        compatibility.check_bound_change(self.admission, max_staleness)
+        compatibility.check_new_max_staleness(self.admission, max_staleness)
         if max_staleness != self.max_staleness:
             self.feed.set_max_staleness(max_staleness)
 
@@ -295,7 +295,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def _grader(self) -> Any:
-        """Whatever gives the rewards: the reward, or the environment of the engine."""
+        """The source of rewards: `data.reward`, or the environment of the engine."""
         if self.reward is None and isinstance(self.engine, EpisodeEngine):
             return self.engine.grader()
         return self.reward
@@ -384,7 +384,7 @@ class HeldOut:
         self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
 
     def watch(self, rewards: Iterable[float]) -> None:
-        """Says once if the rewards of a validation or evaluation do not fit the threshold."""
+        """Warns once if the threshold does not suit the rewards of a validation or evaluation."""
         self._watch.add(rewards)
         self._watch.speak(self.threshold)
 
@@ -401,7 +401,7 @@ class HeldOut:
         length = codec.context_length  # validation samples from the trained model itself
         max_tokens = self._sampling.max_tokens
         why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
-        # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation says so
+        # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation refuses it
         usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)
         return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
 

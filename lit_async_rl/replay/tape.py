@@ -280,8 +280,10 @@ def _experts(row: dict[str, Any]) -> ExpertChoices | None:
 
 def _prompt(row: dict[str, Any]) -> Prompt:
     messages = row.get("messages")  # older tapes have no such column
-    what = {"text": row["prompt"]} if messages is None else {"messages": json.loads(messages)}
-    return Prompt(**what, answer=row["answer"], metadata=json.loads(row["metadata"]))
+    metadata = json.loads(row["metadata"])
+    if messages is None:
+        return Prompt(text=row["prompt"], answer=row["answer"], metadata=metadata)
+    return Prompt(messages=json.loads(messages), answer=row["answer"], metadata=metadata)
 
 
 def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:

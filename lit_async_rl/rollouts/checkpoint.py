@@ -21,7 +21,7 @@ from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.types import Completion
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
-FORMAT = 1  # of what `save_producer` returns; another number is another meaning
+FORMAT = 1  # of the state of `save_producer`; raised when entries change their meaning
 log = logging.getLogger(__name__)
 
 
