@@ -118,8 +118,8 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         check_range("data.engine", "integer", seed=seed)
         if replicas != 1:
             raise ValueError(
-                f"data.engine.class_path=VLLMEngine with replicas={replicas} is now VLLMReplicas, an engine with the same "
-                "settings"
+                f"data.engine.class_path=VLLMEngine with replicas={replicas} is now VLLMReplicas, an engine with the "
+                "same settings"
             )
         self.sleep_level = check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
