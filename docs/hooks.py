@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/lit-async-rl/lit-async-rl/blob/main/"
 PAGES = {"CHANGELOG.md": "changelog.md", "configs/README.md": "configurations.md", "CONTRIBUTING.md": "contributing.md"}
+ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
 LINK = re.compile(r"(?<=\]\()(?P<path>(?!https?:)[^)#\s]+)")
 
 
@@ -49,11 +50,38 @@ def index(packages: dict[str, list[str]]) -> str:
     return "\n".join(["# API reference", "", head, "", "| package | names |", "|---|---|", *rows, ""])
 
 
+def papers() -> str:
+    """The page of papers: each that a public docstring cites, the newest first, with the names that cite it."""
+    cited: dict[str, list[str]] = defaultdict(list)
+    for names in public_names().values():
+        for name in names:
+            for paper in dict.fromkeys(ARXIV.findall(_docstring(name))):
+                cited[paper].append(f"[`{name.rpartition('.')[2]}`][{name}]")
+    rows = [f"| [{paper}](https://arxiv.org/abs/{paper}) | {', '.join(cited[paper])} |" for paper in sorted(cited)[::-1]]
+    head = "Papers whose methods or results are in the code, with the classes that implement or cite them."
+    note = "Each class's page has the formula, and says where it differs from the paper or its released code."
+    return "\n".join(["# Papers", "", head, note, "", "| arXiv | here |", "|---|---|", *rows, ""])
+
+
+def _docstring(name: str) -> str:
+    """Docstring of a public name, from the module that defines it."""
+    module, _, attribute = name.rpartition(".")
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+            return ast.get_docstring(node) or ""
+        if isinstance(node, ast.ImportFrom) and any(alias.name == attribute for alias in node.names):
+            return _docstring(f"{node.module}.{attribute}")
+    return ""
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of the reference, and those made of files outside of `docs/`."""
     packages = public_names()
     pages = {made: (ROOT / source).read_text() for source, made in PAGES.items()}
     pages["reference/index.md"] = index(packages)
+    pages["papers.md"] = papers()
     pages |= {f"reference/{package}.md": page(package, names) for package, names in packages.items()}
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))

@@ -16,9 +16,6 @@ from .advantages.group import TurnReturns as TurnReturns
 from .api.run import fit as fit
 from .api.trainer import Trainer as Trainer
 from .assets import asset as asset
-from .engines.base import Completion as Completion
-from .engines.base import GenerationRequest as GenerationRequest
-from .engines.base import SamplingParams as SamplingParams
 from .baselines.optimal import OptimalBaseline as OptimalBaseline
 from .callbacks import AdaptiveStaleness as AdaptiveStaleness
 from .callbacks import AnnealBeta as AnnealBeta
@@ -72,13 +69,17 @@ from .data.module import RolloutDataModule as RolloutDataModule
 from .data.settings import Limits as Limits
 from .data.settings import Scoring as Scoring
 from .data.settings import Validation as Validation
+from .engines.base import Completion as Completion
+from .engines.base import GenerationRequest as GenerationRequest
 from .engines.base import RolloutEngine as RolloutEngine
+from .engines.base import SamplingParams as SamplingParams
 from .engines.embedded.engine import EmbeddedEngine as EmbeddedEngine
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
 from .engines.vllm.file_transfer import FileTransfer as FileTransfer
 from .engines.vllm.file_transfer import SharedMemoryTransfer as SharedMemoryTransfer
 from .engines.vllm.gpu_weight_transfer import IpcTransfer as IpcTransfer
 from .engines.vllm.gpu_weight_transfer import NcclTransfer as NcclTransfer
+from .engines.vllm.replicas import VLLMReplicas as VLLMReplicas
 from .engines.vllm.servers.engine import VLLMServerEngine as VLLMServerEngine
 from .engines.vllm.weight_transfer import WeightTransfer as WeightTransfer
 from .environments.base import Environment as Environment

@@ -295,36 +295,63 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """One completion. `behavior_logprobs` and `versions` have one entry for each token of `completion_ids`.
+class Completion:
+    """One sample of a request, as an engine returns it. Fields of tokens have one entry for each of `token_ids`.
 
     Attributes:
-        completion_ids: token ids of the completion, stop token included.
-        behavior_logprobs: log-probability of each token under the sampling distribution (temperature, top-p and so on
-            applied), in float32 accuracy.
-        versions: policy version that sampled each token; may change within a rollout (in-flight updates).
+        request_id: request that it answers.
+        sample_index: which of the request's samples it is.
+        token_ids: token ids of the completion, stop token included.
+        logprobs: log-probability of each token under the sampling distribution (temperature, top-p and so on applied),
+            in float32 accuracy.
+        versions: policy version that sampled each token; may change within a completion (in-flight updates).
         finish_reason: why sampling ended: stop token or string, length limit, or abort.
-        text: decoded completion.
-        reward: reward of the whole completion.
+        text: decoded completion, as rewards read it; engines leave it empty.
         loss_mask: False for tokens that the policy did not sample (tool output); None if all tokens train.
+        reward: of the whole completion, from an engine with an environment; None until it is scored.
         turns: turns of the policy, whose rewards sum to `reward`; None is a single turn.
         head: recorded sampling distributions, if `sampling.head` is set.
         experts: experts chosen for prompt and completion, if `sampling.experts` is set.
     """
 
-    completion_ids: tuple[int, ...]
-    behavior_logprobs: tuple[float, ...]
+    request_id: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
-    text: str
-    reward: float
+    text: str = ""
     loss_mask: tuple[bool, ...] | None = None
+    reward: float | None = None
     turns: tuple[Turn, ...] | None = None
     head: SamplerHead | None = None
     experts: ExpertChoices | None = None
 
+    def scored(self, reward: float) -> Rollout:
+        """The completion with its reward."""
+        # float(): some rewards are numbers of numpy, and checkpoints hold none
+        turns = self.turns
+        if turns is not None:
+            turns = tuple(replace(turn, reward=float(turn.reward)) for turn in turns)
+        return Rollout(**(vars(self) | {"reward": float(reward), "turns": turns}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Completion):
+    """A completion that has its reward, so that it can be trained on.
+
+    Within a group `request_id` is the group's index; both ids may be left out, and do not count in comparisons.
+
+    Raises:
+        InvariantError: fields of tokens differ in length.
+    """
+
+    request_id: int = field(default=0, compare=False)
+    sample_index: int = field(default=0, compare=False)
+    reward: float = field()  # without the default that it has in a completion
+
     def __post_init__(self) -> None:
-        lengths = {len(self.completion_ids), len(self.behavior_logprobs), len(self.versions)}
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
         if self.loss_mask is not None:
             lengths.add(len(self.loss_mask))
         if self.head is not None:
@@ -335,12 +362,12 @@ class Rollout:
     @property
     def num_trained_tokens(self) -> int:
         """Number of completion tokens that train, by `loss_mask`."""
-        return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def num_policy_tokens(self) -> int:
         """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
-        return self.num_trained_tokens or len(self.completion_ids)
+        return self.num_trained_tokens or len(self.token_ids)
 
     def add_reward(self, amount: float) -> Rollout:
         """Copy of the rollout with `amount` added to its reward and to that of its last turn."""
@@ -379,7 +406,7 @@ class RolloutGroup:
     @property
     def num_tokens(self) -> int:
         """Number of completion tokens of all rollouts."""
-        return sum(len(rollout.completion_ids) for rollout in self.rollouts)
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
 
 class RolloutBatch:
@@ -484,10 +511,10 @@ class PromptBatch:
         return self
 
 
-# -- Input and output of an engine: sampling parameters, requests, completions ----------------------------------------
+# -- Input of an engine: sampling parameters and requests -------------------------------------------------------------
 
 
-SUPPORT_TOKENS = 128  # recorded of a support of any size: one kilobyte for each sampled token
+SUPPORT_TOKENS = 128  # default width of the head of a truncated sampler: one kilobyte for each sampled token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -606,25 +633,3 @@ class GenerationRequest:
     def resumed_ids(self) -> tuple[int, ...]:
         """Tokens of the completion that are already in the prompt."""
         return self.prompt_ids[len(self.prompt_ids) - self.num_resumed :]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One finished sample of a request; `logprobs` and `versions` have one entry per token.
-
-    `head` has the recorded distributions if `sampling.head` is set, `experts` the experts that were chosen for prompt
-    and completion if `sampling.experts` is.
-    An engine with an environment also sets `loss_mask` (tokens written by the policy), `turns` and `reward`.
-    """
-
-    request_id: int
-    sample_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish_reason: FinishReason
-    loss_mask: tuple[bool, ...] | None = None
-    reward: float | None = None
-    turns: tuple[Turn, ...] | None = None
-    head: SamplerHead | None = None
-    experts: ExpertChoices | None = None

@@ -55,8 +55,8 @@ def main() -> None:
     engine.setup(args.model)
     engine.load_weights(0, load_policy(args.model).named_parameters())
     sampling = SamplingParams(max_tokens=4 * NUM_TOKENS)
-    prompts = torch.randint(10, engine._active_slots.vocab_size, (args.rows // 8, args.prompt)).tolist()
-    engine._active_slots._eos_token_ids = ()
+    prompts = torch.randint(10, engine.engine.slots.vocab_size, (args.rows // 8, args.prompt)).tolist()
+    engine.engine.slots._eos_token_ids = ()
     engine.submit(
         [GenerationRequest(id=n, prompt_ids=tuple(p), num_samples=8, sampling=sampling) for n, p in enumerate(prompts)]
     )

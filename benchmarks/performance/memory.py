@@ -97,7 +97,7 @@ class Probe(Callback):
         self.found["gradients"] = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        lm = trainer.datamodule.engine._slots.lm
+        lm = trainer.datamodule.engine.engine.slots.lm
         self.found["weights"] = sum(p.nbytes for p in pl_module.parameters())
         self.found["num_parameters"] = sum(p.numel() for p in pl_module.parameters())
         self.found["engine"] = sum(p.nbytes for p in lm.parameters())

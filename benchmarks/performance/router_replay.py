@@ -15,7 +15,6 @@ import json
 import random
 import statistics
 import tempfile
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -26,7 +25,6 @@ from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingPar
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.rollouts.group_book import rollout_of
 from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup
 
 VOCABULARY, PROMPT_TOKENS, SAMPLES = 512, 16, 8
@@ -87,7 +85,7 @@ def sample(before: PreTrainedModel, after: PreTrainedModel, dtype: str, num_toke
             index=n,
             prompt=Prompt(text="p"),
             prompt_ids=ids,
-            rollouts=tuple(rollout_of(replace(c, reward=0.0), "") for c in found if c.request_id == n),
+            rollouts=tuple(c.scored(0.0) for c in found if c.request_id == n),
             admitted_version=0,
         )
         for n, ids in enumerate(prompts)

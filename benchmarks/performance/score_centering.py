@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses import PolicyLoss, Reinforce, ScoreCentering
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
-from lit_async_rl.rollouts.group_book import rollout_of
 from lit_async_rl.training.objective import Objective
 from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup
 
@@ -54,7 +52,7 @@ def generate(lm: LlamaForCausalLM, head: int | None, num_tokens: int) -> list[Co
 
 def batch_of(completions: list[Completion]) -> RolloutBatch:
     """One micro-batch; every second completion is rewarded."""
-    rollouts = tuple(rollout_of(replace(c, reward=float(c.sample_index % 2)), "") for c in completions)
+    rollouts = tuple(c.scored(float(c.sample_index % 2)) for c in completions)
     prompt_ids = tuple(range(1, 17))
     group = RolloutGroup(index=0, prompt=Prompt(text="p"), prompt_ids=prompt_ids, rollouts=rollouts, admitted_version=0)
     settings: dict[str, Any] = dict(advantage=GroupMean(), aggregation=TokenMean(), num_micro_batches=1)

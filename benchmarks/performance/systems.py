@@ -26,6 +26,7 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from lit_async_rl.cli import app as cli
+from lit_async_rl.utils.config_files import load_config
 
 QUICKSTART = "configs/quickstart.yaml"
 PLAIN = "configs/stabilizers/plain.yaml"
@@ -84,7 +85,7 @@ class Run:
 
     def data_setting(self, name: str) -> int:
         """A number of `data:` in the system's files that is 1 where they say nothing."""
-        settings = OmegaConf.merge(*map(OmegaConf.load, [QUICKSTART, *SYSTEMS[self.system]]))
+        settings = OmegaConf.merge(*(load_config(Path(file)) for file in [QUICKSTART, *SYSTEMS[self.system]]))
         return int(OmegaConf.select(settings, f"data.{name}", default=1))
 
     def train(self) -> None:

@@ -44,16 +44,15 @@ class MismatchedEngine(EmbeddedEngine):
         ValueError: a setting is out of range.
     """
 
-    takes_changes = takes_adapters = False  # what is changed are all weights, merged
-
     def __init__(self, int8: bool = False, int8_cache: bool = False, sigma: float = 0.0, **settings: Any) -> None:
         check_range("data.engine", ">= 0", sigma=sigma)
         if int8_cache:
             settings["self_check"] = False
-        super().__init__(**settings)
-        self.int8, self.sigma = int8, sigma
-        if int8_cache:
             self.cache_class = RoundedCache
+        super().__init__(**settings)
+        self.takes_changes = False  # what is changed are all weights, merged
+        self.takes_adapters = False
+        self.int8, self.sigma = int8, sigma
         self._noise = torch.Generator().manual_seed(self.seed)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -100,7 +100,7 @@ def rollouts(
         own = tuple(tokens[n, :length].tolist())
         text = tokenizer.decode(own, skip_special_tokens=True)
         reward = float(exact_match(prompts[n // num], text))
-        parts: dict[str, Any] = dict(completion_ids=own, behavior_logprobs=tuple(logprobs[n, :length].tolist()))
+        parts: dict[str, Any] = dict(token_ids=own, logprobs=tuple(logprobs[n, :length].tolist()))
         rows.append(Rollout(**parts, versions=(version,) * length, finish_reason="stop", text=text, reward=reward))
     return [
         RolloutGroup(

@@ -25,7 +25,7 @@ from lit_async_rl.rewards.functions import IsolatedReward
 from lit_async_rl.rollouts.producer import ProducerStats
 from lit_async_rl.scheduling.admission import Bounded
 from lit_async_rl.scheduling.bottleneck import (
-    NOTHING,
+    NO_TIME,
     Advice,
     Intervals,
     Setting,
@@ -54,7 +54,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container (cgroup v2): microsecon
 class StepLoad:
     """Load counters of a window of steps."""
 
-    began: Intervals = NOTHING
+    began: Intervals = NO_TIME
     num_steps: int = 0
     num_unfinished: int = 0  # sum over steps
     fewest_queued: int = 0
@@ -288,7 +288,7 @@ class BottleneckVerdict(pl.Callback):
         self.advice: Advice | None = None
         self._trend = CollapseTrend()
         self._staleness = StalenessAdvice()
-        self._left_out = self._validation_began = NOTHING
+        self._left_out = self._validation_began = NO_TIME
         self._run: StepLoad | None = None
         self._window = StepLoad()
         self._step = self._without_signal = 0
@@ -297,7 +297,7 @@ class BottleneckVerdict(pl.Callback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "BottleneckVerdict")
-        self._left_out = NOTHING
+        self._left_out = NO_TIME
         self._step = trainer.global_step
         self._run = None
         self._trend = CollapseTrend()
@@ -416,7 +416,7 @@ class BottleneckVerdict(pl.Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         stats = data.stats() if isinstance(data, RolloutDataModule) else None
         if stats is None:
-            return NOTHING
+            return NO_TIME
         syncs = [c.total_s for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
         now = Intervals(
             wall_s=time.monotonic(),

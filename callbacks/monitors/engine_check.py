@@ -98,7 +98,7 @@ class EngineCheck(pl.Callback):
         self._found = {}
         self._version = -1
         self._last = -1
-        self._num_restarts = data.shared_source.num_restarts
+        self._num_restarts = data.feed.num_restarts
         self.num_checks = 0
         if module.is_changed:  # a resume: what was sampled before came from older weights with the same number
             self._version = module.version
@@ -113,8 +113,8 @@ class EngineCheck(pl.Callback):
         data = rollout_data(trainer, "EngineCheck")
         if module.version != self._version:
             self._plan(trainer, module, data.max_staleness)
-        if data.shared_source.num_restarts != self._num_restarts:  # it has the present weights under the last's number
-            self._num_restarts = data.shared_source.num_restarts
+        if data.feed.num_restarts != self._num_restarts:  # it has the present weights under the last's number
+            self._num_restarts = data.feed.num_restarts
             if not self._is_current(trainer, module):
                 self._copies.pop(module.version, None)
         versions = sorted(self._copies)

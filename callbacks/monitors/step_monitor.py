@@ -93,8 +93,9 @@ class RolloutMonitor(StepMonitor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reward = MeanMetric()
-        self.reward_square = MeanMetric()
+        # the variance is a difference of two means, which float32 loses where rewards are far from 0
+        self.reward = MeanMetric().set_dtype(torch.float64)
+        self.reward_square = MeanMetric().set_dtype(torch.float64)
         self.length = MeanMetric()
         self.no_signal = MeanMetric()
         self.entropy = MeanMetric()
@@ -107,8 +108,9 @@ class RolloutMonitor(StepMonitor):
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
         real = batch.group_index >= 0
         signals: Any = pl_module.stabilizer_signals
-        self.reward.update(batch.rewards[real].cpu())
-        self.reward_square.update(batch.rewards[real].square().cpu())
+        rewards = batch.rewards[real].cpu().double()
+        self.reward.update(rewards)
+        self.reward_square.update(rewards.square())
         lengths = batch.loss_mask.sum(-1) if batch.lengths is None else batch.lengths
         self.length.update(lengths[real].float().cpu())
         self.no_signal.update((batch.advantages[real] == 0).all(-1).float().cpu())

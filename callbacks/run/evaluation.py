@@ -141,7 +141,7 @@ class Evaluation(pl.Callback):
             max_concurrent=self.max_concurrent,
             first_id=self._next_id,
         )
-        self._run = data.shared_source.evaluate(plan)
+        self._run = data.feed.source.evaluate(plan)
         self._next_id += len(self._questions)
 
     def _read(self, data: RolloutDataModule) -> list[Question]:
@@ -161,7 +161,7 @@ class Evaluation(pl.Callback):
         left = self.max_block_s - self._blocked_s
         if self._run is not None and left > 0:
             began = time.monotonic()
-            with rollout_data(trainer, "Evaluation").shared_source.bounded_wait("waiting for an evaluation"):
+            with rollout_data(trainer, "Evaluation").feed.ranks.progress.own_limit("waiting for an evaluation"):
                 self._run.wait(left)
             self._blocked_s += time.monotonic() - began
 

@@ -48,9 +48,7 @@ class TrainedTokens:
     def take(self, group: RolloutGroup, rollout: Rollout) -> dict[str, list[float]]:
         """Values of the completion's tokens; empty for a rollout that another rank, or no one, trained on."""
         begin = len(group.prompt_ids)
-        found = self._found[
-            (group.index, (*group.prompt_ids, *rollout.completion_ids), (0,) * begin + rollout.versions)
-        ]
+        found = self._found[(group.index, (*group.prompt_ids, *rollout.token_ids), (0,) * begin + rollout.versions)]
         return {name: values[begin:] for name, values in found.pop(0).items()} if found else {}
 
 
@@ -63,12 +61,12 @@ def sample_row(
     position and length of the part left out.
     """
     rollout = group.rollouts[sample]
-    length = len(rollout.completion_ids)
+    length = len(rollout.token_ids)
     kept, cut = _kept(length, max_tokens)
     tokens: dict[str, Sequence[Any]] = {
-        "tokens": codec.token_texts([rollout.completion_ids[n] for n in kept]),
+        "tokens": codec.token_texts([rollout.token_ids[n] for n in kept]),
         "versions": [rollout.versions[n] for n in kept],
-        "logprobs": [round(rollout.behavior_logprobs[n], 4) for n in kept],
+        "logprobs": [round(rollout.logprobs[n], 4) for n in kept],
     }
     if rollout.loss_mask is not None:
         tokens["mask"] = [int(rollout.loss_mask[n]) for n in kept]

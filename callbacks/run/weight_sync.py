@@ -127,7 +127,7 @@ class WeightSync(pl.Callback):
         self._known = {}
         self._publish(module, data)
         stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
-        data.shared_source.start(module.version, trainer.global_step, stream, lambda: data.is_asked_to_stop)
+        data.feed.start(module.version, trainer.global_step, stream, lambda: data.is_asked_to_stop)
         self._sync_if_due(trainer, pl_module)
 
     def on_train_batch_end(
@@ -143,12 +143,12 @@ class WeightSync(pl.Callback):
         module = policy_module(pl_module, "WeightSync")
         data = rollout_data(trainer, "WeightSync")
         began = time.monotonic()
-        if data.shared_source.any_rank(module.take_updated()):  # a rank may hold a shard without gradients
+        if data.feed.ranks.any(module.take_updated()):  # a rank may hold a shard without gradients
             module.version += 1
             self._publish(module, data)
-        elif data.engine.sleep_level == 2 and data.shared_source.any_rank(data.engine.needs_weights):
+        elif data.engine.sleep_level == 2 and data.feed.ranks.any(data.engine.needs_weights):
             self._publish(module, data)  # the same weights again, to an engine that has dropped them
-        data.shared_source.advance(module.version)
+        data.feed.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
         lane = recorder().lane(TRAINER)
@@ -159,7 +159,7 @@ class WeightSync(pl.Callback):
         if data.engine.uses_probe:
             data.engine.probe = make_probe(module)
         known = self._known if data.engine.takes_changes else None
-        data.shared_source.publish(module.version, module.stream_weights(data.engine.takes_adapters, known))
+        data.feed.publish(module.version, module.stream_weights(data.engine.takes_adapters, known))
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["steps_since_publication"] = self._steps_since(trainer)

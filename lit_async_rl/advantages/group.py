@@ -45,7 +45,7 @@ class AdvantageEstimator(ABC):
         rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
         values = self(rewards, [[rollout.num_trained_tokens for rollout in group.rollouts] for group in groups])
         return [
-            [[value] * len(rollout.completion_ids) for rollout, value in zip(group.rollouts, row, strict=True)]
+            [[value] * len(rollout.token_ids) for rollout, value in zip(group.rollouts, row, strict=True)]
             for group, row in zip(groups, values, strict=True)
         ]
 
@@ -351,14 +351,14 @@ def _relative(
 
 
 def _turns(rollout: Rollout) -> Sequence[Turn]:
-    return rollout.turns or [Turn(end=len(rollout.completion_ids), reward=rollout.reward, state=0)]
+    return rollout.turns or [Turn(end=len(rollout.token_ids), reward=rollout.reward, state=0)]
 
 
 def _spread(rollout: Rollout, turns: Sequence[Turn], values: Sequence[float]) -> list[float]:
     tokens: list[float] = []
     for turn, value in zip(turns, values, strict=True):
         tokens += [value] * (turn.end - len(tokens))
-    if len(tokens) != len(rollout.completion_ids):
+    if len(tokens) != len(rollout.token_ids):
         raise InvariantError("the last turn ends with the rollout")
     return tokens
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,18 +18,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_async_rl.api.run_config import SaveSettings, comparable
-from lit_async_rl.api.run_folders import add_csv_log, run_folders
-from lit_async_rl.api.trainer import SETTINGS, Trainer
-from lit_async_rl.baselines.optimal import Norms, OptimalBaseline
-from lit_async_rl.callbacks import ESSLearningRate, RunSummary, SaveOnSigterm
+from lit_async_rl.api.run_folders import gather_loggers, run_folders
+from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
+from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import run_folder
-from lit_async_rl.corrections import SequenceTruncatedIS
-from lit_async_rl.corrections.weights import CurrentProximal
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.errors import LastCheckpointError, describe
-from lit_async_rl.losses import Reinforce
-from lit_async_rl.losses.aggregation import SequenceMean
 from lit_async_rl.prompts.sources import Records
 from lit_async_rl.report.html import write_report
 from lit_async_rl.rewards.scorer import Reward
@@ -37,7 +32,202 @@ from lit_async_rl.training.checkpoint_io import check_checkpoint
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.trackers import keeps_files, log_file
 from lit_async_rl.utils.checks import meant
+from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.saving import check_last_is_saved
+
+log = logging.getLogger(__name__)
+
+MODULE_SETTINGS = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]  # without self and the model
+DATA_SETTINGS = tuple(inspect.signature(RolloutDataModule.__init__).parameters)[2:]  # without self and the prompts
+FIT_TRAINER_SETTINGS = ("defaults", *TRAINER_SETTINGS)
+
+
+def fit(
+    model: str | PolicyModule,
+    prompts: Records,
+    reward: Reward | None = None,
+    *,
+    max_steps: int,
+    recipe: str | None = "vcpo",
+    ckpt_path: str | None = None,
+    **settings: Any,
+) -> Trainer:
+    """Trains a language model and prints a summary.
+
+    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume; no other process can use the run's folder
+    meanwhile.
+
+    Example: `fit("Qwen/Qwen2.5-0.5B-Instruct", prompts, reward, max_steps=200, learning_rate=1e-6, max_staleness=2)`.
+
+    Args:
+        model: Hugging Face name or folder, or a `PolicyModule`.
+        prompts: list of texts or dictionaries, `datasets.Dataset`, or source; see `InMemoryPrompts`.
+        reward: `reward(prompt, completion) -> float`, plain or `async`.
+        max_steps: optimizer steps.
+        recipe: what corrects stale data (`max_staleness` > 0) where the model is no `PolicyModule` and neither loss,
+            proximal policy, correction, baseline, advantage nor aggregation is given. `"vcpo"`: weights of whole
+            completions, the baseline of least variance, and a rate that follows the effective sample size
+            (arXiv:2602.17616); None: plain GRPO.
+        ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
+        **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
+
+    Returns:
+        The Trainer; `trainer.lightning_module` is the trained module.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        LastCheckpointError: a full disk did not take the last checkpoint; its `trainer` is what would be returned.
+        OSError: another process uses the run's folder.
+        TypeError: none of the three has such an argument.
+        ValueError: a setting is out of range, or settings contradict each other.
+    """
+    is_module = isinstance(model, PolicyModule)
+    known = (() if is_module else MODULE_SETTINGS) + DATA_SETTINGS + FIT_TRAINER_SETTINGS
+    for name in settings:
+        if name not in known:
+            if is_module and name in MODULE_SETTINGS:
+                raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
+            raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
+    if not is_module:
+        settings = with_recipe(recipe, settings)
+    module_settings = {name: value for name, value in settings.items() if name in MODULE_SETTINGS}
+    data_settings = {name: value for name, value in settings.items() if name in DATA_SETTINGS}
+    trainer_settings = {name: value for name, value in settings.items() if name in FIT_TRAINER_SETTINGS}
+    if ckpt_path is not None:
+        check_checkpoint(ckpt_path)
+    given = model.given if isinstance(model, PolicyModule) else {"model": model, **module_settings}
+    sections = {
+        "model": dict(given),
+        "data": {"prompts": prompts, "reward": reward, **data_settings},
+        "defaults": dict(trainer_settings.get("defaults") or {}),
+        "trainer": _as_saved(max_steps, trainer_settings),
+    }
+    trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **trainer_settings)
+    trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
+    gather_loggers(trainer, ckpt_path)
+    data = RolloutDataModule(prompts=prompts, reward=reward, **data_settings)
+    module = model if isinstance(model, PolicyModule) else PolicyModule(model, **module_settings)
+    limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
+    with CtrlC():
+        with run_folders(trainer, ckpt_path):
+            stopped_at = run(trainer, module, data, ckpt_path)
+        print_summary(trainer)
+        upload_report(trainer)
+        if stopped_at and trainer.is_global_zero:
+            print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
+        check_last_is_saved(trainer)
+    return trainer
+
+
+def _as_saved(max_steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's arguments as `config.yaml` has them: default callbacks apart, other callbacks in a list."""
+    saved = {"max_steps": max_steps, **settings}
+    saved.pop("defaults", None)
+    if isinstance(callbacks := saved.get("callbacks"), pl.Callback):
+        saved["callbacks"] = [callbacks]
+    return saved
+
+
+def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:
+    """Measures held-out accuracy (where there are held-out prompts), trains, and measures again.
+
+    A last checkpoint that a full disk did not take is an error of `check_last_is_saved`, for after the summary.
+
+    Returns:
+        The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
+        of them did.
+    """
+    validates = data.validation.source is not None
+    with data.kept_open():
+        if validates:
+            _validate(trainer, module, data, ckpt_path)
+        stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path)
+        if validates and stopped_at is None:
+            _validate(trainer, module, data)
+    return stopped_at
+
+
+def _validate(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> None:
+    try:
+        trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
+    except SIGTERMException:  # while the validation was set up; it is a `SystemExit` with status 0
+        number = signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM
+        raise SystemExit(128 + number) from None
+
+
+def _fit_until_stopped(
+    trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None
+) -> str | None:
+    savers = [callback for callback in trainer.callbacks if isinstance(callback, SaveOnSigterm)]  # type: ignore[attr-defined]
+    try:
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+    except LastCheckpointError:
+        log.debug("check_last_is_saved reports it, after the summary")
+    except SIGTERMException:
+        if not any(saver.path for saver in savers):
+            raise
+    stopped_at = next((saver.path for saver in savers if saver.path), None)
+    is_there = stopped_at is None or "://" in stopped_at or Path(stopped_at).exists()
+    return stopped_at if is_there else ""
+
+
+def print_summary(trainer: pl.Trainer) -> None:
+    """The table of `RunSummary`, if it is there."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunSummary):
+            callback.print(trainer)
+
+
+def upload_report(trainer: pl.Trainer) -> None:
+    """Writes the run's report and adds it to the trackers that keep files; nothing without such a tracker.
+
+    A report that cannot be written, or a tracker that does not take it, is a warning: the run itself has ended well.
+    """
+    folder = run_folder(trainer)  # a collective
+    loggers = [logger for logger in trainer.loggers if keeps_files(logger)]
+    if folder is None or not trainer.is_global_zero or not loggers:
+        return
+    try:
+        path = write_report(folder, out=folder / "report.html")
+        for logger in loggers:
+            log_file(logger, path, "report")
+    except Exception as error:
+        log.warning("no report of the run: %s", describe(error))
+
+
+# -- The correction of stale data that `fit` makes unless told otherwise ----------------------------------------------
+
+
+RECIPE_SETTINGS = ("loss", "proximal", "correction", "baseline", "advantage", "aggregation")
+RECIPES = ("vcpo", None)
+RECIPE_FILE = CONFIGS / "stabilizers" / "vcpo_score.yaml"
+MAX_STALENESS: int = inspect.signature(RolloutDataModule).parameters["max_staleness"].default
+
+
+def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `fit` with VCPO's parts (arXiv:2602.17616), where data may be stale and no part of it is given.
+
+    They are those of `configs/stabilizers/vcpo_score.yaml`: the gradient norms of the optimal baseline are `SCORE`
+    norms, which need no pass of their own.
+
+    Args:
+        recipe: `"vcpo"`; None leaves the settings as they are.
+        settings: of module, data and Trainer.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"fit: recipe must be 'vcpo' or None (plain GRPO), got {recipe!r}")
+    is_fresh = settings.get("max_staleness", MAX_STALENESS) == 0
+    is_alone = settings.get("group_size") == 1  # refused by its own name, not by that of the recipe's baseline
+    if recipe is None or is_fresh or is_alone or any(settings.get(part) is not None for part in RECIPE_SETTINGS):
+        return dict(settings)
+    overlay = load_config(RECIPE_FILE)
+    parts = {name: build(spec) for section in ("model", "data") for name, spec in overlay.get(section, {}).items()}
+    callbacks = {key: build(spec) for key, spec in overlay["defaults"].items()}
+    return {**settings, **parts, "defaults": {**callbacks, **(settings.get("defaults") or {})}}
+
 
 # -- Ctrl-C during training: the first saves and ends cleanly, the second ends at once --------------------------------
 
@@ -91,204 +281,3 @@ class CtrlC:
 def is_interactive() -> bool:
     """Whether Python reads what a person types, in a terminal or a notebook."""
     return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
-
-
-# -- The correction of stale data that `fit` makes unless told otherwise ----------------------------------------------
-
-
-PARTS = ("loss", "proximal", "correction", "baseline", "advantage", "aggregation")
-RECIPES = ("vcpo", None)
-MAX_STALENESS: int = inspect.signature(RolloutDataModule).parameters["max_staleness"].default
-
-
-def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of `fit` with VCPO's parts (arXiv:2602.17616), where data may be stale and no part of it is given.
-
-    The gradient norms of the optimal baseline are `SCORE` norms, which need no pass of their own. The same as
-    `configs/stabilizers/vcpo_score.yaml`.
-
-    Args:
-        recipe: `"vcpo"`; None leaves the settings as they are.
-        settings: of module, data and Trainer.
-
-    Raises:
-        ValueError: there is no such recipe.
-    """
-    if recipe not in RECIPES:
-        raise ValueError(f"fit: recipe must be 'vcpo' or None (plain GRPO), got {recipe!r}")
-    is_fresh = settings.get("max_staleness", MAX_STALENESS) == 0
-    is_alone = settings.get("group_size") == 1  # refused by its own name, not by that of the recipe's baseline
-    if recipe is None or is_fresh or is_alone or any(settings.get(part) is not None for part in PARTS):
-        return dict(settings)
-    defaults = {"ess_learning_rate": ESSLearningRate(power=0.5), **(settings.get("defaults") or {})}
-    parts = dict(
-        loss=Reinforce(),
-        proximal=CurrentProximal(),
-        correction=SequenceTruncatedIS(cap=8.0),
-        baseline=OptimalBaseline(norms=Norms.SCORE),
-        aggregation=SequenceMean(),
-    )
-    return {**settings, **parts, "defaults": defaults}
-
-
-log = logging.getLogger(__name__)
-
-OF_THE_MODULE = tuple(inspect.signature(PolicyModule.__init__).parameters)[2:]
-OF_THE_DATA = tuple(inspect.signature(RolloutDataModule.__init__).parameters)[2:]
-OF_THE_TRAINER = ("defaults", *SETTINGS)
-
-
-def fit(
-    model: str | PolicyModule,
-    prompts: Records,
-    reward: Reward | None = None,
-    *,
-    max_steps: int,
-    recipe: str | None = "vcpo",
-    ckpt_path: str | None = None,
-    **settings: Any,
-) -> Trainer:
-    """Trains a language model and prints a summary.
-
-    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume; no other process can use the run's folder
-    meanwhile.
-
-    Example: `fit("Qwen/Qwen2.5-0.5B-Instruct", prompts, reward, max_steps=200, learning_rate=1e-6, max_staleness=2)`.
-
-    Args:
-        model: Hugging Face name or folder, or a `PolicyModule`.
-        prompts: list of texts or dictionaries, `datasets.Dataset`, or source; see `InMemoryPrompts`.
-        reward: `reward(prompt, completion) -> float`, plain or `async`.
-        max_steps: optimizer steps.
-        recipe: what corrects stale data (`max_staleness` > 0) where the model is no `PolicyModule` and neither loss,
-            proximal policy, correction, baseline, advantage nor aggregation is given. `"vcpo"`: weights of whole
-            completions, the baseline of least variance, and a rate that follows the effective sample size
-            (arXiv:2602.17616); None: plain GRPO.
-        ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
-        **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`.
-
-    Returns:
-        The Trainer; `trainer.lightning_module` is the trained module.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        LastCheckpointError: a full disk did not take the last checkpoint; its `trainer` is what would be returned.
-        OSError: another process uses the run's folder.
-        TypeError: none of the three has such an argument.
-        ValueError: a setting is out of range, or settings contradict each other.
-    """
-    is_module = isinstance(model, PolicyModule)
-    known = (() if is_module else OF_THE_MODULE) + OF_THE_DATA + OF_THE_TRAINER
-    for name in settings:
-        if name not in known:
-            if is_module and name in OF_THE_MODULE:
-                raise TypeError(f"fit: {name!r} is a setting of PolicyModule: give it there, with model a PolicyModule")
-            raise TypeError(f"fit has no setting {name!r}{meant(name, known)}")
-    if not is_module:
-        settings = with_recipe(recipe, settings)
-    parts = [{k: v for k, v in settings.items() if k in own} for own in (OF_THE_MODULE, OF_THE_DATA, OF_THE_TRAINER)]
-    if ckpt_path is not None:
-        check_checkpoint(ckpt_path)
-    sections = _sections(model, prompts, reward, max_steps, parts)
-    trainer = Trainer(max_steps=max_steps, adds_csv_log=False, **parts[2])
-    trainer.callbacks.insert(0, SaveSettings(sections, ckpt_path))  # type: ignore[attr-defined]
-    add_csv_log(trainer, ckpt_path)
-    data = RolloutDataModule(prompts=prompts, reward=reward, **parts[1])
-    module = model if isinstance(model, PolicyModule) else PolicyModule(model, **parts[0])
-    limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
-    with CtrlC():
-        with run_folders(trainer, ckpt_path):
-            stopped_at = run(trainer, module, data, ckpt_path)
-        print_summary(trainer)
-        upload_report(trainer)
-        if stopped_at and trainer.is_global_zero:
-            print(f"resume with: fit(..., ckpt_path={stopped_at!r})")
-        check_last_is_saved(trainer)
-    return trainer
-
-
-def _sections(
-    model: str | PolicyModule,
-    prompts: Records,
-    reward: Reward | None,
-    max_steps: int,
-    parts: Sequence[Mapping[str, Any]],
-) -> dict[str, dict[str, Any]]:
-    """The arguments of `fit` in the sections of the command line."""
-    of_the_module = model.given if isinstance(model, PolicyModule) else {"model": model, **parts[0]}
-    of_the_trainer = {"max_steps": max_steps, **parts[2]}
-    if isinstance(callbacks := of_the_trainer.get("callbacks"), pl.Callback):
-        of_the_trainer["callbacks"] = [callbacks]
-    return {
-        "model": dict(of_the_module),
-        "data": {"prompts": prompts, "reward": reward, **parts[1]},
-        "defaults": dict(of_the_trainer.pop("defaults", None) or {}),
-        "trainer": of_the_trainer,
-    }
-
-
-def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> str | None:
-    """Measures held-out accuracy (where there are held-out prompts), trains, and measures again.
-
-    A last checkpoint that a full disk did not take is an error of `check_last_is_saved`, for after the summary.
-
-    Returns:
-        The checkpoint to go on from if SIGTERM, SIGHUP or Ctrl-C ended training, empty if there is none; None if none
-        of them did.
-    """
-    validates = data.validation.source is not None
-    with data.kept_open():
-        if validates:
-            _validate(trainer, module, data, ckpt_path)
-        stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path)
-        if validates and stopped_at is None:
-            _validate(trainer, module, data)
-    return stopped_at
-
-
-def print_summary(trainer: pl.Trainer) -> None:
-    """The table of `RunSummary`, if it is there."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RunSummary):
-            callback.print(trainer)
-
-
-def upload_report(trainer: pl.Trainer) -> None:
-    """Writes the run's report and adds it to the trackers that keep files; nothing without such a tracker.
-
-    A report that cannot be written, or a tracker that does not take it, is a warning: the run itself has ended well.
-    """
-    folder = run_folder(trainer)  # a collective
-    loggers = [logger for logger in trainer.loggers if keeps_files(logger)]
-    if folder is None or not trainer.is_global_zero or not loggers:
-        return
-    try:
-        path = write_report(folder, out=folder / "report.html")
-        for logger in loggers:
-            log_file(logger, path, "report")
-    except Exception as error:
-        log.warning("no report of the run: %s", describe(error))
-
-
-def _validate(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None = None) -> None:
-    try:
-        trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
-    except SIGTERMException:  # while the validation was set up; it is a `SystemExit` with status 0
-        number = signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM
-        raise SystemExit(128 + number) from None
-
-
-def _fit_until_stopped(
-    trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt_path: str | None
-) -> str | None:
-    savers = [c for c in trainer.callbacks if isinstance(c, SaveOnSigterm)]  # type: ignore[attr-defined]
-    try:
-        trainer.fit(module, data, ckpt_path=ckpt_path)
-    except LastCheckpointError:
-        log.debug("said after the summary")
-    except SIGTERMException:
-        if not any(saver.path for saver in savers):
-            raise
-    stopped_at = next((saver.path for saver in savers if saver.path), None)
-    is_there = stopped_at is None or "://" in stopped_at or Path(stopped_at).exists()
-    return stopped_at if is_there else ""

@@ -22,18 +22,18 @@ from lit_async_rl.callbacks.parts import run_folder
 from lit_async_rl.utils.files import replacing, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-NAME = "config.yaml"
-OURS = "lit_async_rl."
-PLAIN = (bool, int, float, str)
-OF_ONE_RANK = (
+CONFIG_FILE = "config.yaml"
+PACKAGE_PREFIX = "lit_async_rl."
+PLAIN_TYPES = (bool, int, float, str)
+LEADING_RANK_SETTINGS = (
     *("logger", "callbacks", "defaults", "plugins", "profiler", "enable_progress_bar", "enable_model_summary"),
     *("engine", "prompts", "reward", "limits"),
 )
-SECRET = re.compile(r"(?i)(api_?key|token|secret|password)$")
+SECRET_NAME = re.compile(r"(?i)(api_?key|token|secret|password)$")
 HEADER = """\
 The settings of a run that began with lit_async_rl.fit, in the sections of the command line: what YAML can hold is
 repeated by `lit-async-rl train --config THIS_FILE`."""
-NAMED = "These are objects of Python, which must be given again (they are left out below):"
+NAMED_HEADER = "These are objects of Python, which must be given again (they are left out below):"
 
 
 class SaveSettings(pl.Callback):
@@ -46,7 +46,7 @@ class SaveSettings(pl.Callback):
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]], ckpt_path: str | None) -> None:
         held, self._named = as_config(settings)  # now: callbacks change in a run
-        self._settings = {**_of_the_process(), "ckpt_path": ckpt_path, **held}
+        self._settings = {**_process_settings(), "ckpt_path": ckpt_path, **held}
         self._is_saved = False
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
@@ -59,9 +59,9 @@ class SaveSettings(pl.Callback):
         if not trainer.is_global_zero:
             return
         if folder is not None and "://" not in str(folder):
-            with tolerate_full_disk(str(folder / NAME)):
+            with tolerate_full_disk(str(folder / CONFIG_FILE)):
                 folder.mkdir(parents=True, exist_ok=True)
-                with replacing(folder / NAME) as file:
+                with replacing(folder / CONFIG_FILE) as file:
                     file.write(as_yaml(self._settings, self._named).encode())
         for logger in trainer.loggers:
             if not isinstance(logger, CSVLogger):
@@ -69,10 +69,10 @@ class SaveSettings(pl.Callback):
 
 
 def as_yaml(settings: Mapping[str, Any], named: Mapping[str, str]) -> str:
-    """The file: what cannot be in it is named in comments."""
+    """The settings as YAML text, under comments that name what YAML cannot hold."""
     lines = HEADER.splitlines()
     if named:
-        lines += [NAMED, *(f"  {name}: {text}" for name, text in named.items())]
+        lines += [NAMED_HEADER, *(f"  {name}: {text}" for name, text in named.items())]
     head = "".join(f"# {line}\n" for line in lines)
     return head + yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=120)
 
@@ -99,10 +99,10 @@ def _held(value: Any, name: str, named: dict[str, str]) -> Any:
         return dict(_parts(parts, f"{name}.", named))
     if name.endswith("callbacks") and isinstance(value, list | tuple):
         return [item for _, item in _parts([(f"[{n}]", item) for n, item in enumerate(value)], name, named)]
-    if dataclasses.is_dataclass(value) and type(value).__module__.startswith(OURS):
+    if dataclasses.is_dataclass(value) and type(value).__module__.startswith(PACKAGE_PREFIX):
         fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
         return _with_class(type(value), dict(_parts(fields, f"{name}.", named)))
-    if name.endswith("prompts") and isinstance(value, list | tuple):  # data, which may be long
+    if name.endswith("prompts") and isinstance(value, list | tuple):  # data, and no setting
         raise _NotPlainError
     return _plain(value)
 
@@ -118,11 +118,12 @@ def _parts(parts: list[tuple[str, Any]], prefix: str, named: dict[str, str]) -> 
 def comparable(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Numbers, and the classes of objects, by their full names: what must be the same on all ranks of a run.
 
-    Texts may differ between machines (folders), and so may what only the first rank needs (`OF_ONE_RANK`, lists).
+    Texts may differ between machines (folders), and so may what only the leading rank needs: `LEADING_RANK_SETTINGS`
+    and lists.
     """
     found: dict[str, str] = {}
     for name, value in settings.items():
-        if name in OF_ONE_RANK:
+        if name in LEADING_RANK_SETTINGS:
             continue
         full = f"{prefix}{name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -137,7 +138,7 @@ def comparable(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def describe_object(value: Any) -> str:
-    """A line about an object: what it is, and where it comes from."""
+    """Describes an object in one line, by its type and source."""
     if isinstance(value, partial):
         return f"partial of {describe_object(value.func)}"
     if inspect.isroutine(value) or isinstance(value, type):
@@ -150,18 +151,18 @@ def describe_object(value: Any) -> str:
         return f"{kind} of {', '.join(describe_object(item) for item in value)}"
     try:
         return f"{kind} of {len(value)} items" if isinstance(value, Sized) else kind
-    except TypeError:  # a class with a length that it cannot tell
+    except TypeError:  # `__len__` is there and not implemented
         return kind
 
 
-def _of_the_process() -> dict[str, Any]:
-    """Settings of the whole process, which the command line makes, and a run in Python finds."""
+def _process_settings() -> dict[str, Any]:
+    """Settings of the whole process: the command line sets them, and a run from Python reads them."""
     seed = os.environ.get("PL_GLOBAL_SEED", "")  # of Lightning's `seed_everything`
     return {"seed_everything": int(seed) if seed.isdigit() else False, "num_threads": torch.get_num_threads()}
 
 
 def _with_names(settings: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
-    """One tree with what cannot be repeated in its place."""
+    """The settings with descriptions in place of the objects that YAML cannot hold."""
     tree = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
     for full, text in named.items():
         section, _, name = full.partition(".")
@@ -173,29 +174,29 @@ class _NotPlainError(Exception):
     """A value that YAML cannot hold."""
 
 
-MOST_ITEMS = 100  # of a list; more are data
+MAX_LIST_ITEMS = 100  # a longer list is data, and no setting
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML holds it.
+    """Converts a value to types that YAML holds.
 
     Raises:
         _NotPlainError: it cannot be held.
     """
     if isinstance(value, enum.Enum):
         return value.name
-    if value is None or type(value) in PLAIN:
+    if value is None or type(value) in PLAIN_TYPES:
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, bool | int | float | str):  # of a class of its own, such as NumPy's
-        return next(kind(value) for kind in PLAIN if isinstance(value, kind))
+    if isinstance(value, bool | int | float | str):  # of a subclass, such as NumPy's float64
+        return next(kind(value) for kind in PLAIN_TYPES if isinstance(value, kind))
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise _NotPlainError
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        if len(value) > MOST_ITEMS or any(isinstance(item, Mapping) for item in value):
+        if len(value) > MAX_LIST_ITEMS or any(isinstance(item, Mapping) for item in value):
             raise _NotPlainError
         return [_plain(item) for item in value]
     if inspect.isroutine(value) or isinstance(value, type):
@@ -210,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dotted_path(value: Callable[..., Any]) -> str:
-    """Path by which any program can import a function or class, so none of the script that was run."""
+    """Path by which any program can import a function or class; those of the running script have none."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
@@ -226,14 +227,15 @@ def _dotted_path(value: Callable[..., Any]) -> str:
 
 
 def _class_path(value: Any) -> dict[str, Any]:
-    """An object of this package, by its class and arguments."""
+    """`class_path` and `init_args` of an object of this package."""
     kind: Any = _public_class(value)
-    if hasattr(value, "_made_with"):  # engines remember their arguments, of which some choose a class
+    if hasattr(value, "_made_with"):  # engines keep the arguments that they were made with
         args, kwargs = value._made_with
         bound = inspect.signature(kind.__init__).bind(value, *args, **kwargs)
         bound.apply_defaults()
-        given = list(bound.arguments.items())[1:]
-        return _with_class(kind, {name: _plain(item) for name, item in given})
+        given = dict(list(bound.arguments.items())[1:])
+        given |= given.pop("settings", {})  # `VLLMReplicas(**settings)`
+        return _with_class(kind, {name: _plain(item) for name, item in given.items()})
     if kind.__init__ is object.__init__:
         return _with_class(kind, {})
     arguments = {}
@@ -246,9 +248,9 @@ def _class_path(value: Any) -> dict[str, Any]:
 
 
 def _public_class(value: Any) -> type:
-    """The class of this package that configurations name."""
+    """The class of an object, or its first base where that class is private."""
     for kind in type(value).__mro__:
-        if kind.__module__.startswith(OURS) and not kind.__name__.startswith("_"):
+        if kind.__module__.startswith(PACKAGE_PREFIX) and not kind.__name__.startswith("_"):
             _dotted_path(kind)
             return kind
         if kind is not type(value).__mro__[0]:
@@ -257,7 +259,7 @@ def _public_class(value: Any) -> type:
 
 
 def _with_class(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    if any(SECRET.search(name) and isinstance(value, str) for name, value in arguments.items()):
+    if any(SECRET_NAME.search(name) and isinstance(value, str) for name, value in arguments.items()):
         raise _NotPlainError  # trackers may be public
     path = _dotted_path(kind)
     return {"class_path": path, "init_args": dict(arguments)} if arguments else {"class_path": path}

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lit_async_rl.callbacks import RolloutTape
 from lit_async_rl.callbacks.parts import run_folder
-from lit_async_rl.training.trackers import CSVLog
+from lit_async_rl.training.trackers import CSVLog, identify_wandb_run, move_into_folder
 from lit_async_rl.utils.files import check_writable, locked, read_safely, remove_stale_parts, replacing
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -68,7 +68,7 @@ def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
     step = None if resumed_from is None else checkpoint_step(resumed_from)
     if step is not None:
         for name in TABLES:
-            cut(log_dir / name, step)
+            drop_later_rows(log_dir / name, step)
     elif resumed_from is None:
         older = [set_aside(log_dir / name) for name in (*TABLES, "config.yaml")]
         if any(older):
@@ -76,7 +76,7 @@ def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
 
 
 def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None) -> None:
-    """Gives a W&B run an id of its own, or that of the run in whose folder it goes on; one that was chosen stays."""
+    """Gives a W&B run a new id, or in the folder of a resumed run that run's id; an id that was chosen stays."""
     file = folder / WANDB_ID
     goes_on = resumed_from is not None and Path(resumed_from).parent.parent.resolve() == folder.resolve()
     for logger in trainer.loggers:
@@ -84,32 +84,33 @@ def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None
             from wandb.sdk.lib.runid import generate_id  # costs a second, and only such a run needs it
 
             known = file.read_text().strip() if goes_on and file.is_file() else ""
-            logger._id = logger._wandb_init["id"] = logger.version or known or generate_id()
-            with contextlib.suppress(OSError):  # said by what writes there
-                file.write_text(f"{logger._id}\n")
+            run_id = logger.version or known or generate_id()
+            identify_wandb_run(logger, run_id=run_id)
+            with contextlib.suppress(OSError):  # reported by the loggers and callbacks that write there
+                file.write_text(f"{run_id}\n")
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Removes the folders that this run has made, if it ended before anything but its settings was written there."""
+    """Removes the folders that this run has made, if they hold nothing but its settings."""
     made = [folder for log in trainer.loggers if isinstance(log, CSVLog) for folder in log.made_folders]
     if not made or any(file.name not in ONLY_SETTINGS and file.is_file() for file in made[0].rglob("*")):
         return
     shutil.rmtree(made[0], ignore_errors=True)
     for parent in made[1:]:
-        with contextlib.suppress(OSError):  # another run is there by now
+        with contextlib.suppress(OSError):  # not empty: another run is there by now
             parent.rmdir()
 
 
 def checkpoint_step(path: str) -> int | None:
-    """Optimizer steps before a checkpoint; None for addresses such as `s3://`, which are not read here."""
+    """Number of optimizer steps at a checkpoint; None for addresses such as `s3://`, which are not read here."""
     if "://" in path:
         return None
     file = Path(path, "meta.pt") if Path(path).is_dir() else Path(path)
     return int(read_safely(file, f"ckpt_path={path!r}")["global_step"])
 
 
-def cut(path: Path, step: int) -> None:
-    """Sets a table aside, and leaves of it the rows of the first `step` steps. Nothing happens where none is later.
+def drop_later_rows(path: Path, step: int) -> None:
+    """Drops the rows of a table after the first `step` steps, where there are any; the whole table is set aside.
 
     Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more: a
     resumed run repeats it. `Evaluation` counts from 1, and what had ended at the checkpoint is not repeated.
@@ -171,34 +172,42 @@ def _folders(trainer: Trainer, log_dir: Path | None) -> list[tuple[str, Path]]:
 # -- The run's folder: that of its CSV log, whatever its other loggers are, and after a resume that of before ---------
 
 
-def add_csv_log(trainer: Trainer, ckpt_path: str | None = None) -> None:
-    """Adds a CSV log to a Trainer with other loggers, so that `metrics.csv` lies in the folder of `run_folder`.
+def gather_loggers(trainer: AnyTrainer, ckpt_path: str | None = None, run_name: str | None = None) -> None:
+    """Adds a CSV log to the loggers of a Trainer that has not run yet, unless there is one. Its folder is the run's.
 
-    With TensorBoard that is TensorBoard's. Other loggers know theirs only when they have begun: a CSV log in `runs/`
-    of their `save_dir`, or the one that is among them, comes first, and its folder is the run's.
+    Loggers that were made in Python keep the folders that they were given: a CSV log beside TensorBoard goes into
+    TensorBoard's folder, and beside others into `runs/` of their `save_dir`. On the command line, where a logger takes
+    the place of the one before, TensorBoard and W&B write into the folder of the CSV log.
 
     Args:
-        trainer: that has not run yet.
-        ckpt_path: checkpoint to go on from, see `go_on_in_folder`.
+        trainer: without loggers, or with `fast_dev_run`, it is left as it is.
+        ckpt_path: checkpoint to go on from, see `resume_in_folder`.
+        run_name: of a run of the command line, and of its CSV log where there is none yet; None is a run from Python.
     """
-    if not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if not trainer.loggers or getattr(trainer, "fast_dev_run", False):
         return
     given = list(trainer.loggers)
-    first = next((one for one in given if isinstance(one, CSVLogger)), given[0])
-    if not isinstance(first, CSVLogger | TensorBoardLogger):
+    first = next((logger for logger in given if isinstance(logger, CSVLogger)), given[0])
+    if run_name is not None and not isinstance(first, CSVLogger):
+        first = CSVLog(first.save_dir or "runs", run_name)
+    elif not isinstance(first, CSVLogger | TensorBoardLogger):
         first = CSVLog(first.save_dir or ".", name="runs")
-    go_on_in_folder(trainer, first, ckpt_path)
-    trainer.loggers = [first, *(one for one in given if one is not first)]
+    resume_in_folder(trainer, first, ckpt_path)
+    others = [logger for logger in given if logger is not first]
+    trainer.loggers = [first, *others]
     if isinstance(first, TensorBoardLogger):
         folder, version = os.path.split(first.log_dir)
         trainer.loggers = [*trainer.loggers, CSVLog(folder, name="", version=version)]
+    elif run_name is not None:
+        for logger in others:
+            move_into_folder(logger, first)
 
 
-def go_on_in_folder(trainer: AnyTrainer, log: CSVLogger | TensorBoardLogger, ckpt_path: str | None) -> None:
-    """Lets a run go on in the folder of the run that saved its checkpoint, if `log` would place it beside that one.
+def resume_in_folder(trainer: AnyTrainer, log: CSVLogger | TensorBoardLogger, ckpt_path: str | None) -> None:
+    """Continues in the folder of the run that saved a checkpoint, if the folders of `log` lie beside that one.
 
-    Later checkpoints there give way, as rows of its tables do, and not to `last-v1.ckpt`. Nothing happens if a version
-    was chosen for `log`, or if it is Lightning's `CSVLogger`, which would delete the table that is there.
+    Later checkpoints there are overwritten: there is no `last-v1.ckpt`. Nothing happens if a version was chosen for
+    `log`, or if it is Lightning's `CSVLogger`, which would delete the table that is there.
     """
     if ckpt_path is None or log._version is not None or not isinstance(log, CSVLog | TensorBoardLogger):
         return

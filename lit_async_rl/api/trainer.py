@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import logging
@@ -23,16 +24,138 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers.utils import logging as transformers_logging
 
 import lit_async_rl
-from lit_async_rl.api.run_folders import add_csv_log
+from lit_async_rl.api.run_folders import gather_loggers
 from lit_async_rl.callbacks import GradientClipping, LinkedCheckpoint, Progress
 from lit_async_rl.errors import describe
 from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 from lit_async_rl.utils.checks import check_objects, check_range, meant
 
+TRAINER_SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
+
+
+class Trainer(pl.Trainer):
+    """A Lightning Trainer that synchronizes weights, monitors the run and saves checkpoints.
+
+    The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
+    place. A CSV log is always written into the run's folder, unless `logger=False`: TensorBoard's, or `runs/version_N`
+    in the `save_dir` of another logger. Checkpoints are written atomically, in the background;
+    `plugins=[AtomicCheckpointIO()]` writes them while training waits.
+
+    Example: `Trainer(max_steps=200, defaults={"gradients": None, "samples": SampleLogger(every_n_steps=5)})`.
+
+    Args:
+        callbacks: beside the defaults.
+        defaults: other callbacks by the key of the default that they replace; None switches it off.
+        logger: one or several; None is a CSV log in `runs/`, False none.
+        adds_csv_log: whether a CSV log is written beside other loggers.
+        **settings: of `lightning.pytorch.Trainer`.
+
+    Raises:
+        ValueError: Lightning refuses a setting, there is no default of that name, or two callbacks with state cannot
+            be told apart.
+        TypeError: the Trainer has no such setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        defaults: Mapping[str, Callback | None] | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        adds_csv_log: bool = True,
+        **settings: Any,
+    ) -> None:
+        quiet()
+        for name in settings:
+            if name not in TRAINER_SETTINGS:
+                raise TypeError(f"Trainer has no setting {name!r}{meant(name, TRAINER_SETTINGS)}")
+        settings = _with_defaults(settings)
+        own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
+        for callback in own:
+            check_objects("trainer", callbacks=callback)
+        if isinstance(logger, str | type):
+            raise ValueError(
+                f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
+            )
+        check_range("trainer", "integer >= -1", max_steps=settings.get("max_steps"))
+        own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
+        if repeated := repeated_callback(own):
+            raise ValueError(
+                f"trainer.callbacks has {repeated} twice, and checkpoints have one place for its state: leave one out"
+            )
+        if logger is None or logger is True:
+            logger = build(defaults_file()["trainer"]["logger"])
+        try:
+            super().__init__(callbacks=with_clipping_last(own), logger=logger, **settings)
+        except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
+            chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
+            raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
+        _check_nodes(self)
+        _check_ranks(self)
+        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.strategy.checkpoint_io = BackgroundCheckpointIO()
+        if adds_csv_log:
+            gather_loggers(self)
+
+
+def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's settings over those of `configs/defaults.yaml`; validation steps are counted across epochs.
+
+    Raises:
+        ValueError: `val_check_interval` is 0, or `gradient_clip_val` negative.
+    """
+    interval = settings.get("val_check_interval")
+    if interval is not None and not interval:
+        raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
+    check_range("trainer", ">= 0", gradient_clip_val=settings.get("gradient_clip_val"))
+    given = {name: value for name, value in defaults_file()["trainer"].items() if name != "logger"} | dict(settings)
+    if isinstance(interval, int):
+        given.setdefault("check_val_every_n_epoch", None)
+    return given
+
+
+def _check_nodes(trainer: pl.Trainer) -> None:
+    """Refuses several machines without a launcher: each would wait for the others for half an hour, as machine 0."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_known = os.environ.keys() & {"NODE_RANK", "GROUP_RANK"}
+    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_known:
+        raise ValueError(
+            f"trainer.num_nodes={trainer.num_nodes}, but nothing says which machine this is: start with torchrun or "
+            "srun on each (docs/scaling.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+
+
+def _check_ranks(trainer: pl.Trainer) -> None:
+    """Refuses several processes of torchrun with one rank each: every one of them would train alone, in silence."""
+    started = os.environ.get("WORLD_SIZE", "1") if TorchElasticEnvironment.detect() else "1"
+    if trainer.world_size == 1 and started != "1":
+        local = os.environ.get("LOCAL_WORLD_SIZE", started)
+        raise ValueError(
+            f"torchrun has started {started} processes, and trainer.devices={trainer.num_devices} with "
+            f"trainer.num_nodes={trainer.num_nodes} is one: each would train alone. Set trainer.devices={local} (and "
+            "trainer.num_nodes); runs that have nothing to do with each other are started with python"
+        )
+
+
+def repeated_callback(callbacks: Iterable[Callback]) -> str:
+    """Class name of a callback with state whose `state_key` another has, too; empty if there is none."""
+    seen = set[str]()
+    for callback in callbacks:
+        if is_overridden("state_dict", callback):
+            if callback.state_key in seen:
+                return type(callback).__name__
+            seen.add(callback.state_key)
+    return ""
+
+
+def _sentence(error: Exception) -> str:
+    return describe(error).removeprefix("MisconfigurationException: ").removeprefix("TypeError: ")
+
+
 # -- Default callbacks and Trainer settings, read from `configs/defaults.yaml` ----------------------------------------
 
 
-FILE = Path(lit_async_rl.__file__).parent / "configs" / "defaults.yaml"
+CONFIGS = Path(lit_async_rl.__file__).parent / "configs"
 REPLACED_BY: dict[type[Callback], type[Callback]] = {
     Progress: ProgressBar,  # a Trainer has one at most
     LinkedCheckpoint: ModelCheckpoint,
@@ -47,13 +170,21 @@ SWITCHES = {
 @functools.cache
 def defaults_file() -> Mapping[str, Any]:
     """The file's content: `trainer` has settings, `defaults` callbacks by key."""
-    content: Mapping[str, Any] = yaml.safe_load(FILE.read_text())
+    content: Mapping[str, Any] = yaml.safe_load((CONFIGS / "defaults.yaml").read_text())
     return content
 
 
 def build(spec: Mapping[str, Any]) -> Any:
-    """An object from its `class_path`, a public class of this package or of Lightning, and `init_args`."""
-    return pkgutil.resolve_name(full_path(spec["class_path"]))(**spec.get("init_args", {}))
+    """An object from its `class_path`, a public class of this package or of Lightning, and `init_args`.
+
+    Members of an enum are given by their names where the argument's default is a member.
+    """
+    kind = pkgutil.resolve_name(full_path(spec["class_path"]))
+    arguments = dict(spec.get("init_args", {}))
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if isinstance(parameter.default, enum.Enum) and isinstance(arguments.get(name), str):
+            arguments[name] = type(parameter.default)[arguments[name]]
+    return kind(**arguments)
 
 
 def full_path(name: str) -> str:
@@ -92,21 +223,21 @@ def _replaces(own: Callback, default: Callback) -> bool:
     return isinstance(own, REPLACED_BY.get(type(default), type(default)))
 
 
-def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
-    """With clipping after all others: a list that files append to, and the defaults after them, has no last place."""
+def with_clipping_last(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Callbacks with clipping last, a place that no list has: files append to it, and defaults follow."""
     return sorted(callbacks, key=lambda callback: isinstance(callback, GradientClipping))
 
 
 # -- Messages of libraries that say nothing to the user ---------------------------------------------------------------
 
 
-IRRELEVANT = (
+IRRELEVANT_WARNINGS = (
     ".*treespec.*",
     ".*does not have many workers.*",
     ".*in eval mode at the start of training.*",
     ".*Total length of `list` across ranks is zero.*",  # there are no held-out prompts
     ".*The dirpath has changed.*",
-    ".*Checkpoint directory .* exists and is not empty.*",  # said of the run's folder, `api.run_folders`
+    ".*Checkpoint directory .* exists and is not empty.*",  # `api.run_folders` reports it for the run's folder
     ".*your dataloader is not resumable.*",
     ".*sync_dist=True.*",  # held-out accuracy is reduced over ranks already
     ".*method of metric .* was called before the ``update`` method.*",  # a rank without held-out prompts
@@ -116,141 +247,22 @@ IRRELEVANT = (
 )
 
 
-TIPS = ("💡", "`weights_only` was not set")
+IRRELEVANT_LOG_MESSAGES = ("💡", "`weights_only` was not set")
 
 
 def quiet() -> None:
     """Keeps messages about internals out of the user's terminal."""
     _filter_log()
     transformers_logging.disable_progress_bar()
-    for message in IRRELEVANT:
+    for message in IRRELEVANT_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 
 
-@functools.cache
+@functools.cache  # once: filters add up
 def _filter_log() -> None:
-    """Once: filters add up."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addFilter(lambda record: not any(part in record.getMessage() for part in TIPS))
+        logging.getLogger(name).addFilter(_is_relevant)
 
 
-SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
-
-
-class Trainer(pl.Trainer):
-    """A Lightning Trainer that synchronizes weights, monitors the run and saves checkpoints.
-
-    The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
-    place. A CSV log is always written into the run's folder, unless `logger=False`: TensorBoard's, or `runs/version_N`
-    in the `save_dir` of another logger. Checkpoints are written atomically, in the background;
-    `plugins=[AtomicCheckpointIO()]` writes them while training waits.
-
-    Example: `Trainer(max_steps=200, defaults={"gradients": None, "samples": SampleLogger(every_n_steps=5)})`.
-
-    Args:
-        callbacks: beside the defaults.
-        defaults: other callbacks by the key of the default that they replace; None switches it off.
-        logger: one or several; None is a CSV log in `runs/`, False none.
-        adds_csv_log: whether a CSV log is written beside other loggers.
-        **settings: of `lightning.pytorch.Trainer`.
-
-    Raises:
-        ValueError: Lightning refuses a setting, there is no default of that name, or two callbacks with state cannot
-            be told apart.
-        TypeError: the Trainer has no such setting.
-    """
-
-    def __init__(
-        self,
-        *,
-        callbacks: Callback | Sequence[Callback] | None = None,
-        defaults: Mapping[str, Callback | None] | None = None,
-        logger: Logger | Iterable[Logger] | bool | None = None,
-        adds_csv_log: bool = True,
-        **settings: Any,
-    ) -> None:
-        quiet()
-        for name in settings:
-            if name not in SETTINGS:
-                raise TypeError(f"Trainer has no setting {name!r}{meant(name, SETTINGS)}")
-        settings = _with_defaults(settings)
-        own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
-        for callback in own:
-            check_objects("trainer", callbacks=callback)
-        if isinstance(logger, str | type):
-            raise ValueError(
-                f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
-            )
-        check_range("trainer", "integer >= -1", max_steps=settings.get("max_steps"))
-        own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
-        if repeated := repeated_callback(own):
-            raise ValueError(
-                f"trainer.callbacks has {repeated} twice, and checkpoints have one place for its state: leave one out"
-            )
-        if logger is None or logger is True:
-            logger = build(defaults_file()["trainer"]["logger"])
-        try:
-            super().__init__(callbacks=in_order(own), logger=logger, **settings)
-        except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
-            chosen = ", ".join(f"{name}={settings.get(name)!r}" for name in ("accelerator", "devices", "precision"))
-            raise ValueError(f"trainer ({chosen}): {_sentence(error)}") from error
-        _check_nodes(self)
-        _check_ranks(self)
-        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.strategy.checkpoint_io = BackgroundCheckpointIO()
-        if adds_csv_log:
-            add_csv_log(self)
-
-
-def repeated_callback(callbacks: Iterable[Callback]) -> str:
-    """Class name of a callback with state whose `state_key` another has, too; empty if there is none."""
-    seen = set[str]()
-    for callback in callbacks:
-        if is_overridden("state_dict", callback):
-            if callback.state_key in seen:
-                return type(callback).__name__
-            seen.add(callback.state_key)
-    return ""
-
-
-def _check_nodes(trainer: pl.Trainer) -> None:
-    """Refuses several machines without a launcher: each would wait for the others for half an hour, as machine 0."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    is_known = os.environ.keys() & {"NODE_RANK", "GROUP_RANK"}
-    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_known:
-        raise ValueError(
-            f"trainer.num_nodes={trainer.num_nodes}, but nothing says which machine this is: start with torchrun or "
-            "srun on each (docs/scaling.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
-        )
-
-
-def _check_ranks(trainer: pl.Trainer) -> None:
-    """Refuses several processes of torchrun with one rank each: every one of them would train alone, in silence."""
-    started = os.environ.get("WORLD_SIZE", "1") if TorchElasticEnvironment.detect() else "1"
-    if trainer.world_size == 1 and started != "1":
-        local = os.environ.get("LOCAL_WORLD_SIZE", started)
-        raise ValueError(
-            f"torchrun has started {started} processes, and trainer.devices={trainer.num_devices} with "
-            f"trainer.num_nodes={trainer.num_nodes} is one: each would train alone. Set trainer.devices={local} (and "
-            "trainer.num_nodes); runs that have nothing to do with each other are started with python"
-        )
-
-
-def _sentence(error: Exception) -> str:
-    return describe(error).removeprefix("MisconfigurationException: ").removeprefix("TypeError: ")
-
-
-def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's settings; validation that is counted in batches goes on over epochs, which rollouts do not have.
-
-    Raises:
-        ValueError: `val_check_interval` is 0, or `gradient_clip_val` negative.
-    """
-    interval = settings.get("val_check_interval")
-    if interval is not None and not interval:
-        raise ValueError(f"trainer.val_check_interval must be positive, got {interval}")
-    check_range("trainer", ">= 0", gradient_clip_val=settings.get("gradient_clip_val"))
-    given = {name: value for name, value in defaults_file()["trainer"].items() if name != "logger"} | dict(settings)
-    if isinstance(interval, int):
-        given.setdefault("check_val_every_n_epoch", None)
-    return given
+def _is_relevant(record: logging.LogRecord) -> bool:
+    return not any(part in record.getMessage() for part in IRRELEVANT_LOG_MESSAGES)

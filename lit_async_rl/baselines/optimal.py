@@ -93,7 +93,7 @@ def per_trajectory_squared_norms(
     norms = []
     for row, weights in zip(logprobs, coefficients.detach(), strict=True):
         grads = torch.autograd.grad((row * weights).sum(), parameters, retain_graph=True, allow_unused=True)
-        norms.append(torch.stack([grad.square().sum() for grad in grads if grad is not None]).sum())
+        norms.append(torch.stack([grad.float().square().sum() for grad in grads if grad is not None]).sum())
     return torch.stack(norms)
 
 

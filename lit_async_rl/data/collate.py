@@ -37,7 +37,7 @@ class _Row:
 
     @property
     def length(self) -> int:
-        return len(self.prompt_ids) + len(self.rollout.completion_ids)
+        return len(self.prompt_ids) + len(self.rollout.token_ids)
 
 
 def collate_step(
@@ -76,10 +76,21 @@ def collate_step(
         units = [[row] for unit in units for row in unit]
     parts = split_units(units, num_micro_batches)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    recorded = _head_width(rollouts), _experts_shape(rollouts)
-    if truncated and not recorded[0] and any(rollout.completion_ids for rollout in rollouts):
+    head_width = _head_width(rollouts)
+    experts_shape = _experts_shape(rollouts)
+    if truncated and not head_width and any(rollout.token_ids for rollout in rollouts):
         raise InvariantError("completions of a truncated sampler came without the tokens that it could choose")
-    return [_pad(part, pad_token_id, temperature, truncated, *recorded) for part in parts]
+    return [
+        _pad(
+            part,
+            pad_token_id=pad_token_id,
+            temperature=temperature,
+            truncated=truncated,
+            head_width=head_width,
+            experts_shape=experts_shape,
+        )
+        for part in parts
+    ]
 
 
 def split_units(units: Sequence[list[_Row]], num_parts: int) -> list[list[_Row]]:
@@ -116,6 +127,7 @@ def _greedy_runs(units: Sequence[list[_Row]], max_padded: int) -> list[list[_Row
 
 def _pad(
     rows: Sequence[_Row],
+    *,
     pad_token_id: int,
     temperature: float,
     truncated: bool,
@@ -130,15 +142,15 @@ def _pad(
     attention_mask = columns < ends
     completion = attention_mask & (columns >= begins)
     rollouts = [row.rollout for row in rows]
-    masks = ((True,) * len(r.completion_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
+    masks = ((True,) * len(r.token_ids) if r.loss_mask is None else r.loss_mask for r in rollouts)
     loss_mask = _fill(completion, masks, False)
     weights = torch.tensor([[row.token_weight] for row in rows] or [[0.0]])
     bounds = [UNBOUNDED if row.max_staleness is None else row.max_staleness for row in rows] or [UNBOUNDED]
     return RolloutBatch(
-        input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.completion_ids for row in rows), pad_token_id),
+        input_ids=_fill(attention_mask, (row.prompt_ids + row.rollout.token_ids for row in rows), pad_token_id),
         attention_mask=attention_mask,
         loss_mask=loss_mask,
-        behavior_logprobs=_fill(completion, (r.behavior_logprobs for r in rollouts), 0.0).masked_fill_(~loss_mask, 0.0),
+        behavior_logprobs=_fill(completion, (r.logprobs for r in rollouts), 0.0).masked_fill_(~loss_mask, 0.0),
         versions=_fill(completion, (r.versions for r in rollouts), 0),
         advantages=_fill(completion, (row.advantages for row in rows), 0.0).masked_fill_(~loss_mask, 0.0),
         token_weights=torch.where(loss_mask, weights, 0.0),
@@ -155,7 +167,7 @@ def _pad(
 
 def _head_width(rollouts: Sequence[Rollout]) -> int | None:
     """Entries per token of the step's recorded distributions; None unless every rollout with tokens has them."""
-    heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.completion_ids]
+    heads = [rollout.head for rollout in rollouts if rollout.head is not None or rollout.token_ids]
     known = [head for head in heads if head is not None]
     return known[0].width if known and len(known) == len(heads) else None
 
@@ -204,7 +216,7 @@ def _fill(mask: Bool[Tensor, "B T"], rows: Iterable[Sequence[Value]], rest: Valu
 # the optimizer step comes after the last. The gradient of a step is a sum over its groups, so their order does not
 # matter; but what the sum is divided by (the tokens of the step, say) is known only at its end. Micro-batches are
 # therefore weighted by a guess Z' of that divisor, made from the first of them, and the gradient is rescaled by Z' / Z,
-# once, before anybody looks at it.
+# once, before a callback reads it.
 #
 # What differs from the paper: a micro-batch may be several groups, and `max_staleness` above 0 may be streamed too.
 

@@ -16,15 +16,15 @@ from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
 
-NUM_INSPECTED = 100  # prompts that are asked whether they are text or messages
+NUM_INSPECTED = 100  # prompts that are looked at for messages
 log = logging.getLogger(__name__)
 
 
 def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> SamplingParams:
-    """The sampling parameters of training completions, which record what a truncated sampler could choose.
+    """Adds the recording of the tokens that a truncated sampler could choose; logs what was set.
 
-    Without it importance ratios would compare a distribution over a few tokens with one over all. Says in one line
-    what was set. Engines that make tokens up are left alone.
+    Without it importance ratios would compare a distribution over a few tokens with one over all. Engines without a
+    model are left alone.
 
     Raises:
         ValueError: sampling is truncated, and the engine does not record what it samples from.
@@ -44,7 +44,8 @@ def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> Samp
         log.warning(
             "%s: of each distribution the %s likeliest tokens are recorded (data.sampling.head=%s)%s",
             names,
-            *(recorded.head, recorded.head),
+            recorded.head,
+            recorded.head,
             "" if sampling.top_k else ", and tokens are chosen among these (data.sampling.top_k; or set a larger head)",
         )
     return recorded
@@ -78,7 +79,7 @@ def check_engine(engine: RolloutEngine, reward: object, admission: AdmissionPoli
 
 
 def check_limits(reward: object, scoring_timeout_s: float) -> None:
-    """Checks time limits of which one holds within another.
+    """Checks that the limit of a reward's process is less than that of the reward.
 
     | limit | of | together with the others |
     |---|---|---|
@@ -96,8 +97,8 @@ def check_limits(reward: object, scoring_timeout_s: float) -> None:
         scoring_timeout_s: `data.scoring.timeout_s`.
 
     Raises:
-        ValueError: a reward is given up before its process would be ended: what should be a reward of 0, or a failed
-            try with its reason, would be a reward that hangs.
+        ValueError: a reward would time out before its process is ended: instead of a reward of 0, or a failed try with
+            its reason, the run would see a reward that hangs.
     """
     inner_s = getattr(reward, "call_timeout_s", None)
     if inner_s is not None and inner_s >= scoring_timeout_s:
@@ -133,8 +134,10 @@ def check_intake(intake: Intake, admission: AdmissionPolicy, has_replay: bool) -
             streaming.
     """
     name = type(admission).__name__
-    dropping = [one for one in intake.filters if one.drops]
-    if dropping and admission.in_order and not isinstance(admission, FromTape):  # a tape has what they have left
+    dropping = [group_filter for group_filter in intake.filters if group_filter.drops]
+    if (
+        dropping and admission.in_order and not isinstance(admission, FromTape)
+    ):  # whose groups were filtered when it was recorded
         raise ValueError(
             f"data.admission={name} with data.intake.filters holding {type(dropping[0]).__name__}: which groups are "
             "dropped, and when others take their place, depends on timing. Use data.admission=Bounded."
@@ -158,12 +161,12 @@ def open_tape(admission: FromTape, sampling: SamplingParams) -> Tape:
         tape = Tape(admission.folder, sampling.distribution)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.admission.folder={admission.folder!r}: {error}") from error
-    asked = {"head": sampling.head, "experts": sampling.experts or None}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.completion_ids]
-    for name, value in asked.items():
+    wanted = {"head": sampling.head, "experts": sampling.experts or None}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    rollouts = [r for step in tape.some_steps(1) for group in step.groups for r in group.rollouts if r.token_ids]
+    for name, value in wanted.items():
         if any(getattr(rollout, name) is None for rollout in rollouts):
-            needed = name == "head" and sampling.truncates  # by top_p, top_k or min_p, whoever asked for it
+            needed = name == "head" and sampling.truncates
             instead = "" if needed else f"Leave data.sampling.{name} out, or record"
             why = ", and its sampler was truncated: its importance ratios would be wrong" if needed else ""
             raise ValueError(
@@ -241,7 +244,7 @@ def _any_signal(advantages: list[list[float]]) -> bool:
     return any(value != 0 for group in advantages for value in group)
 
 
-def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
+def check_max_staleness(admission: AdmissionPolicy, max_staleness: int) -> None:
     """Checks the staleness bound, and the async ratio against it.
 
     Raises:
@@ -253,7 +256,7 @@ def check_bound(admission: AdmissionPolicy, max_staleness: int) -> None:
         raise ValueError(f"data.admission.async_ratio must be <= data.max_staleness={max_staleness}, got {ratio}")
 
 
-def check_bound_change(admission: AdmissionPolicy, max_staleness: int) -> None:
+def check_new_max_staleness(admission: AdmissionPolicy, max_staleness: int) -> None:
     """Checks a staleness bound that is set during training.
 
     Raises:

@@ -1,6 +1,6 @@
-"""LightningDataModule of rollouts: owns engine and producer, and yields the micro-batches of each optimizer step.
+"""LightningDataModule of rollouts: settings of engine, producer and steps, and the parts that are made from them.
 
-Lightning's loop waits in `next(feed)`, in `Producer.take`, which has a timeout and notices SIGTERM and dead threads.
+Training takes its micro-batches from `RolloutFeed`, validation its prompts from `HeldOut`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lit_async_rl.advantages.group import AdvantageEstimator, GroupMeanStd
 from lit_async_rl.data import compatibility
 from lit_async_rl.data.collate import collate_step
 from lit_async_rl.data.compatibility import check_ends
-from lit_async_rl.data.rollout_source import PromptFeed, RolloutSource, SharedSource, StepBatches, StepFeed
+from lit_async_rl.data.rollout_source import RolloutFeed, RolloutSource
 from lit_async_rl.data.settings import Limits, Scoring, Validation
 from lit_async_rl.distributed.scatter import connect
 from lit_async_rl.engines.base import RolloutEngine
@@ -26,8 +26,8 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import SetupError
 from lit_async_rl.losses.aggregation import Aggregation, TokenMean
-from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
-from lit_async_rl.prompts.sources import Records, as_source
+from lit_async_rl.models.tokenizer import TextCodec
+from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.prompts.stream import PromptStream, UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import NoEngine, Replay
@@ -41,122 +41,8 @@ from lit_async_rl.types import Prompt, PromptBatch, RolloutBatch, RolloutGroup, 
 from lit_async_rl.utils.checks import check_objects, check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
-# -- Held-out prompts of the validation loop, and their rewards -------------------------------------------------------
 
-
-class HeldOut:
-    """Batches and scores the prompts of `data.validation`, on every rank.
-
-    Args:
-        settings: `data.validation`.
-        sampling: sampling parameters of their completions.
-        make_scorer: scorer of the training reward; called when the first completion is scored.
-        grader: the reward, or the environment in its place.
-
-    Attributes:
-        threshold: reward of a correct completion, `data.validation.success_reward` or its default.
-    """
-
-    def __init__(
-        self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer], grader: Any
-    ) -> None:
-        self._settings = settings
-        self._sampling = sampling
-        self._make_scorer = make_scorer
-        self._scorer: Scorer | None = None
-        self.threshold = success_threshold(settings.success_reward, grader)
-        is_default = settings.success_reward is None
-        self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
-
-    def watch(self, rewards: Iterable[float]) -> None:
-        """Says once if the rewards of a validation or evaluation do not fit the threshold."""
-        self._watch.add(rewards)
-        self._watch.speak(self.threshold)
-
-    def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
-        """This rank's batches of the usable prompts; none without `data.validation.prompts`.
-
-        Raises:
-            ValueError: see `UsablePrompts` and `check_ends`.
-        """
-        if (source := self._settings.source) is None:
-            warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
-            return []
-        check_ends(codec, self._sampling, source)
-        length = codec.context_length  # validation samples from the trained model itself
-        max_tokens = self._sampling.max_tokens
-        why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
-        # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation says so
-        usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)
-        return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
-
-    def score(
-        self,
-        completions: Sequence[tuple[Prompt, str]],
-        on_progress: Callable[[], None],
-        token_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[float | None]:
-        """Rewards of the completions; None for those that failed `data.scoring.tries` times.
-
-        Args:
-            completions: prompts and completion texts.
-            on_progress: called after each reward.
-            token_ids: of each completion, for rewards that want them.
-        """
-        if self._scorer is None:  # kept, because isolated rewards have a process for each of its threads
-            self._scorer = self._make_scorer()
-        return score_all(self._scorer, completions, on_progress, token_ids)
-
-    def close(self) -> None:
-        """Ends the scorer's threads. Safe to call twice."""
-        if self._scorer is not None:
-            self._scorer.close()
-            self._scorer = None
-
-
-# -- The model a data module samples from: its name, which may be set later, and its tokenizer ------------------------
-
-
-class ModelName(pl.LightningDataModule):
-    """Base class of `RolloutDataModule`: name and tokenizer of the model.
-
-    Args:
-        model: Hugging Face name or folder; None until `use_model`.
-        special_tokens: in decoded text, see `data.scoring.special_tokens`.
-    """
-
-    _source: RolloutSource
-
-    def __init__(self, model: str | None, special_tokens: SpecialTokens = "tags") -> None:
-        super().__init__()
-        self.model = model
-        self.special_tokens: SpecialTokens = special_tokens
-        self._codec = None if model is None else TextCodec(model, special_tokens)
-
-    def use_model(self, model: str) -> None:
-        """Sets the name of the model, unless one was given."""
-        if self.model is None:
-            self._codec = TextCodec(model, self.special_tokens)
-            self.model = model
-            self._source.use_model(model)
-
-    @property
-    def codec(self) -> TextCodec:
-        """The model's tokenizer.
-
-        Raises:
-            SetupError: the model is not set yet.
-        """
-        if self._codec is None:
-            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
-        return self._codec
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt."""
-        return self.codec.encode(prompt)
-
-
-class RolloutDataModule(ModelName):
+class RolloutDataModule(pl.LightningDataModule):
     """Rollouts of the policy in training, at most `max_staleness` versions old.
 
     Args:
@@ -211,7 +97,9 @@ class RolloutDataModule(ModelName):
         replay: ReplayBuffer | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
-        super().__init__(model, scoring.special_tokens)
+        super().__init__()
+        self.model = model
+        self._codec = None if model is None else TextCodec(model, scoring.special_tokens)
         self.prompts = as_source(prompts, "data.prompts")
         if reward is not None and not callable(reward):
             raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
@@ -220,7 +108,7 @@ class RolloutDataModule(ModelName):
         check_objects("data", replay=replay, limits=limits)
         self.admission = admission or Bounded()
         self.intake = intake or Intake()
-        asked = sampling
+        self.val_sampling = validation.sampling or replace(sampling, head=None, experts=False)
         sampling = compatibility.with_support(sampling, engine)
         self.tape = compatibility.open_tape(self.admission, sampling) if isinstance(self.admission, FromTape) else None
         if self.tape is not None:
@@ -242,8 +130,7 @@ class RolloutDataModule(ModelName):
         self.replay = replay
         self.validation = validation
         self.keep_groups_whole = False
-        self.val_sampling = validation.sampling or replace(asked, head=None, experts=False)
-        compatibility.check_bound(self.admission, max_staleness)
+        compatibility.check_max_staleness(self.admission, max_staleness)
         compatibility.check_engine(engine, reward, self.admission, sampling)
         engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
         compatibility.check_limits(reward, scoring.timeout_s)
@@ -258,18 +145,45 @@ class RolloutDataModule(ModelName):
         self._reference_check = ReferenceCheck(None)
         self._make_source(engine)
         self.intake.use_grader(self._grader)
-        make_scorer = partial(scoring.make_scorer, reward, records_spans=False)  # its lanes are those of training
+        # without spans: the reward workers' lanes of a timeline are those of training
+        make_scorer = partial(scoring.make_scorer, reward, records_spans=False)
         self.held_out = HeldOut(validation, self.val_sampling, make_scorer, self._grader)
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
         engine.special_tokens = self.scoring.special_tokens
         self._slots = self.admission.make(self.fresh_per_step * self.weight_sync_steps, self.configured_bound)
-        made = engine, self.model, self._slots, self._make_producer, self.groups_per_step, self.fresh_per_step
-        self._source = RolloutSource(*made, self.replay, self.limits)
-        sizes = self.groups_per_step, self.micro_batches_per_step, self.intake.stream_groups
-        self._batches = StepBatches(self._source, self._collate, self.aggregation, *sizes)
-        self.shared_source = SharedSource(self._source, self._batches)
+        self._source = RolloutSource(
+            engine=engine,
+            model=self.model,
+            admission=self._slots,
+            make_producer=self._make_producer,
+            collate=self._collate,
+            aggregation=self.aggregation,
+            groups_per_step=self.groups_per_step,
+            fresh_per_step=self.fresh_per_step,
+            micro_batches_per_step=self.micro_batches_per_step,
+            streams=self.intake.stream_groups,
+            replay=self.replay,
+            limits=self.limits,
+        )
+        self.feed = RolloutFeed(self._source, self.micro_batches_per_step)
+
+    def _make_producer(self, step: int) -> Producer | Replay:
+        if self.tape is not None:
+            return Replay(self.tape, step, self._slots)
+        self._check_references()
+        return Producer(
+            engine=self.engine,
+            stream=self.stream,
+            codec=self.codec,
+            scorer=self.scoring.make_scorer(self.reward),
+            admission=self._slots,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            timeout_s=self.limits.rollout_timeout_s,
+            intake=self.intake,
+        )
 
     def _collate(self, groups: Sequence[RolloutGroup], **settings: Any) -> list[RolloutBatch]:
         return collate_step(
@@ -282,9 +196,35 @@ class RolloutDataModule(ModelName):
             **settings,
         )
 
+    # -- model and tokenizer ------------------------------------------------------------------------------------------
+
+    def use_model(self, model: str) -> None:
+        """Sets the name of the model, unless one was given."""
+        if self.model is None:
+            self._codec = TextCodec(model, self.scoring.special_tokens)
+            self.model = model
+            self._source.use_model(model)
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer.
+
+        Raises:
+            SetupError: the model is not set yet.
+        """
+        if self._codec is None:
+            raise SetupError("data.model is not set: give it, or add the WeightSync callback, which takes the module's")
+        return self._codec
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        return self.codec.encode(prompt)
+
+    # -- state of the run, for callbacks ------------------------------------------------------------------------------
+
     def note_progress(self) -> None:
         """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""
-        self.shared_source.ranks.progress.sign()
+        self.feed.ranks.progress.sign()
 
     @property
     def engine(self) -> RolloutEngine:
@@ -315,18 +255,18 @@ class RolloutDataModule(ModelName):
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether SIGTERM was received, on any rank of a distributed run."""
-        return self.trainer is not None and self.shared_source.ranks.is_asked_to_stop(self.trainer)
+        return self.trainer is not None and self.feed.ranks.is_asked_to_stop(self.trainer)
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Changes the staleness bound during training; groups already admitted keep theirs."""
-        compatibility.check_bound_change(self.admission, max_staleness)
+        compatibility.check_new_max_staleness(self.admission, max_staleness)
         if max_staleness != self.max_staleness:
-            self.shared_source.set_max_staleness(max_staleness)
+            self.feed.set_max_staleness(max_staleness)
 
     @property
     def last_step_groups(self) -> Sequence[RolloutGroup]:
         """Groups of the current step; when groups are streamed, those received so far."""
-        return self._batches.groups
+        return self._source.groups
 
     def stats(self) -> ProducerStats | None:
         """Totals of sampling and scoring since the start; None before it."""
@@ -334,7 +274,8 @@ class RolloutDataModule(ModelName):
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
         """Micro-batches as a sized iterable; a `DataLoader` has nothing to add, because they are already collated."""
-        return StepFeed(self._trainer, self.micro_batches_per_step, self.shared_source)
+        self.feed.trainer = self._trainer
+        return self.feed
 
     def val_dataloader(self) -> Iterable[PromptBatch]:
         """Held-out prompts in batches."""
@@ -348,28 +289,16 @@ class RolloutDataModule(ModelName):
             if self.replay is not None and self._empty_replay is not None:
                 self.replay.load_state_dict(self._empty_replay)
             self._make_source(self.engine.fresh())
-        limits = self.limits.rollout_timeout_s, self.limits.rank_timeout_s
-        self.shared_source.ranks = connect(self._trainer, *limits, on_abandon=self.stop)
-
-    def _make_producer(self, step: int) -> Producer | Replay:
-        if self.tape is not None:
-            return Replay(self.tape, step, self._slots)
-        self._check_references()
-        return Producer(
-            engine=self.engine,
-            stream=self.stream,
-            codec=self.codec,
-            scorer=self.scoring.make_scorer(self.reward),
-            admission=self._slots,
-            group_size=self.group_size,
-            sampling=self.sampling,
-            timeout_s=self.limits.rollout_timeout_s,
-            intake=self.intake,
+        self.feed.ranks = connect(
+            self._trainer,
+            stall_s=self.limits.rollout_timeout_s,
+            silence_s=self.limits.rank_timeout_s,
+            on_abandon=self.stop,
         )
 
     @property
     def _grader(self) -> Any:
-        """Whatever gives the rewards: the reward, or the environment of the engine."""
+        """The source of rewards: `data.reward`, or the environment of the engine."""
         if self.reward is None and isinstance(self.engine, EpisodeEngine):
             return self.engine.grader()
         return self.reward
@@ -378,10 +307,9 @@ class RolloutDataModule(ModelName):
         """Begins to run a grader on its own references, in the background."""
         self._reference_check.close()
         self._reference_check = ReferenceCheck(self._grader, self.scoring.timeout_s)
-        held_out = self.validation.source
-        sources = [("data.prompts", self.prompts)] + (
-            [] if held_out is None else [("data.validation.prompts", held_out)]
-        )
+        sources = [("data.prompts", self.prompts)]
+        if (held_out := self.validation.source) is not None:
+            sources.append(("data.validation.prompts", held_out))
         self._reference_check.start((name, sample_prompts(source)) for name, source in sources)
 
     def state_dict(self) -> dict[str, Any]:
@@ -422,10 +350,113 @@ class RolloutDataModule(ModelName):
             self.stop()
         self.held_out.close()
         self._end()
-        self.shared_source.ranks.close()
+        self.feed.ranks.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks, then stops; Lightning does not call `teardown` after an exception."""
-        self.shared_source.ranks.fail(exception)
+        self.feed.ranks.fail(exception)
         self.stop()
-        self.shared_source.ranks.close()
+        self.feed.ranks.close()
+
+
+# -- Held-out prompts of the validation loop, and their rewards -------------------------------------------------------
+
+
+class HeldOut:
+    """Batches and scores the prompts of `data.validation`, on every rank.
+
+    Args:
+        settings: `data.validation`.
+        sampling: sampling parameters of their completions.
+        make_scorer: scorer of the training reward; called when the first completion is scored.
+        grader: the reward, or the environment in its place.
+
+    Attributes:
+        threshold: reward of a correct completion, `data.validation.success_reward` or its default.
+    """
+
+    def __init__(
+        self, settings: Validation, sampling: SamplingParams, make_scorer: Callable[[], Scorer], grader: Any
+    ) -> None:
+        self._settings = settings
+        self._sampling = sampling
+        self._make_scorer = make_scorer
+        self._scorer: Scorer | None = None
+        self.threshold = success_threshold(settings.success_reward, grader)
+        is_default = settings.success_reward is None
+        self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
+
+    def watch(self, rewards: Iterable[float]) -> None:
+        """Warns once if the threshold does not suit the rewards of a validation or evaluation."""
+        self._watch.add(rewards)
+        self._watch.speak(self.threshold)
+
+    def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
+        """This rank's batches of the usable prompts; none without `data.validation.prompts`.
+
+        Raises:
+            ValueError: see `UsablePrompts` and `check_ends`.
+        """
+        if (source := self._settings.source) is None:
+            warnings.filterwarnings("ignore", message=r".*Total length of `list` across ranks is zero")  # intended
+            return []
+        check_ends(codec, self._sampling, source)
+        length = codec.context_length  # validation samples from the trained model itself
+        max_tokens = self._sampling.max_tokens
+        why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
+        # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation refuses it
+        usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)
+        return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
+
+    def score(
+        self,
+        completions: Sequence[tuple[Prompt, str]],
+        on_progress: Callable[[], None],
+        token_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[float | None]:
+        """Rewards of the completions; None for those that failed `data.scoring.tries` times.
+
+        Args:
+            completions: prompts and completion texts.
+            on_progress: called after each reward.
+            token_ids: of each completion, for rewards that want them.
+        """
+        if self._scorer is None:  # kept, because isolated rewards have a process for each of its threads
+            self._scorer = self._make_scorer()
+        return score_all(self._scorer, completions, on_progress, token_ids)
+
+    def close(self) -> None:
+        """Ends the scorer's threads. Safe to call twice."""
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+
+
+class PromptFeed:
+    """Batches of held-out prompts in order; rank r of n gets batches r, r + n, r + 2n, ...
+
+    All ranks have the same number of batches, some of them empty: Lightning skips validation on a rank without any.
+    The length keeps Lightning from prefetching.
+
+    Args:
+        source: of the prompts.
+        batch_size: prompts sampled together.
+        rank: of this process.
+        num_ranks: among which the batches are divided.
+    """
+
+    def __init__(self, source: PromptSource, batch_size: int, rank: int = 0, num_ranks: int = 1) -> None:
+        self._source = source
+        self._batch_size = batch_size
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def __len__(self) -> int:
+        return -(-len(self._source) // (self._batch_size * self._num_ranks))
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for n in range(len(self)):
+            index = n * self._num_ranks + self._rank
+            begin = min(index * self._batch_size, len(self._source))
+            end = min(begin + self._batch_size, len(self._source))
+            yield PromptBatch([self._source[k] for k in range(begin, end)], index)

@@ -12,8 +12,6 @@ from lit_async_rl.rewards.scorer import Reward, Scorer
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.tries import TryPolicy
 
-SECONDS = ("rollout_timeout_s", "rank_timeout_s", "start_timeout_s")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
@@ -116,5 +114,7 @@ class Limits:
     engine_restarts: int = 3
 
     def __post_init__(self) -> None:
-        check_range("data.limits", "positive", **{name: vars(self)[name] for name in SECONDS})
+        check_range("data.limits", "positive", rollout_timeout_s=self.rollout_timeout_s)
+        check_range("data.limits", "positive", rank_timeout_s=self.rank_timeout_s)
+        check_range("data.limits", "positive", start_timeout_s=self.start_timeout_s)
         check_range("data.limits", "integer >= 0", engine_restarts=self.engine_restarts)

@@ -12,7 +12,8 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -61,12 +62,17 @@ class OneProcess:
 
     num_places = 1
     leads = True
+    is_stop_requested = False  # `is_asked_to_stop` is polled while the step is made
 
     def __init__(self) -> None:
         self.progress = Progress(math.inf)  # never read
 
-    def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
-        return make()
+    def making_step(self) -> AbstractContextManager[None]:
+        """Does nothing: no other rank waits for the step."""
+        return nullcontext()
+
+    def exchange(self, made: Exchanged) -> Exchanged:
+        return made
 
     def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
         """Whether Lightning has received SIGTERM."""
@@ -113,29 +119,38 @@ class StepScatter:
         """Whether this rank owns engine and producer; the others receive their data from it."""
         return self._rank == 0
 
-    def exchange(self, make: Callable[[], Exchanged]) -> Exchanged:
-        """This rank's micro-batches, or `RELOAD` if weights are needed; None ends the run on all ranks.
+    @property
+    def is_stop_requested(self) -> bool:
+        """Whether a rank has requested the end of the run."""
+        return self.watch.is_stop_requested
+
+    @contextmanager
+    def making_step(self) -> Iterator[None]:
+        """Context in which rank 0 makes a step that the others wait for; an error in it ends all ranks."""
+        self.progress.meet("waiting for rollouts", math.inf)  # has its own timeout
+        try:
+            yield
+        except BaseException as error:
+            self.watch.fail(error)  # at once: callbacks that handle the exception may want to use collectives
+            raise
+
+    def exchange(self, made: Exchanged) -> Exchanged:
+        """This rank's micro-batches, or `RELOAD` if weights are needed; None ends the run on all ranks. A collective.
 
         Args:
-            make: called on rank 0 only; returns the step's micro-batches, those that run concurrently next to each
-                other.
+            made: on rank 0 the step's micro-batches, those that run concurrently next to each other; not read on the
+                others.
 
         Raises:
             RankError: another rank failed.
             StalledError: another rank did not arrive.
         """
-        self.progress.meet("waiting for rollouts", math.inf)  # has its own timeout
         if not self.leads:
             self.progress.reach("receiving the step")
             return self._receive()
-        try:
-            batches = None if self.watch.is_stop_requested else make()
-        except BaseException as error:
-            self.watch.fail(error)  # at once: callbacks that handle the exception may want to use collectives
-            raise
         self.progress.reach("handing out the step")
-        self._send(batches)
-        return batches if batches is None or batches == RELOAD else batches[self._places[0] :: self.num_places]
+        self._send(made)
+        return made if made is None or made == RELOAD else made[self._places[0] :: self.num_places]
 
     def is_asked_to_stop(self, trainer: AnyTrainer) -> bool:
         """Whether any rank requested the end of the run; polled by rank 0 while it waits for rollouts.

@@ -8,59 +8,16 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from lit_async_rl.errors import InvariantError, SetupError
 from lit_async_rl.models.tokenizer import SpecialTokens, TextCodec
 from lit_async_rl.types import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.utils.tries import Work
-
-# -- How far log-probabilities of engine and trainer may differ, by their precision -----------------------------------
-
-
-BOUNDS = {"float32": 1e-4, "tf32": 2e-3, "float16": 0.03, "bfloat16": 0.1}  # nats, of the mean absolute difference
-PROBE_TOKENS = 48
-
-
-def default_bound(*dtypes: str) -> float:
-    """Largest mean absolute difference, in nats, that the coarsest of these dtypes explains.
-
-    On CPUs float32 agrees to about 1e-5; accelerators may multiply it in TF32, to a few 1e-4; bfloat16 agrees to 2e-3
-    ... 4e-2. Unknown names count as the coarsest.
-    """
-    return max(BOUNDS.get(dtype, max(BOUNDS.values())) for dtype in dtypes)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Log-probabilities of a fixed token sequence under the trainer's weights of one version.
-
-    Attributes:
-        version: of the weights.
-        token_ids: the sequence.
-        logprobs: of all its tokens but the first, at temperature 1.
-        dtype: the trainer computes in it.
-    """
-
-    version: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    dtype: str
-
-    def error(self, logprobs: Sequence[float]) -> float:
-        """Mean absolute difference from other log-probabilities of the same tokens."""
-        differences = [abs(a - b) for a, b in zip(self.logprobs, logprobs, strict=True)]
-        return sum(differences) / len(differences)
-
-
-def probe_tokens(vocab_size: int, max_length: int = PROBE_TOKENS) -> tuple[int, ...]:
-    """A fixed sequence of random tokens."""
-    rng = random.Random(vocab_size)
-    return tuple(rng.randrange(vocab_size) for _ in range(min(PROBE_TOKENS, max_length)))
-
 
 __all__ = ["Completion", "GenerationRequest", "RolloutEngine", "SamplingParams"]
 
@@ -117,31 +74,26 @@ class RolloutEngine(ABC):
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Stores the constructor arguments for `fresh`."""
-        engine = super().__new__(cls.variant(kwargs))
+        """Stores the constructor arguments, from which `fresh` makes the same engine again."""
+        engine = super().__new__(cls)
         engine._made_with = (args, kwargs)
         return engine
-
-    @classmethod
-    def variant(cls, kwargs: Mapping[str, Any]) -> type[RolloutEngine]:
-        """Class of which the constructor makes an instance: this one, or a subclass for some arguments.
-
-        A `__new__` with arguments of its own would hide those of `__init__` from the command line.
-        """
-        return cls
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """A new engine with the same arguments, not set up; replaces one that hangs or failed.
 
         Args:
-            out_of_memory: this one broke because of that; the new one should need less, if it can.
+            out_of_memory: this one ran out of memory; the new one should need less, if it can.
         """
+
+        def renewed(argument: Any) -> Any:
+            return argument.fresh(out_of_memory) if isinstance(argument, RolloutEngine) else argument
+
         args, kwargs = self._made_with
-        renewed = [a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for a in args]
-        named = {n: a.fresh(out_of_memory) if isinstance(a, RolloutEngine) else a for n, a in kwargs.items()}
-        made: RolloutEngine = type(self)(*renewed, **named)
-        made.special_tokens = self.special_tokens
-        return made
+        named = {name: renewed(argument) for name, argument in kwargs.items()}
+        engine: RolloutEngine = type(self)(*map(renewed, args), **named)
+        engine.special_tokens = self.special_tokens
+        return engine
 
     def around(self, engine: RolloutEngine, codec: TextCodec) -> RolloutEngine:
         """Wraps another engine the way this one extends plain generation; used by validation."""
@@ -345,3 +297,86 @@ class EngineWrapper(RolloutEngine):
 
     def close(self) -> None:
         self.engine.close()
+
+
+# -- Checks that engines share ----------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def set_up(part: T | None) -> T:
+    """The part of an engine that its `setup` makes.
+
+    Raises:
+        SetupError: `setup` was not called yet.
+    """
+    if part is None:
+        raise SetupError("the engine was used before its setup")
+    return part
+
+
+def check_request(request: GenerationRequest, max_model_len: int, vocab_size: int) -> None:
+    """Refuses a request that can never be served.
+
+    Raises:
+        ValueError: prompt and completion do not fit, or a token of the prompt is not in the vocabulary.
+    """
+    if request.num_samples < 1:
+        raise InvariantError(f"a request for no samples: {request}")
+    ids = request.prompt_ids
+    max_tokens = request.sampling.max_tokens
+    if not ids or len(ids) + max_tokens > max_model_len:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens and sampling.max_tokens={max_tokens} need {len(ids) + max_tokens} "
+            f"positions, at least one of them for the prompt; the engine has max_model_len={max_model_len}"
+        )
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"a prompt holds the tokens {min(ids)} to {max(ids)}, the model's vocabulary has only {vocab_size}: "
+            "tokenizer and model do not belong together"
+        )
+
+
+# -- How far log-probabilities of engine and trainer may differ, by their precision -----------------------------------
+
+
+BOUNDS = {"float32": 1e-4, "tf32": 2e-3, "float16": 0.03, "bfloat16": 0.1}  # nats, of the mean absolute difference
+PROBE_TOKENS = 48
+
+
+def default_bound(*dtypes: str) -> float:
+    """Largest mean absolute difference, in nats, that the coarsest of these dtypes explains.
+
+    On CPUs float32 agrees to about 1e-5; accelerators may multiply it in TF32, to a few 1e-4; bfloat16 agrees to 2e-3
+    ... 4e-2. Unknown names count as the coarsest.
+    """
+    return max(BOUNDS.get(dtype, max(BOUNDS.values())) for dtype in dtypes)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Log-probabilities of a fixed token sequence under the trainer's weights of one version.
+
+    Attributes:
+        version: of the weights.
+        token_ids: the sequence.
+        logprobs: of all its tokens but the first, at temperature 1.
+        dtype: the trainer computes in it.
+    """
+
+    version: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    dtype: str
+
+    def error(self, logprobs: Sequence[float]) -> float:
+        """Mean absolute difference from other log-probabilities of the same tokens."""
+        differences = [abs(a - b) for a, b in zip(self.logprobs, logprobs, strict=True)]
+        return sum(differences) / len(differences)
+
+
+def probe_tokens(vocab_size: int, max_length: int = PROBE_TOKENS) -> tuple[int, ...]:
+    """A fixed sequence of random tokens."""
+    rng = random.Random(vocab_size)
+    return tuple(rng.randrange(vocab_size) for _ in range(min(PROBE_TOKENS, max_length)))

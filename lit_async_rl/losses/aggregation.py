@@ -245,6 +245,6 @@ def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:
     """Copy of the rollout in which only the first `num_tokens` trained tokens train."""
     if rollout.num_trained_tokens <= num_tokens:
         return rollout
-    mask = rollout.loss_mask or (True,) * len(rollout.completion_ids)
+    mask = rollout.loss_mask or (True,) * len(rollout.token_ids)
     places = accumulate(mask)
     return replace(rollout, loss_mask=tuple(on and n <= num_tokens for on, n in zip(mask, places, strict=True)))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from lit_async_rl.errors import describe
@@ -34,8 +34,13 @@ def export_model(
 
 
 def export_problems(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Problems that `export_model` would have: found by writing all but the weights to a scratch folder."""
+    """Problems that `export_model` or a reader would have: found by writing all but the weights to a scratch folder."""
     problems = []
+    if type(lm.config) not in AutoModelForCausalLM._model_mapping:  # the text part of Mllama and Emu3
+        problems.append(
+            f"AutoModelForCausalLM would not read it again: its configuration is a {type(lm.config).__name__}, which "
+            f"only {type(lm).__name__} reads"
+        )
     with tempfile.TemporaryDirectory() as folder:
         for name, part in (("configuration", lm.config), ("tokenizer", tokenizer)):
             try:

@@ -32,11 +32,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.guarded_calls import announced
+from lit_async_rl.utils.hub import go_offline_if_unreachable
 
 # -- Properties of a loaded model's architecture: its context length, layers other than attention, and stored buffers
 
@@ -225,15 +227,14 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     if not model:
         raise FileNotFoundError(f"model.model must name a model of the hub, or a folder, got {model!r}")
     is_folder = Path(model).is_dir()
-    if not is_folder and (model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1 or Path(model).exists()):
+    if not is_folder and not is_hub_name(model):
         raise FileNotFoundError(f"model.model={model!r}: there is no such folder{_how_to_fetch(model)}")
     if is_folder and Path(model, ADAPTER).is_file():
-        if importlib.util.find_spec("peft") is None:  # transformers would leave the adapter out without a word
-            raise ModuleNotFoundError(
-                f'model.model={model!r} holds an adapter, which needs PEFT: pip install "lit-async-rl[peft]"'
-            )
+        check_peft(model)  # transformers would leave the adapter out without a word
     elif is_folder and not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"model.model={model!r}: the folder has no config.json{_how_to_export(Path(model))}")
+    if not is_folder:
+        go_offline_if_unreachable()
     try:
         with _without_bar():
             # without `trust_remote_code=False` transformers asks on the terminal whether to run a model's own code
@@ -249,6 +250,40 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
             ) from error
         what = "the folder holds no model that transformers can load" if is_folder else "not found, here or on the hub"
         raise FileNotFoundError(f"model.model={model!r}: {what} ({_first_line(error)})") from error
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model` can only be the name of a repository on the hub: it is no folder, and not written as a path."""
+    is_path = model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1
+    return bool(model) and not is_path and not Path(model).exists()
+
+
+@functools.cache
+def adapter_snapshot(repository: str) -> str | None:
+    """Local copy of a repository on the hub that holds an adapter of PEFT; None if it holds none.
+
+    Asks the hub once in a process, or the cache where that is all there is. Without the copy transformers would load
+    the base that the adapter names, put the adapter's layers into it, and call the result the model.
+    """
+    go_offline_if_unreachable()
+    try:
+        if find_adapter_config_file(repository) is None:
+            return None
+    except OSError:  # no such repository: the model's own loader says so
+        return None
+    return snapshot_download(repository, ignore_patterns=["*/*"])  # the folders of a run's checkpoints stay there
+
+
+def check_peft(model: str) -> None:
+    """Refuses an adapter where PEFT is not installed.
+
+    Raises:
+        ModuleNotFoundError: it is not.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ModuleNotFoundError(
+            f'model.model={model!r} holds an adapter, which needs PEFT: pip install "lit-async-rl[peft]"'
+        )
 
 
 def _is_about_attention(error: Exception) -> bool:
@@ -299,7 +334,8 @@ def load_policy(
 ) -> PreTrainedModel:
     """Loads a causal LM in evaluation mode and without dropout, so that log-probabilities are deterministic.
 
-    A folder may hold an adapter of PEFT (`adapter_config.json`), alone or beside the weights: it is part of the model.
+    A folder, or a repository on the hub, may hold an adapter of PEFT (`adapter_config.json`), alone or beside the
+    weights: it is part of the model.
 
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
@@ -335,8 +371,10 @@ def load_policy(
     else:
         with announced(f"model {model!r} to be read, or downloaded"), _without_adapter(model) as plain:
             lm = load_pretrained(AutoModelForCausalLM, plain, **kwargs)
-        if has_adapter(model) and adapter == "merge":
-            lm = _with_adapter_merged(lm, model)
+        folder = adapter_folder(model)
+        if folder is not None and adapter == "merge":
+            check_peft(model)
+            lm = _with_adapter_merged(lm, folder)
         lm.config.name_or_path = model
         check_finite(lm.named_parameters(), f"model.model={model!r}")
     choose_attention(lm, attn_implementation)
@@ -396,20 +434,33 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
             raise ValueError(f"{where} is broken: its weight {name} holds values that are NaN or infinite")
 
 
+def adapter_folder(model: str) -> str | None:
+    """Folder with the adapter of PEFT that is part of a model; None where it has none.
+
+    It is `model` itself, or the local copy of a repository on the hub.
+    """
+    if is_hub_name(model):
+        return adapter_snapshot(model)
+    return model if model and Path(model, ADAPTER).is_file() else None
+
+
 def has_adapter(model: str) -> bool:
-    """Whether the folder holds an adapter of PEFT."""
-    return bool(model) and Path(model, ADAPTER).is_file()
+    """Whether the model's folder, or its repository on the hub, holds an adapter of PEFT."""
+    return adapter_folder(model) is not None
 
 
 def base_of(model: str) -> str:
-    """Name or folder of the weights below an adapter whose folder holds nothing else; `model` itself otherwise.
+    """Name or folder of the weights: those below an adapter whose folder holds nothing else, or the model's own.
 
     Raises:
         ValueError: the adapter names no base.
     """
-    if not has_adapter(model) or Path(model, "config.json").is_file():
+    folder = adapter_folder(model)
+    if folder is None:
         return model
-    base = json.loads(Path(model, ADAPTER).read_text()).get("base_model_name_or_path")
+    if Path(folder, "config.json").is_file():
+        return folder
+    base = json.loads(Path(folder, ADAPTER).read_text()).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"model.model={model!r} holds an adapter whose {ADAPTER} has no base_model_name_or_path")
     return str(base)
@@ -418,11 +469,12 @@ def base_of(model: str) -> str:
 @contextmanager
 def _without_adapter(model: str) -> Iterator[str]:
     """Name or folder of the weights below an adapter: transformers would put the adapter's layers into the model."""
-    if not has_adapter(model) or base_of(model) != model:
-        yield base_of(model)
+    base = base_of(model)
+    if base != adapter_folder(model):
+        yield base
         return
     with TemporaryDirectory(prefix="without_adapter_") as folder:
-        for path in Path(model).iterdir():
+        for path in Path(base).iterdir():
             if not path.name.startswith("adapter_"):
                 Path(folder, path.name).symlink_to(path.resolve())
         yield folder
@@ -437,13 +489,32 @@ def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
     return merged.requires_grad_(True)
 
 
+def _load_base(loader: Any, model: str) -> Any:
+    """Loads something of a model that its base has, below an adapter.
+
+    Raises:
+        FileNotFoundError: there is no such model, or not the one that its adapter names.
+    """
+    base = base_of(model)
+    if base in (model, adapter_folder(model)):
+        return load_pretrained(loader, base)
+    try:
+        return load_pretrained(loader, base)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"model.model={model!r} holds an adapter of {base!r} (base_model_name_or_path in its {ADAPTER}), which "
+            f"cannot be loaded: {error}"
+        ) from error
+
+
 def load_config(model: str) -> PreTrainedConfig:
     """Loads the configuration of a model.
 
     Raises:
         FileNotFoundError: there is no such model.
     """
-    return load_pretrained(AutoConfig, base_of(model))
+    config: PreTrainedConfig = _load_base(AutoConfig, model)
+    return config
 
 
 def load_generation_config(model: str) -> GenerationConfig | None:
@@ -460,8 +531,10 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer.
     """
-    has_own = any(Path(model).glob("tokenizer*"))  # beside an adapter, where tokens were added
-    return load_pretrained(AutoTokenizer, model if has_own else base_of(model))
+    folder = adapter_folder(model)
+    if folder is not None and any(Path(folder).glob("tokenizer*")):  # beside an adapter, where tokens were added
+        return load_pretrained(AutoTokenizer, folder)
+    return _load_base(AutoTokenizer, model)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from lit_async_rl.types import Prompt, checked_messages
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.hub import go_offline_if_unreachable
 from lit_async_rl.utils.plain import is_missing
 
 if TYPE_CHECKING:
@@ -151,6 +152,8 @@ def load_dataset(path: str, name: str | None, split: str) -> Records:
     except ImportError:
         raise ModuleNotFoundError('HuggingFacePrompts needs: pip install "lit-async-rl[data]"') from None
     folder = Path(path).expanduser()
+    if not folder.is_dir():
+        go_offline_if_unreachable()
     where = f"HuggingFacePrompts: path={path!r}, name={name!r}, split={split!r}"
     try:
         if (folder / "state.json").is_file():  # one split, whatever its name
@@ -216,7 +219,7 @@ class RecordPrompts(PromptSource):
     Args:
         records: one mapping per prompt.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
-        answer_field: field that holds the reference answer; None if there is none.
+        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested); None if none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         origin: name of the source in messages.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
@@ -279,10 +282,10 @@ class RecordPrompts(PromptSource):
 
     def _text(self, record: Mapping[str, Any], setting: str, field: str, index: int) -> str:
         where = f"{self.where(index)}, {setting}={field!r}"
-        if field not in record:
-            raise ValueError(f"{where}: there is no such field, only {sorted(record)}")
         try:
-            return field_text(record[field])
+            return field_text(_field(record, field))
+        except KeyError as error:
+            raise ValueError(f"{where}: there is no such field, only {error.args[0]}") from None
         except ValueError as error:
             what = "text, a number or messages" if setting == "prompt_field" else "text or a number"
             raise ValueError(f"{where}: it must hold {what}, not {error}") from None
@@ -307,7 +310,7 @@ class JsonlPrompts(RecordPrompts):
     Args:
         path: path of the file.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
-        answer_field: field that holds the reference answer; None if there is none.
+        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested); None if none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
@@ -346,7 +349,8 @@ class ParquetPrompts(RecordPrompts):
     Args:
         path: path of the file.
         prompt_field: column that holds the prompt: text, or a list of messages.
-        answer_field: column that holds the reference answer; None if there is none.
+        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested); None if there is
+            none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
@@ -379,7 +383,8 @@ class HuggingFacePrompts(RecordPrompts):
         split: split, for example `train` or `train[:1000]`; ignored for a single split written by `save_to_disk`.
         name: configuration of the dataset, if it has several.
         prompt_field: column that holds the prompt: text, or a list of messages.
-        answer_field: column that holds the reference answer; None if there is none.
+        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested); None if there is
+            none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
@@ -408,6 +413,20 @@ class HuggingFacePrompts(RecordPrompts):
         super().__init__(
             records, prompt_field, answer_field, template, origin, max_prompt_tokens, on_bad_prompt, as_chat
         )
+
+
+def _field(record: Mapping[str, Any], field: str) -> Any:
+    """A field by its name, or by a path of nested ones, such as `reward_model.ground_truth`.
+
+    Raises:
+        KeyError: there is none; its argument is the list of those that are there.
+    """
+    if field in record:
+        return record[field]
+    outer, _, inner = field.partition(".")
+    if inner and isinstance(nested := record.get(outer), Mapping):
+        return _field(nested, inner)
+    raise KeyError(sorted(map(str, record)))
 
 
 def check_template(template: str) -> None:

@@ -24,7 +24,7 @@ from lit_async_rl.utils.plain import plain
 
 
 class ReplayWeighting(ABC):
-    """Log-weights of prompts and rollouts, up to an additive constant."""
+    """Log-weights of prompts and completions in the draws, up to an additive constant."""
 
     def prompt_log_weight(self, age: int) -> float:
         """Log-weight of a prompt whose newest completion is `age` versions old."""
@@ -87,7 +87,7 @@ class RecencyReplay(ReplayWeighting):
 _Key = tuple[tuple[int, ...], str | None]  # prompt ids and answer
 Snapshot = tuple[list["_Stored"], list[_Key], dict[str, int], Any]  # entries, order of prompts, counts, random state
 log = logging.getLogger(__name__)
-_MIN_ROLLOUTS = 2  # a completion with none to compare it with says nothing
+_MIN_ROLLOUTS = 2  # of a prompt: a single one has no other to be compared with, and no advantage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +149,8 @@ class ReplayBuffer:
         seed: int = 0,
     ) -> None:
         check_range("data.replay", "in (0, 1]", fresh_fraction=fresh_fraction)
-        limits = dict(capacity=capacity, max_per_prompt=max_per_prompt, min_prompts=min_prompts)
-        check_range("data.replay", "integer >= 1", **limits)
+        check_range("data.replay", "integer >= 1", capacity=capacity, max_per_prompt=max_per_prompt)
+        check_range("data.replay", "integer >= 1", min_prompts=min_prompts)
         check_range("data.replay", "integer", seed=seed)
         check_range("data.replay", "integer >= 0", max_staleness=max_staleness)
         self.fresh_fraction = fresh_fraction
@@ -188,7 +188,7 @@ class ReplayBuffer:
         """Adds every completion; replaces equal ones."""
         key = _key(group)
         for rollout in group.rollouts:
-            ids = rollout.completion_ids
+            ids = rollout.token_ids
             self._counts["duplicates" if (key, ids) in self._order else "added"] += 1
             self._remove(key, ids)
             stored = _Stored(group.prompt, group.prompt_ids, group.index, rollout, _version(rollout, group))
@@ -235,7 +235,7 @@ class ReplayBuffer:
         return [items[n] for n in best]
 
     def clear(self) -> None:
-        """Leaves out what was stored before a resume, with other rewards or recordings."""
+        """Removes the completions of a checkpoint, which were scored or recorded with other settings."""
         log.warning("resume: the replay buffer of the checkpoint is left out, %d completions", len(self))
         self._prompts = {}
         self._order = {}
@@ -289,7 +289,7 @@ class ReplayBuffer:
         for entry in state["stored"]:
             stored = _Stored(**{**entry, "prompt": Prompt(**entry["prompt"]), "rollout": _rollout(entry["rollout"])})
             key = (stored.prompt_ids, stored.prompt.answer)
-            ids = stored.rollout.completion_ids
+            ids = stored.rollout.token_ids
             self._prompts[key][ids] = stored
             self._order[key, ids] = None
         self._counts = dict(state["counts"])
@@ -304,14 +304,23 @@ def _key(group: RolloutGroup) -> _Key:
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
-    turns, head, experts = (fields.get(name) for name in ("turns", "head", "experts"))  # some are not in older ones
+    """A rollout of a checkpoint; older ones have other names for two fields, and lack some."""
+    turns = fields.get("turns")
+    head = fields.get("head")
+    experts = fields.get("experts")
     return Rollout(
-        **{
-            **fields,
-            "turns": None if turns is None else tuple(Turn(**turn) for turn in turns),
-            "head": None if head is None else SamplerHead(**head),
-            "experts": None if experts is None else ExpertChoices(**experts),
-        }
+        request_id=fields.get("request_id", 0),
+        sample_index=fields.get("sample_index", 0),
+        token_ids=fields["token_ids" if "token_ids" in fields else "completion_ids"],
+        logprobs=fields["logprobs" if "logprobs" in fields else "behavior_logprobs"],
+        versions=fields["versions"],
+        finish_reason=fields["finish_reason"],
+        text=fields["text"],
+        reward=fields["reward"],
+        loss_mask=fields["loss_mask"],
+        turns=None if turns is None else tuple(Turn(**turn) for turn in turns),
+        head=None if head is None else SamplerHead(**head),
+        experts=None if experts is None else ExpertChoices(**experts),
     )
 
 

@@ -206,8 +206,8 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "metadata": json.dumps(dict(group.prompt.metadata), default=str),
         "prompt_ids": group.prompt_ids,
-        "completion_ids": rollout.completion_ids,
-        "behavior_logprobs": rollout.behavior_logprobs,
+        "completion_ids": rollout.token_ids,
+        "behavior_logprobs": rollout.logprobs,
         "versions": rollout.versions,
         "loss_mask": rollout.loss_mask,
         "finish_reason": rollout.finish_reason,
@@ -231,8 +231,10 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
         prompt_ids=tuple(head["prompt_ids"]),
         rollouts=tuple(
             Rollout(
-                completion_ids=tuple(row["completion_ids"]),
-                behavior_logprobs=tuple(row["behavior_logprobs"]),
+                request_id=row["group"],
+                sample_index=row["sample"],
+                token_ids=tuple(row["completion_ids"]),
+                logprobs=tuple(row["behavior_logprobs"]),
                 versions=tuple(row["versions"]),
                 finish_reason=row["finish_reason"],
                 text=row["text"],
@@ -278,8 +280,10 @@ def _experts(row: dict[str, Any]) -> ExpertChoices | None:
 
 def _prompt(row: dict[str, Any]) -> Prompt:
     messages = row.get("messages")  # older tapes have no such column
-    what = {"text": row["prompt"]} if messages is None else {"messages": json.loads(messages)}
-    return Prompt(**what, answer=row["answer"], metadata=json.loads(row["metadata"]))
+    metadata = json.loads(row["metadata"])
+    if messages is None:
+        return Prompt(text=row["prompt"], answer=row["answer"], metadata=metadata)
+    return Prompt(messages=json.loads(messages), answer=row["answer"], metadata=metadata)
 
 
 def _turns(rows: list[dict[str, Any]] | None) -> tuple[Turn, ...] | None:
@@ -410,7 +414,7 @@ def read_file(file: TapeFile, columns: Sequence[str] | None) -> pa.Table:
     return table if columns is None else table.select(list(columns))
 
 
-# -- Writer of rollout tapes, whose format `lit_async_rl.replay.tape` describes ---------------------------------------
+# -- Writer ------------------------------------------------------------------------------------------------------------
 
 
 class TapeWriter:
@@ -478,8 +482,8 @@ class TapeWriter:
     ) -> None:
         """Adds a step, see `TapeStep`; `flush` writes it to disk."""
         settings = None if sampling is None else json.dumps(dict(sampling))
-        known = dict(step=step, policy_version=version, written_at=time.time(), sampling=settings)
-        self._rows += [known | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
+        of_step = {"step": step, "policy_version": version, "written_at": time.time(), "sampling": settings}
+        self._rows += [of_step | to_row(group, sample) for group in groups for sample in range(len(group.rollouts))]
 
     def close(self, timeout_s: float) -> None:
         """Writes the remaining rows; retries while the disk is full.
@@ -503,9 +507,12 @@ class TapeWriter:
             if time.monotonic() > deadline:
                 missing = [n for file in self._unlisted for n in (file.first, file.last)]
                 missing += [row["step"] for row in self._rows]
-                steps = f"steps {missing[0]} to {missing[-1]} are not on the tape"
-                problem = f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: {steps}"
-                raise OSError(errno.ENOSPC, problem, str(self.folder))
+                raise OSError(
+                    errno.ENOSPC,
+                    f"the disk was full for RolloutTape.full_disk_timeout_s={timeout_s:g}: "
+                    f"steps {missing[0]} to {missing[-1]} are not on the tape",
+                    str(self.folder),
+                )
             time.sleep(min(1.0, timeout_s))
             self.flush()
 
@@ -518,7 +525,7 @@ class TapeWriter:
                 del self._unlisted[0]
 
     def _write(self) -> list[TapeFile]:
-        """The file that holds the appended steps; None if there are none, or the disk is full."""
+        """Writes the appended steps; returns their file, or none if there are no steps or the disk is full."""
         if not self._rows:
             return []
         sink = pa.BufferOutputStream()

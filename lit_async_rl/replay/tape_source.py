@@ -34,7 +34,9 @@ class NoEngine(RolloutEngine):
     """
 
     in_flight_weight_updates = True
-    records_heads = records_entropy = records_experts = True  # those of the tape
+    records_heads = True  # those of the tape, likewise entropy and experts
+    records_entropy = True
+    records_experts = True
     max_model_len = 0
     busy_s = 0.0
     num_tokens = 0
@@ -90,8 +92,10 @@ class Replay:
         self._first_step = first_step
         self._steps = tape.steps(first_step)
         self._groups: deque[tuple[int, RolloutGroup]] = deque()
-        self.num_used = self.num_before_step = 0
-        self._num_restored = self._num_tokens = 0
+        self.num_used = 0
+        self.num_before_step = 0
+        self._num_restored = 0
+        self._num_tokens = 0
         self._timer = WaitTimer()
 
     def start(self, version: int) -> None:
@@ -127,7 +131,8 @@ class Replay:
             self._steps = self._tape.steps(self._first_step)
             while self.num_used < place["num_groups"] and self._next() is not None:
                 pass
-            self.num_before_step = self._num_restored = self.num_used
+            self.num_before_step = self.num_used
+            self._num_restored = self.num_used
 
     def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
         """The next group; None at the end of the tape."""

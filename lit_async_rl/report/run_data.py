@@ -18,167 +18,15 @@ import yaml
 
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.replay.tape import Tape, TapeStep
-from lit_async_rl.report.samples import MAX_BYTES, Samples, as_group, evenly, parsed, shortened
+from lit_async_rl.report.samples import MAX_ROLLOUT_BYTES, Samples, as_group, evenly, parsed, shortened
 from lit_async_rl.report.tail import Tail
 from lit_async_rl.report.timeline import Timeline
 from lit_async_rl.types import RolloutGroup
 
-# -- Metrics of a run: every column of `metrics.csv` by optimizer step, thinned for drawing ---------------------------
-
-
-MAX_POINTS = 1500  # of a curve; more pixels than a chart has
-NOT_METRICS = {"step", "epoch"}
-VALIDATION = ("val/", "eval/")
-
-
-class Curves:
-    """Incremental reader of `metrics.csv`.
-
-    Steps count from 1 for values of a step, as in `samples.jsonl`; Lightning writes them from 0. Validations are at the
-    number of steps before them; those within training that Lightning itself logged are one too early in the table.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._tail = Tail(folder / "metrics.csv")
-        self._header: list[str] = []
-        self._generation = 0
-        self._last_step = -1.0
-        self._series: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(_series)
-
-    def refresh(self) -> bool:
-        """Reads new rows; whether there were any."""
-        if not self._tail.begin():
-            return False
-        if self._tail.generation != self._generation:
-            self._generation = self._tail.generation
-            self._header = []
-            self._last_step = -1.0
-            self._series.clear()
-        for _, line in self._tail.lines():
-            row = next(csv.reader(io.StringIO(line.decode(errors="replace"))), [])
-            if not self._header:
-                self._header = row
-            elif row != self._header:
-                self._add(dict(zip(self._header, row, strict=False)))
-        return True
-
-    def _add(self, row: dict[str, str]) -> None:
-        step = _number(row.get("step"))
-        if step is None:
-            return
-        found = {name: _number(text) for name, text in row.items() if text and name not in NOT_METRICS}
-        if any(not name.startswith(VALIDATION) for name in found):
-            self._last_step = step
-        x = step + (step <= self._last_step)  # rows of step n come before those of a validation after it
-        for name, value in found.items():
-            if value is not None:
-                steps, values = self._series[name]
-                steps.append(x)
-                values.append(value)
-
-    def values(self, name: str) -> np.ndarray:
-        """All finite values of a metric, in order."""
-        values = np.asarray(self._series[name][1]) if name in self._series else np.empty(0)
-        return values[np.isfinite(values)]
-
-    def has_all_steps(self, name: str) -> bool:
-        """Whether every step from the first to the last of a metric is there, as with `log_every_n_steps: 1`."""
-        steps = self._series[name][0] if name in self._series else ()
-        return len(steps) > 0 and max(steps) - min(steps) < len(steps)
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps that logged anything."""
-        return int(max((max(steps) for steps, _ in self._series.values() if steps), default=0))
-
-    def payload(self) -> dict[str, Any]:
-        """Curves for the page; metrics that were logged at the same steps share their list of steps."""
-        axes: dict[tuple[float, ...], int] = {}
-        series = {}
-        for name, (steps, values) in sorted(self._series.items()):
-            x, y = thinned(np.asarray(steps), np.asarray(values))
-            axis = axes.setdefault(tuple(x.tolist()), len(axes))
-            series[name] = {"axis": axis, "y": [_short(value) for value in y.tolist()]}
-        return {"axes": [[int(step) for step in axis] for axis in axes], "series": series}
-
-
-def thinned(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `most` points of a curve: the lowest and the highest of each of `most / 2` parts."""
-    if len(x) <= most:
-        return x, y
-    finite = np.where(np.isfinite(y), y, np.nanmean(np.where(np.isfinite(y), y, np.nan)) if len(y) else 0.0)
-    kept: set[int] = {0, len(x) - 1}
-    for part in np.array_split(np.arange(len(x)), most // 2):
-        kept |= {int(part[finite[part].argmin()]), int(part[finite[part].argmax()])}
-    kept |= {int(n) for n in np.flatnonzero(~np.isfinite(y))[:100]}
-    order = np.array(sorted(kept))
-    return x[order], y[order]
-
-
-def _series() -> tuple[array[float], array[float]]:
-    return array("d"), array("d")
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text or "")
-    except ValueError:
-        return None
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-# -- Samples of the same held-out prompts at every validation, from `held_out.jsonl` ----------------------------------
-
-
-MAX_VALIDATIONS = 60
-MAX_PROMPTS = 8
-HELD_OUT_MAX_BYTES = 1_000_000
-
-
-class HeldOut:
-    """Incremental reader of `held_out.jsonl`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._tail = Tail(folder / "held_out.jsonl")
-        self._generation = 0
-        self._found: dict[str, dict[int, dict[str, Any]]] = {}
-
-    def refresh(self) -> bool:
-        """Reads new rows; whether there were any."""
-        if not self._tail.begin():
-            return False
-        if self._tail.generation != self._generation:
-            self._generation = self._tail.generation
-            self._found.clear()
-        for _, line in self._tail.lines():
-            row = parsed(line)
-            if row is not None and isinstance(row.get("prompt"), str) and isinstance(row.get("step"), int):
-                self._found.setdefault(row["prompt"], {}).setdefault(row["step"], row)
-        return True
-
-    def payload(self) -> list[dict[str, Any]]:
-        """For each prompt its answer, and a completion at each of evenly spaced validations."""
-        prompts = []
-        left = HELD_OUT_MAX_BYTES
-        for prompt, rows in list(self._found.items())[:MAX_PROMPTS]:
-            samples = []
-            for step in sorted(evenly(sorted(rows), MAX_VALIDATIONS)):
-                text = shortened(rows[step].get("completion"))
-                left -= len(text.encode())
-                if left > 0:
-                    samples.append({"step": step, "text": text, "reward": rows[step].get("reward")})
-            if samples:
-                answer = next(iter(rows.values())).get("answer")
-                prompts.append({"prompt": shortened(prompt), "answer": answer, "samples": samples})
-        return prompts
-
-
-FILES = ("metrics.csv", "samples.jsonl", "timeline", "tape", "config.yaml")
-MAX_CONFIG = 100_000  # characters
-TAPE_S = 20.0  # between two looks at the tape, which is read as a whole
+log = logging.getLogger(__name__)
+RUN_FILES = ("metrics.csv", "samples.jsonl", "timeline", "tape", "config.yaml")
+MAX_CONFIG_CHARS = 100_000
+TAPE_POLL_INTERVAL_S = 20.0  # the tape is read as a whole, so rarely
 
 
 class RunData:
@@ -196,11 +44,11 @@ class RunData:
     def __init__(self, folder: str | Path, tape: str | Path | None = None, share: float = 1.0) -> None:
         self.folder = Path(folder)
         if not _is_run(self.folder):
-            none = f"{str(folder)!r} is not the folder of a run: it has none of {', '.join(FILES)}"
-            raise ValueError(none + _meant_folder(self.folder))
+            none = f"{str(folder)!r} is not the folder of a run: it has none of {', '.join(RUN_FILES)}"
+            raise ValueError(none + _suggested_folder(self.folder))
         if tape is not None and not Path(tape).is_dir():
             raise ValueError(f"tape={str(tape)!r}: there is no such folder")
-        self._max_bytes = int(MAX_BYTES * share)
+        self._max_bytes = int(MAX_ROLLOUT_BYTES * share)
         self._tape = self.folder / "tape" if tape is None else Path(tape)
         self._curves = Curves(self.folder)
         self._timeline = Timeline(self.folder)
@@ -209,7 +57,7 @@ class RunData:
         self._verdict_tail = Tail(self.folder / "verdicts.jsonl")
         self._verdicts = list[dict[str, Any]]()
         self._of_tape: list[dict[str, Any]] = []
-        self._tape_read_at = -TAPE_S
+        self._tape_read_at = -TAPE_POLL_INTERVAL_S
         self._tape_size = 0
         self._notes: list[str] = []
         self._numbers = {"curves": 0, "timeline": 0, "rollouts": 0, "held_out": 0}
@@ -220,7 +68,7 @@ class RunData:
         changed = {
             "curves": self._curves.refresh() or verdicts,
             "timeline": self._timeline.refresh() or verdicts,
-            "rollouts": self._samples.refresh() or self._tape_has_grown(),
+            "rollouts": self._samples.refresh() or self._read_tape(),
             "held_out": self._held_out.refresh(),
         }
         for name, has_changed in changed.items():
@@ -266,16 +114,15 @@ class RunData:
         rows = [row for row in self._verdicts if row.get("whole_run") is True and needed <= row.keys()]
         return rows[-1] if rows else None
 
-    def _tape_has_grown(self) -> bool:
-        """Whether the tape's files are others than when it was read; looks only every `TAPE_S` seconds."""
-        if time.monotonic() < self._tape_read_at + TAPE_S or not self._tape.is_dir():
+    def _read_tape(self) -> bool:
+        """Reads a tape with more files than before, every `TAPE_POLL_INTERVAL_S` at most; whether it did."""
+        if time.monotonic() < self._tape_read_at + TAPE_POLL_INTERVAL_S or not self._tape.is_dir():
             return False
         self._tape_read_at = time.monotonic()
         size = sum(1 for _ in self._tape.glob("*.arrow"))
         if size == self._tape_size:
             return False
         self._tape_size = size
-
         try:
             known = self._samples.steps()
             self._of_tape = tape_groups(self._tape, token_texts(self.folder), known, self._max_bytes // 2)
@@ -293,7 +140,7 @@ class RunData:
 
     def _config(self) -> str:
         try:
-            return (self.folder / "config.yaml").read_text(errors="replace")[:MAX_CONFIG]
+            return (self.folder / "config.yaml").read_text(errors="replace")[:MAX_CONFIG_CHARS]
         except OSError:
             return ""
 
@@ -325,10 +172,10 @@ class RunData:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in FILES)
+    return any((folder / name).exists() for name in RUN_FILES)
 
 
-def _meant_folder(folder: Path) -> str:
+def _suggested_folder(folder: Path) -> str:
     """`; did you mean ...?` for a file of a run, or the newest run below a folder."""
     if folder.is_file():
         near = [folder.parent, folder.parent.parent]
@@ -338,13 +185,165 @@ def _meant_folder(folder: Path) -> str:
     return next((f"; did you mean {path}?" for path in near if _is_run(path)), "")
 
 
+# -- Metrics of a run: every column of `metrics.csv` by optimizer step, thinned for drawing ---------------------------
+
+
+MAX_CURVE_POINTS = 1500  # more than a chart has pixels
+BOOKKEEPING_COLUMNS = {"step", "epoch"}
+VALIDATION_PREFIXES = ("val/", "eval/")
+
+
+class Curves:
+    """Incremental reader of `metrics.csv`.
+
+    Steps count from 1 for values of a step, as in `samples.jsonl`; Lightning writes them from 0. Validations are at the
+    number of steps before them; those within training that Lightning itself logged are one too early in the table.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder / "metrics.csv")
+        self._header: list[str] = []
+        self._generation = 0
+        self._last_step = -1.0
+        self._series: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(_series)
+
+    def refresh(self) -> bool:
+        """Reads new rows; whether there were any."""
+        if not self._tail.begin():
+            return False
+        if self._tail.generation != self._generation:
+            self._generation = self._tail.generation
+            self._header = []
+            self._last_step = -1.0
+            self._series.clear()
+        for _, line in self._tail.lines():
+            row = next(csv.reader(io.StringIO(line.decode(errors="replace"))), [])
+            if not self._header:
+                self._header = row
+            elif row != self._header:
+                self._add(dict(zip(self._header, row, strict=False)))
+        return True
+
+    def _add(self, row: dict[str, str]) -> None:
+        step = _number(row.get("step"))
+        if step is None:
+            return
+        found = {name: _number(text) for name, text in row.items() if text and name not in BOOKKEEPING_COLUMNS}
+        if any(not name.startswith(VALIDATION_PREFIXES) for name in found):
+            self._last_step = step
+        x = step + (step <= self._last_step)  # rows of step n come before those of a validation after it
+        for name, value in found.items():
+            if value is not None:
+                steps, values = self._series[name]
+                steps.append(x)
+                values.append(value)
+
+    def values(self, name: str) -> np.ndarray:
+        """All finite values of a metric, in order."""
+        values = np.asarray(self._series[name][1]) if name in self._series else np.empty(0)
+        return values[np.isfinite(values)]
+
+    def has_all_steps(self, name: str) -> bool:
+        """Whether every step from the first to the last of a metric is there, as with `log_every_n_steps: 1`."""
+        steps = self._series[name][0] if name in self._series else ()
+        return len(steps) > 0 and max(steps) - min(steps) < len(steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that logged anything."""
+        return int(max((max(steps) for steps, _ in self._series.values() if steps), default=0))
+
+    def payload(self) -> dict[str, Any]:
+        """Curves for the page; metrics that were logged at the same steps share their list of steps."""
+        axes: dict[tuple[float, ...], int] = {}
+        series = {}
+        for name, (steps, values) in sorted(self._series.items()):
+            x, y = thinned(np.asarray(steps), np.asarray(values))
+            axis = axes.setdefault(tuple(x.tolist()), len(axes))
+            series[name] = {"axis": axis, "y": [_short(value) for value in y.tolist()]}
+        return {"axes": [[int(step) for step in axis] for axis in axes], "series": series}
+
+
+def thinned(x: np.ndarray, y: np.ndarray, max_points: int = MAX_CURVE_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """At most about `max_points` of a curve: the lowest and the highest of each of `max_points / 2` parts."""
+    if len(x) <= max_points:
+        return x, y
+    finite = np.where(np.isfinite(y), y, np.nanmean(np.where(np.isfinite(y), y, np.nan)) if len(y) else 0.0)
+    kept: set[int] = {0, len(x) - 1}
+    for part in np.array_split(np.arange(len(x)), max_points // 2):
+        kept |= {int(part[finite[part].argmin()]), int(part[finite[part].argmax()])}
+    kept |= {int(n) for n in np.flatnonzero(~np.isfinite(y))[:100]}
+    order = np.array(sorted(kept))
+    return x[order], y[order]
+
+
+def _series() -> tuple[array[float], array[float]]:
+    return array("d"), array("d")
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+# -- Samples of the same held-out prompts at every validation, from `held_out.jsonl` ----------------------------------
+
+
+MAX_HELD_OUT_VALIDATIONS = 60
+MAX_HELD_OUT_PROMPTS = 8
+MAX_HELD_OUT_BYTES = 1_000_000
+
+
+class HeldOut:
+    """Incremental reader of `held_out.jsonl`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder / "held_out.jsonl")
+        self._generation = 0
+        self._found: dict[str, dict[int, dict[str, Any]]] = {}
+
+    def refresh(self) -> bool:
+        """Reads new rows; whether there were any."""
+        if not self._tail.begin():
+            return False
+        if self._tail.generation != self._generation:
+            self._generation = self._tail.generation
+            self._found.clear()
+        for _, line in self._tail.lines():
+            row = parsed(line)
+            if row is not None and isinstance(row.get("prompt"), str) and isinstance(row.get("step"), int):
+                self._found.setdefault(row["prompt"], {}).setdefault(row["step"], row)
+        return True
+
+    def payload(self) -> list[dict[str, Any]]:
+        """For each prompt its answer, and a completion at each of evenly spaced validations."""
+        prompts = []
+        left = MAX_HELD_OUT_BYTES
+        for prompt, rows in list(self._found.items())[:MAX_HELD_OUT_PROMPTS]:
+            samples = []
+            for step in sorted(evenly(sorted(rows), MAX_HELD_OUT_VALIDATIONS)):
+                text = shortened(rows[step].get("completion"))
+                left -= len(text.encode())
+                if left > 0:
+                    samples.append({"step": step, "text": text, "reward": rows[step].get("reward")})
+            if samples:
+                answer = next(iter(rows.values())).get("answer")
+                prompts.append({"prompt": shortened(prompt), "answer": answer, "samples": samples})
+        return prompts
+
+
 # -- Rollouts for the viewer from a rollout tape, which has all of them; only files of evenly spaced steps are read
 
 
-MAX_STEPS = 100
-MAX_TOKENS = 1024
+MAX_TAPE_STEPS = 100
+MAX_TAPE_TOKENS = 1024
 Texts = Callable[[Sequence[int]], list[str]]
-log = logging.getLogger(__name__)
 
 
 def tape_groups(folder: Path, texts: Texts | None, known_steps: set[int], max_bytes: int) -> list[dict[str, Any]]:
@@ -356,8 +355,8 @@ def tape_groups(folder: Path, texts: Texts | None, known_steps: set[int], max_by
     tape = Tape(folder)
     found: list[dict[str, Any]] = []
     left = max_bytes
-    share = max_bytes // MAX_STEPS
-    for step in tape.some_steps(MAX_STEPS):
+    share = max_bytes // MAX_TAPE_STEPS
+    for step in tape.some_steps(MAX_TAPE_STEPS):
         if step.step + 1 in known_steps:
             continue
         of_step = min(share, left)
@@ -385,8 +384,8 @@ def token_texts(folder: Path) -> Texts | None:
 
 def _row(step: TapeStep, group: RolloutGroup, sample: int, texts: Texts | None) -> dict[str, Any]:
     rollout = group.rollouts[sample]
-    ids = rollout.completion_ids[:MAX_TOKENS]
-    cut = None if len(rollout.completion_ids) <= MAX_TOKENS else (MAX_TOKENS, len(rollout.completion_ids) - MAX_TOKENS)
+    ids = rollout.token_ids[:MAX_TAPE_TOKENS]
+    num_left_out = len(rollout.token_ids) - MAX_TAPE_TOKENS
     return {
         "step": step.step + 1,  # counted from 1, as in samples.jsonl
         "group": group.index,
@@ -400,10 +399,10 @@ def _row(step: TapeStep, group: RolloutGroup, sample: int, texts: Texts | None) 
         "oldest_version": min(rollout.versions, default=None),
         "newest_version": max(rollout.versions, default=None),
         "finish_reason": rollout.finish_reason,
-        "num_tokens": len(rollout.completion_ids),
+        "num_tokens": len(rollout.token_ids),
         "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
         "tokens": None if texts is None else texts(ids),
-        "versions": rollout.versions[:MAX_TOKENS],
-        "mask": None if rollout.loss_mask is None else [int(trains) for trains in rollout.loss_mask[:MAX_TOKENS]],
-        "cut": cut,
+        "versions": rollout.versions[:MAX_TAPE_TOKENS],
+        "mask": None if rollout.loss_mask is None else [int(trains) for trains in rollout.loss_mask[:MAX_TAPE_TOKENS]],
+        "cut": (MAX_TAPE_TOKENS, num_left_out) if num_left_out > 0 else None,
     }

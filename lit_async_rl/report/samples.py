@@ -11,9 +11,9 @@ from typing import Any
 
 from lit_async_rl.report.tail import Tail
 
-MAX_BYTES = 3_500_000  # of all rollouts on the page
-MAX_TEXT = 120_000  # characters of one completion or prompt
-HEAD = re.compile(rb'\{"step": (\d+), "group": (-?\d+), ')
+MAX_ROLLOUT_BYTES = 3_500_000  # of all of them on the page
+MAX_TEXT_CHARS = 120_000  # of one completion or prompt
+ROW_START = re.compile(rb'\{"step": (\d+), "group": (-?\d+), ')
 PER_TOKEN = ("versions", "log_ratios", "advantages", "entropies", "mask")
 
 
@@ -58,7 +58,7 @@ class Samples:
         """Steps with rows."""
         return set(self._steps)
 
-    def payload(self, max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
+    def payload(self, max_bytes: int = MAX_ROLLOUT_BYTES) -> list[dict[str, Any]]:
         """Groups of evenly spaced steps, with all of their rollouts, in order of steps."""
         rows: dict[tuple[int, int], list[int]] = {}
         for number, place in enumerate(zip(self._steps, self._groups, strict=True)):
@@ -106,14 +106,14 @@ def choose(sizes: dict[tuple[int, int], int], max_bytes: int) -> Iterator[tuple[
                 yield place
 
 
-def evenly(values: Sequence[int], most: int) -> list[int]:
-    """At most `most` values at equal distances: the last one, the first, then the others."""
-    if len(values) <= most:
+def evenly(values: Sequence[int], max_values: int) -> list[int]:
+    """At most `max_values` values at equal distances: the last one, the first, then the others."""
+    if len(values) <= max_values:
         kept = list(values)
-    elif most < 2:
+    elif max_values < 2:
         kept = [values[-1]]
     else:
-        kept = [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
+        kept = [values[round(n * (len(values) - 1) / (max_values - 1))] for n in range(max_values)]
     return [kept[-1], *kept[:-1]]
 
 
@@ -155,9 +155,9 @@ def _rollout(row: dict[str, Any], number: int) -> dict[str, Any]:
 def shortened(text: Any) -> str:
     """The text, or beginning and end of one that is longer than any page should be."""
     text = text if isinstance(text, str) else ""
-    if len(text) <= MAX_TEXT:
+    if len(text) <= MAX_TEXT_CHARS:
         return text
-    half = MAX_TEXT // 2
+    half = MAX_TEXT_CHARS // 2
     return f"{text[:half]}\n[{len(text) - 2 * half:,} characters left out]\n{text[-half:]}"
 
 
@@ -172,7 +172,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def _place(line: bytes) -> tuple[int, int] | None:
     """Step and group of a row."""
-    if (found := HEAD.match(line)) is not None:
+    if (found := ROW_START.match(line)) is not None:
         return int(found[1]), int(found[2])
     row = parsed(line)
     if row is None or not isinstance(row.get("step"), int):

@@ -19,7 +19,7 @@ class ReportServer(ThreadingHTTPServer):
     """Serves `/`, the page, and `/data`, the parts of it that changed. Listens on loopback only.
 
     Args:
-        run: of which the page is.
+        run: to serve.
         port: 0 is any that is free.
 
     Raises:
@@ -32,7 +32,7 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, run: RunData, port: int) -> None:
         super().__init__((HOST, port), _Handler)
         self.run = run
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # a thread answers each request, and reading moves the offsets of the run's files
 
     @property
     def address(self) -> str:

@@ -16,7 +16,8 @@ class Tail:
         self.path = path
         self.generation = 0
         self._identity: tuple[int, int] | None = None
-        self._offset = self._seen = 0  # after the last complete line, and after all that was looked at
+        self._offset = 0  # behind the last complete line
+        self._seen = 0  # behind all bytes that were read
 
     def begin(self) -> bool:
         """Whether there is anything new; notices a file that was replaced. Called before `lines`."""

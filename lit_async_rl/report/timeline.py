@@ -18,60 +18,6 @@ import numpy as np
 from lit_async_rl.report.samples import parsed
 from lit_async_rl.report.tail import Tail
 
-# -- Arithmetic of time spans: how much of a window they cover, one by one or together --------------------------------
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Intervals of time in seconds, as arrays; they may overlap."""
-
-    begin: np.ndarray
-    end: np.ndarray
-
-    def union(self) -> Spans:
-        """The same times as disjoint intervals, in order."""
-        if not len(self.begin):
-            return self
-        order = np.argsort(self.begin, kind="stable")
-        begin = self.begin[order]
-        end = np.maximum.accumulate(self.end[order])
-        first = np.concatenate([[True], begin[1:] > end[:-1]])
-        return Spans(begin[first], end[np.concatenate([first[1:], [True]])])
-
-    def covered(self, times: np.ndarray) -> np.ndarray:
-        """Seconds of all spans before each of some times: F(t) = sum of (t - begin)+ - (t - end)+."""
-        return _before(self.begin, times) - _before(self.end, times)
-
-    def within(self, begin: float, end: float) -> float:
-        """Seconds of all spans within a window."""
-        low, high = self.covered(np.array([begin, end]))
-        return float(high - low)
-
-    def without(self, hidden: Spans) -> Spans:
-        """The parts of disjoint spans that lie outside of other disjoint spans."""
-        if not len(hidden.begin) or not len(self.begin):
-            return self
-        cuts = np.unique(np.concatenate([self.begin, self.end, hidden.begin, hidden.end]))
-        middle = (cuts[:-1] + cuts[1:]) / 2
-        kept = self._has(middle) & ~hidden._has(middle)
-        return Spans(cuts[:-1][kept], cuts[1:][kept])
-
-    def _has(self, times: np.ndarray) -> np.ndarray:
-        at = np.searchsorted(self.begin, times, side="right") - 1
-        return (at >= 0) & (times < self.end[np.maximum(at, 0)])
-
-
-def _before(points: np.ndarray, times: np.ndarray) -> np.ndarray:
-    if not len(points):
-        return np.zeros(len(times))
-    origin = points.min()  # seconds since 1970 would leave few digits to their sums
-    ordered = np.sort(points) - origin
-    times = times - origin
-    sums = np.concatenate([[0.0], np.cumsum(ordered)])
-    number = np.searchsorted(ordered, times)
-    return number * times - sums[number]
-
-
 MAX_SPANS = 3000
 NUM_WINDOWS = 8
 MAX_BINS = 400
@@ -189,7 +135,10 @@ class Timeline:
         end = float(self._ends().max()) if ended_at is None else ended_at
         end = max(begin, min(end, self._whole_until or end))
         window = Spans(np.array([begin]), np.array([end])).without(self.spans("trainer/validation").union())
-        within = lambda spans: sum(spans.within(a, b) for a, b in zip(window.begin, window.end, strict=True))  # noqa: E731
+
+        def within(spans: Spans) -> float:
+            return sum(spans.within(a, b) for a, b in zip(window.begin, window.end, strict=True))
+
         wall_s = float((window.end - window.begin).sum())
         return {
             "began_at": begin,
@@ -278,3 +227,57 @@ class Timeline:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) and 0 <= value < 2**31 else -1
+
+
+# -- Arithmetic of time spans: how much of a window they cover, one by one or together --------------------------------
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Intervals of time in seconds, as arrays; they may overlap."""
+
+    begin: np.ndarray
+    end: np.ndarray
+
+    def union(self) -> Spans:
+        """The same times as disjoint intervals, in order."""
+        if not len(self.begin):
+            return self
+        order = np.argsort(self.begin, kind="stable")
+        begin = self.begin[order]
+        end = np.maximum.accumulate(self.end[order])
+        first = np.concatenate([[True], begin[1:] > end[:-1]])
+        return Spans(begin[first], end[np.concatenate([first[1:], [True]])])
+
+    def covered(self, times: np.ndarray) -> np.ndarray:
+        """Seconds of all spans before each of some times: F(t) = sum of (t - begin)+ - (t - end)+."""
+        return _before(self.begin, times) - _before(self.end, times)
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of all spans within a window."""
+        low, high = self.covered(np.array([begin, end]))
+        return float(high - low)
+
+    def without(self, hidden: Spans) -> Spans:
+        """The parts of disjoint spans that lie outside of other disjoint spans."""
+        if not len(hidden.begin) or not len(self.begin):
+            return self
+        cuts = np.unique(np.concatenate([self.begin, self.end, hidden.begin, hidden.end]))
+        middle = (cuts[:-1] + cuts[1:]) / 2
+        kept = self._has(middle) & ~hidden._has(middle)
+        return Spans(cuts[:-1][kept], cuts[1:][kept])
+
+    def _has(self, times: np.ndarray) -> np.ndarray:
+        at = np.searchsorted(self.begin, times, side="right") - 1
+        return (at >= 0) & (times < self.end[np.maximum(at, 0)])
+
+
+def _before(points: np.ndarray, times: np.ndarray) -> np.ndarray:
+    if not len(points):
+        return np.zeros(len(times))
+    origin = points.min()  # seconds since 1970 would leave few digits to their sums
+    ordered = np.sort(points) - origin
+    times = times - origin
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    number = np.searchsorted(ordered, times)
+    return number * times - sums[number]

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.producer import Producer
+from lit_async_rl.types import Completion
 
 START_ANEW = "Start a new run from its weights instead (scripts/export.py)."
-FORMAT = 1  # of what `save_producer` returns; another number is another meaning
+FORMAT = 1  # of the state of `save_producer`; raised when entries change their meaning
 log = logging.getLogger(__name__)
 
 
@@ -43,16 +43,17 @@ def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
         StalledError: scoring hangs.
         ProducerError: a background thread died while waiting.
     """
+    # Before the lock is taken, because it may take long. A sample that finishes meanwhile replaces its partial one.
     partials, random_state = _ask_engine(producer)
-    with producer.changed:
+    with producer.changed:  # one moment: admission, groups and position in the stream must agree
         if step_is_done:
             producer.begin_step()
-        given_back = {index: deadline for index, (_, deadline) in producer.book.in_step.items()}
+        num_given_back = len(producer.book.in_state(GroupState.TAKEN))
         return {
             "format": FORMAT,
             "settings": _settings(producer),
-            "admission": producer.admission.state_dict(len(given_back)),
-            "groups": pack_groups(producer.book.save(producer.admission.deadlines | given_back, partials)),
+            "admission": producer.admission.state_dict(num_given_back),
+            "groups": pack_groups(producer.book.save(producer.admission.deadlines, partials)),
             "position": producer.stream.position,
             "again": list(producer.again),
             "pass_rates": producer.intake.pass_rates.state_dict(),
@@ -66,7 +67,7 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
     listener = producer.listener
     if listener.is_working and producer.admission.in_order:
         try:
-            with producer.changed:
+            with producer.changed:  # `until` waits on it
                 producer.wait.until(lambda: None if producer.book.unfinished else 0)
         except (StalledError, ProducerError):
             if listener.engine_error is None:
@@ -93,22 +94,22 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
     """Restores a state; call it before `producer.start`, with an engine that has its weights.
 
     Returns:
-        Whether rollouts of the checkpoint are of no use, because settings changed.
+        True if all groups of the checkpoint are sampled again, because settings changed.
 
     Raises:
         ValueError: a setting changed that may not, or another version of this library saved the checkpoint.
     """
     if (found := state.get("format")) != FORMAT:
         raise ValueError(f"the checkpoint holds rollouts in format {found}, this version reads {FORMAT}. " + START_ANEW)
-    saved = unpack_groups(state["groups"])
     changed, has_new_rewards = _changed_settings(state["settings"], _settings(producer), producer.scorer.keeps_rewards)
+    saved = unpack_groups(state["groups"], producer.stream.at)
     deadlines = {group.index: group.deadline for group in saved}
     kept = producer.admission.restore(state["admission"], {} if changed else deadlines)
     again = [group.position for group in saved if group.index not in kept]
     if again:
         why = "; ".join(changed) or "data.max_staleness and data.admission allow less than in the checkpoint"
         log.warning("resume: %s, so %d groups of the checkpoint are sampled anew", why, len(again))
-    num_finished = sum(group.is_finished for group in saved if group.index in kept)
+    num_finished = sum(group.state is GroupState.FINISHED for group in saved if group.index in kept)
     log.warning("resumed: %d finished groups are kept, %d go on", num_finished, len(kept) - num_finished)
     producer.stream.position = state["position"]
     producer.again = deque([*again, *state["again"]])
@@ -135,23 +136,21 @@ def _restore_random_state(listener: EngineListener, saved: Tensor) -> None:
     listener.set_random_state(saved)
 
 
-def _file(producer: Producer, groups: list[SavedGroup]) -> None:
+def _file(producer: Producer, groups: list[GroupEntry]) -> None:
     """Moves each group to its former state: finished, to be scored, or to be sampled."""
     requests = []
     for group in groups:
-        prompt = producer.stream.at(group.position)
-        if producer.book.codec.encode(prompt) != group.prompt_ids:
+        if producer.book.codec.encode(group.prompt) != group.prompt_ids:
             raise ValueError(
-                f"data.prompts: prompt {group.position} of the run is {prompt.text[:80]!r}, other tokens than in "
+                f"data.prompts: prompt {group.position} of the run is {group.prompt.text[:80]!r}, other tokens than in "
                 "the checkpoint: data.prompts or the tokenizer has changed. " + START_ANEW
             )
-        restored = producer.book.restore(group, prompt)
-        if group.is_finished:
+        requests += producer.book.restore(group)
+        if group.state is GroupState.FINISHED:
             producer.admission.finish(group.index)
             continue
-        requests += producer.book.missing(restored, group.completions)
-        for sample in list(restored.completions):
-            producer.score(restored, sample)
+        for sample in list(group.rollouts):
+            producer.score(group, sample)
     if requests:
         producer.listener.submit(requests)
 
@@ -178,12 +177,12 @@ def _settings(producer: Producer) -> dict[str, Any]:
 
 
 def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_rewards: bool) -> tuple[list[str], bool]:
-    """Settings that differ, with both values; groups of the checkpoint are of no use then. And whether rewards would.
+    """Settings that differ, with both values, and whether saved rewards are among what they make invalid.
 
-    With `keeps_rewards`, those on which rewards depend are named in a log line instead.
+    With `keeps_rewards`, a log line names those that rewards depend on, and they are not returned.
 
     Raises:
-        ValueError: one on which the order of prompts depends changed.
+        ValueError: a setting changed that the order of prompts depends on.
     """
     for name in ("data.intake.seed", "number of data.prompts"):
         if saved[name] != now[name]:

@@ -1,4 +1,4 @@
-"""The thread that polls the engine, and replacement of an engine that hangs or fails."""
+"""The engine as the producer sees it: calls with limits, the thread that polls, replacement after a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from lit_async_rl.utils.spans import ENGINE, WEIGHTS, recorder
 
 
 T = TypeVar("T")
-GRACE_S = 5.0  # an engine that has a limit of its own says more than we could
+GRACE_S = 5.0  # lets the engine's own timeout, whose message says more, fire first
+POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 log = logging.getLogger(__name__)
 
 
@@ -148,47 +149,69 @@ class EngineSpans:
             self._lane.add("decode", ended - busy_s, busy_s, version, version=version, tokens=num_tokens)
 
 
-# -- The engine in use by the producer: its calls with timeouts, its requests, and its failure ------------------------
+# -- The engine in use, and the thread that polls it -------------------------------------------------------------------
 
 
-class EngineInUse:
-    """Calls an engine until it fails, which is recorded; it can then be replaced.
+class EngineListener:
+    """Calls an engine until it fails, polls it in a thread, and passes its completions on.
+
+    A failure is recorded, and another engine can take its place. A thread that hangs inside an engine cannot be
+    stopped: it is abandoned when the engine is replaced, and its results are ignored.
 
     Args:
         engine: set up and loaded with weights.
-        changed: condition notified after a failure.
+        changed: condition held while completions are passed on, notified after failures.
+        on_completion: called in the thread for each completion, with `changed` held.
+        on_turn: called in the thread at least every `POLL_S` unless the engine hangs.
         timeout_s: timeout of engine calls, see `EngineCalls`.
         vocab_size: of the policy.
+        on_given_up: called in the thread for each request that the engine gave up, with `changed` held.
 
     Attributes:
         engine: the engine in use.
         calls: its calls, with timeouts.
         ledger: its requests; guarded by `changed`.
         engine_error: the engine's failure (or that it hangs); None while it works.
+        error: any other failure of the thread.
     """
 
     def __init__(
-        self, engine: RolloutEngine, changed: threading.Condition, timeout_s: float, vocab_size: int | None
+        self,
+        engine: RolloutEngine,
+        changed: threading.Condition,
+        on_completion: Callable[[Completion], None],
+        on_turn: Callable[[], None],
+        timeout_s: float = 600.0,
+        vocab_size: int | None = None,
+        on_given_up: Callable[[int], None] = lambda request_id: None,
     ) -> None:
         self.changed = changed
+        self.engine_error: Exception | None = None
+        self.error: BaseException | None = None
+        self._on_completion = on_completion
+        self._on_turn = on_turn
+        self._on_given_up = on_given_up
         self._timeout_s = timeout_s
         self._vocab_size = vocab_size
         self._before = (0.0, 0)  # seconds and tokens of engines that were replaced
         self._spans = EngineSpans(engine)
-        self.engine_error: Exception | None = None
+        # Ends the thread after its current `poll`; the thread also sleeps on it while an engine that failed is not
+        # replaced yet. Not `changed`: a stop must get through while a call that hangs holds that.
+        self._stopped = threading.Event()
         self._install(engine)
+        self._thread = self._new_thread()
 
     def _install(self, engine: RolloutEngine, version: int | None = None) -> None:
         self.engine = engine
         self.calls = EngineCalls(engine, self._timeout_s)
         self.ledger = RequestLedger(engine, self._vocab_size, version)
 
-    def _exchange(self, engine: RolloutEngine, version: int | None) -> None:
-        """Uses another engine, which has the weights of `version`, from now on."""
-        self._before = (self.busy_s, self.num_tokens)
-        self._install(engine, version)
-        self.engine_error = None
-        self._spans.restarted(engine)
+    def _new_thread(self) -> threading.Thread:
+        # One for each engine: a thread that hangs in `poll` cannot be ended, only left behind. `engine is self.engine`
+        # ends it if it returns after all, and has its completions ignored.
+        return threading.Thread(target=self._run, args=(self.engine,), name="producer", daemon=True)
+
+    # -- calls, from any thread ----------------------------------------------------------------------------------------
 
     @property
     def busy_s(self) -> float:
@@ -220,6 +243,9 @@ class EngineInUse:
         """Loads new weights if the engine works; a failure is recorded."""
         if self.engine_error is not None:
             return
+        # `newest` before the call: in flight, tokens of the new version may come before it returns. `loaded` after it:
+        # only requests from then on are sure to get no older token. The lock for each of them, because the producer's
+        # thread checks completions against both, and not for the call, which takes as long as the weights travel.
         with self.changed:
             self.ledger.newest = version
         began = time.monotonic()
@@ -240,7 +266,7 @@ class EngineInUse:
         if not requests or self.engine_error is not None:
             return
         with self.changed:
-            self.ledger.open(requests)
+            self.ledger.open(requests)  # before the call: a completion may come before `submit` returns
         try:
             self.calls.submit(requests)
         except ValueError:
@@ -253,7 +279,7 @@ class EngineInUse:
         if not request_ids or self.engine_error is not None:
             return
         with self.changed:
-            self.ledger.abort(request_ids)
+            self.ledger.abort(request_ids)  # before the call: a completion that comes after it is late, and no fault
         self._attempt(lambda: self.calls.abort(request_ids), None)
 
     def sleep(self) -> None:
@@ -282,55 +308,13 @@ class EngineInUse:
         self.calls.ask("set_random_state", lambda: self.engine.set_random_state(state))
 
     def break_engine(self, error: Exception, engine: RolloutEngine) -> None:
-        """Records a failure of the current engine."""
+        """Records a failure of the engine in use: the first one, and none of an engine that was replaced."""
         with self.changed:
             if engine is self.engine and self.engine_error is None:
                 self.engine_error = error
-                self.changed.notify_all()
+                self.changed.notify_all()  # the trainer may wait for a group that will never be finished
 
-
-POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
-
-
-class EngineListener(EngineInUse):
-    """Polls the engine, passes completions on, and records failures.
-
-    A thread that hangs inside an engine cannot be stopped. It is abandoned when the engine is replaced, and its results
-    are ignored.
-
-    Args:
-        engine: set up and loaded with weights.
-        changed: condition held while completions are passed on, notified after failures.
-        on_completion: called in the thread for each completion, with `changed` held.
-        on_turn: called in the thread at least every `POLL_S` unless the engine hangs.
-        on_given_up: called in the thread for each request that the engine gave up, with `changed` held.
-        timeout_s: timeout of engine calls, see `EngineCalls`.
-        vocab_size: of the policy.
-
-    Attributes:
-        error: any other failure of the thread than the engine's.
-    """
-
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        changed: threading.Condition,
-        on_completion: Callable[[Completion], None],
-        on_turn: Callable[[], None],
-        timeout_s: float = 600.0,
-        vocab_size: int | None = None,
-        on_given_up: Callable[[int], None] = lambda request_id: None,
-    ) -> None:
-        super().__init__(engine, changed, timeout_s, vocab_size)
-        self.error: BaseException | None = None
-        self._on_completion = on_completion
-        self._on_turn = on_turn
-        self._on_given_up = on_given_up
-        self._stopped = threading.Event()
-        self._thread = self._new_thread()
-
-    def _new_thread(self) -> threading.Thread:
-        return threading.Thread(target=self._run, args=(self.engine,), name="producer", daemon=True)
+    # -- thread --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts polling."""
@@ -374,8 +358,12 @@ class EngineListener(EngineInUse):
 
     def replace(self, engine: RolloutEngine, requests: Sequence[GenerationRequest], version: int | None = None) -> None:
         """Switches to another engine that has the weights of `version`, and submits these requests."""
+        # Engine, ledger, error and thread change at once, or a completion would be checked against another's requests.
         with self.changed:
-            self._exchange(engine, version)
+            self._before = (self.busy_s, self.num_tokens)
+            self._install(engine, version)
+            self.engine_error = None
+            self._spans.restarted(engine)
             self.submit(requests)
             self._thread = self._new_thread()
             self._thread.start()
@@ -384,7 +372,7 @@ class EngineListener(EngineInUse):
         try:
             while not self._stopped.is_set() and engine is self.engine:
                 for completion in self._poll(engine):
-                    with self.changed:
+                    with self.changed:  # for each completion anew, so that the trainer gets its turn in between
                         self._receive(completion, engine)
                 for request_id in engine.take_given_up():
                     with self.changed:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
@@ -26,7 +25,7 @@ from lit_async_rl.prompts.stream import UsableSubset
 from lit_async_rl.rewards.functions import pass_at_k
 from lit_async_rl.rewards.scorer import Scorer
 from lit_async_rl.rollouts.engine_listener import EngineListener
-from lit_async_rl.types import Prompt
+from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 FIRST_ID = 2**40  # ids of groups count from 0, those of their continued samples down from -1
 PRIORITY = 1
@@ -151,6 +150,7 @@ class EvaluationRun:
         self._is_abandoned = False
         self._began = time.monotonic()
         self.seconds = 0.0
+        # The producer's lock: completions of both kinds come through one thread, and their requests go to one ledger.
         self._changed = listener.changed
 
     def submit(self) -> None:
@@ -232,6 +232,7 @@ class EvaluationRun:
     def wait(self, timeout_s: float) -> bool:
         """Waits at most `timeout_s` for the end; returns whether it is done."""
         with self._changed:
+            # An engine is replaced by the thread that waits here, so `is_lost` does not change meanwhile.
             self._changed.wait_for(lambda: self.is_done or self.is_lost, timeout_s)
             return self.is_done
 

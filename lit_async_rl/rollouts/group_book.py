@@ -1,11 +1,16 @@
-"""Groups between admission and training, and their recovery after a resume or an engine restart. Not thread-safe."""
+"""Groups between admission and training: their states, their requests to the engine, and their form in a checkpoint.
+
+Not thread-safe: everything is called with `Producer.changed` held, except for `GroupEntry.is_open`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 from typing import Any
 
@@ -31,7 +36,259 @@ from lit_async_rl.types import (
     unpack_heads,
 )
 
-# -- Mapping between requests of the engine and the samples of groups, including resumed ones -------------------------
+
+class GroupState(Enum):
+    """State of a group, in the order in which it passes through them; `DROPPED` may follow the first three."""
+
+    SAMPLING = "sampling"  # lacks completions
+    SCORING = "scoring"  # has all completions, and lacks rewards
+    FINISHED = "finished"  # may be taken
+    TAKEN = "taken"  # handed out, and in the checkpoint of a step that is not done
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+@dataclass(kw_only=True)
+class GroupEntry:
+    """A group from its admission on.
+
+    Attributes:
+        index: `RolloutGroup.index`.
+        position: of its prompt in the stream.
+        prompt_ids: token ids of the prompt.
+        version: `RolloutGroup.admitted_version`.
+        deadline: last round it may train in; set when it is taken, and in checkpoints.
+        state: see `GroupState`.
+        rollouts: completions received so far, by sample; those that have their rewards are rollouts.
+        result: the finished group, as filters have left it.
+        generation_s: seconds from admission to the last token; 0 until then.
+        requests: ids of its requests in the engine.
+        began: `time.monotonic` of the admission, or of a resume; likewise `finished_at`.
+        rewarded: samples whose reward was filed in this run.
+    """
+
+    index: int
+    position: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    version: int
+    deadline: int = 0
+    state: GroupState = GroupState.SAMPLING
+    rollouts: dict[int, Completion] = field(default_factory=dict)
+    result: RolloutGroup | None = None
+    generation_s: float = 0.0
+    requests: tuple[int, ...] = ()
+    began: float = field(default_factory=time.monotonic, compare=False)
+    finished_at: float = field(default=0.0, compare=False)
+    rewarded: set[int] = field(default_factory=set)
+
+    @property
+    def is_open(self) -> bool:
+        """True while it is being sampled or scored.
+
+        Reward workers read it without the lock. If the group is dropped right after, its completion is scored in vain:
+        `GroupBook.reward` ignores the reward.
+        """
+        return self.state in (GroupState.SAMPLING, GroupState.SCORING)
+
+    @property
+    def finished(self) -> RolloutGroup:
+        """The group that is trained on.
+
+        Raises:
+            InvariantError: it is not finished.
+        """
+        if self.result is None:
+            raise InvariantError(f"group {self.index} is {self.state.value}, and was read as a finished one")
+        return self.result
+
+    def known(self) -> dict[int, Completion]:
+        """Its completions by sample, as filters have left them."""
+        return self.rollouts if self.result is None else dict(enumerate(self.result.rollouts))
+
+
+class GroupBook:
+    """All groups that were admitted and are not trained on, and their requests.
+
+    Args:
+        codec: decodes token ids.
+        group_size: completions per prompt.
+        sampling: sampling parameters.
+        replicate_prompts: one request per completion.
+
+    Attributes:
+        groups: by index, in the order of admission; those that were taken follow the others, in the order of taking.
+
+    Raises:
+        ValueError: a stop string is a special token.
+    """
+
+    def __init__(
+        self, codec: TextCodec, group_size: int, sampling: SamplingParams, replicate_prompts: bool = False
+    ) -> None:
+        codec.check_stop(sampling.stop, sampling.stop_token_ids)
+        self.codec = codec
+        self.group_size = group_size
+        self.sampling = sampling
+        self.requests = SampleRequests(group_size, sampling, replicate_prompts)
+        self.groups: dict[int, GroupEntry] = {}
+
+    def in_state(self, *states: GroupState) -> list[GroupEntry]:
+        """Groups that are in one of these states."""
+        groups = list(self.groups.values())  # a notice of a long wait reads them in its own thread, without the lock
+        return [group for group in groups if group.state in states]
+
+    @property
+    def unfinished(self) -> list[GroupEntry]:
+        """Groups that are being sampled or scored."""
+        return self.in_state(GroupState.SAMPLING, GroupState.SCORING)
+
+    def group_of(self, request_id: int) -> GroupEntry | None:
+        """The unfinished group that a request belongs to; None if it is gone."""
+        group = self.groups.get(self.requests.index_of(request_id))
+        return group if group is not None and group.is_open else None
+
+    # -- the life of a group, in this order ---------------------------------------------------------------------------
+
+    def open(self, index: int, position: int, prompt: Prompt, version: int) -> list[GenerationRequest]:
+        """Opens a group; returns its requests."""
+        prompt_ids = self.codec.encode(prompt)
+        group = GroupEntry(index=index, position=position, prompt=prompt, prompt_ids=prompt_ids, version=version)
+        self.groups[index] = group
+        return self.missing(group)
+
+    def missing(self, group: GroupEntry, partials: Iterable[Completion] = ()) -> list[GenerationRequest]:
+        """Requests for the samples that a group lacks; those in `partials` are resumed."""
+        lacking = [n for n in range(self.group_size) if n not in group.rollouts]
+        requests = self.requests.make(group.index, group.prompt, group.prompt_ids, lacking, partials)
+        group.requests = tuple(request.id for request in requests)
+        return requests
+
+    def collect(self, completion: Completion) -> tuple[GroupEntry, int] | None:
+        """Files a completion; returns its group and sample index. None if the group is gone."""
+        completion = self.requests.whole(completion)
+        group = self.groups.get(completion.request_id)
+        if group is None or not group.is_open:
+            return None
+        self._file(group, completion)
+        if group.state is GroupState.SCORING:
+            group.generation_s = time.monotonic() - group.began
+        return group, completion.sample_index
+
+    def _file(self, group: GroupEntry, completion: Completion) -> None:
+        """Adds a completion with its text."""
+        stop = self.sampling.stop if completion.turns is None else ()  # else each turn has ended with one
+        text = self.codec.decode(completion.token_ids, stop, self.sampling.stop_token_ids)
+        group.rollouts[completion.sample_index] = dataclasses.replace(completion, text=text)
+        if len(group.rollouts) == self.group_size:
+            group.state = GroupState.SCORING
+
+    def reward(self, group: GroupEntry, sample: int, reward: float) -> bool:
+        """Files a reward; returns whether the group is finished."""
+        if not group.is_open:
+            return False
+        group.rollouts[sample] = group.rollouts[sample].scored(reward)
+        group.rewarded.add(sample)
+        if len(group.rewarded) < self.group_size:
+            return False
+        self._finish(group)
+        return True
+
+    def _finish(self, group: GroupEntry) -> None:
+        rollouts = tuple(rollout for _, rollout in sorted(group.rollouts.items()) if isinstance(rollout, Rollout))
+        if len(rollouts) != len(group.rollouts):
+            raise InvariantError(f"a completion of group {group.index} was filed without its reward")
+        group.result = RolloutGroup(
+            index=group.index,
+            prompt=group.prompt,
+            prompt_ids=group.prompt_ids,
+            rollouts=rollouts,
+            admitted_version=group.version,
+            generation_s=group.generation_s,
+        )
+        group.state = GroupState.FINISHED
+        group.finished_at = time.monotonic()
+        self.requests.forget(group.requests)
+
+    def hand_out(self, index: int, deadline: int, max_staleness: int) -> RolloutGroup:
+        """A finished group to train on, with its staleness bound."""
+        group = self.groups.pop(index)
+        queue_s = time.monotonic() - group.finished_at
+        group.result = dataclasses.replace(group.finished, queue_s=queue_s, max_staleness=max_staleness)
+        group.state = GroupState.TAKEN
+        group.deadline = deadline
+        self.groups[index] = group  # behind all others
+        return group.result
+
+    def begin_step(self) -> list[GroupEntry]:
+        """Removes the groups handed out before, which are trained on, and returns them."""
+        trained = self.in_state(GroupState.TAKEN)
+        for group in trained:
+            group.state = GroupState.TRAINED
+            del self.groups[group.index]
+        return trained
+
+    def drop(self, group: GroupEntry) -> tuple[int, ...]:
+        """Removes a group that was not handed out; returns the ids of its running requests."""
+        was_open = group.is_open
+        group.state = GroupState.DROPPED
+        del self.groups[group.index]
+        if not was_open:
+            return ()
+        self.requests.forget(group.requests)
+        return group.requests
+
+    def progress_of(self, group: GroupEntry, partials: Iterable[Completion]) -> tuple[float, float]:
+        """Mean tokens so far of a group's started rollouts, and seconds since its admission."""
+        known = group.known()
+        seconds = group.generation_s
+        if group.is_open:
+            known = self._with_partials(partials)[group.index]
+            seconds = time.monotonic() - group.began
+        return sum(len(completion.token_ids) for completion in known.values()) / max(1, len(known)), seconds
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, deadlines: Mapping[int, int], partials: Iterable[Completion]) -> list[GroupEntry]:
+        """Copies of the groups with a deadline, or taken and not trained on, with their completions so far."""
+        begun = self._with_partials(partials)
+        return [
+            dataclasses.replace(
+                group,
+                rollouts=begun[index] if group.is_open else group.known(),
+                deadline=deadlines.get(index, group.deadline),
+            )
+            for index, group in sorted(self.groups.items())
+            # `Ring` may have lost a group that the producer has not dropped yet: it has no deadline any more
+            if index in deadlines or group.state is GroupState.TAKEN
+        ]
+
+    def _with_partials(self, partials: Iterable[Completion]) -> dict[int, dict[int, Completion]]:
+        """Completions of each unfinished group; partial ones include tokens resumed from an earlier run."""
+        begun: dict[int, dict[int, Completion]] = {group.index: {} for group in self.unfinished}
+        for partial in partials:
+            whole = self.requests.whole(partial)
+            if whole.request_id in begun:
+                begun[whole.request_id][whole.sample_index] = whole
+        return {index: known | self.groups[index].rollouts for index, known in begun.items()}
+
+    def restore(self, group: GroupEntry) -> list[GenerationRequest]:
+        """Adds a group of `unpack_groups`, in its former state; returns requests for its unfinished samples."""
+        is_finished = group.state is GroupState.FINISHED
+        saved = list(group.rollouts.values())
+        group.rollouts = {}
+        group.state = GroupState.SAMPLING
+        self.groups[group.index] = group
+        for completion in saved:
+            if is_finished or completion.finish_reason != "abort":
+                self._file(group, completion)
+        if is_finished:
+            self._finish(group)
+            return []
+        return self.missing(group, saved)
+
+
+# -- Requests of the engine and the samples that they are for, resumed ones included ---------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,7 +403,7 @@ def _continued(prefix: Completion, rest: Completion) -> ExpertChoices | None:
     return prefix.experts.continued(rest.experts)
 
 
-# -- Groups admitted but not trained on as tensors of a checkpoint, without pickle ------------------------------------
+# -- Groups as tensors of a checkpoint, without pickle ----------------------------------------------------------------
 # Prompts are saved as positions in the stream, and their token ids are compared on loading. G groups, R completions of
 # all of them (finished or partial), N tokens of all completions.
 
@@ -154,48 +411,28 @@ def _continued(prefix: Completion, rest: Completion) -> ExpertChoices | None:
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedGroup:
-    """An admitted group.
-
-    Attributes:
-        index: `RolloutGroup.index`; `position`: of its prompt in the stream; `deadline`: last round it may train in.
-        is_finished: whether all completions are present and scored.
-        completions: finished ones, and partial ones with `finish_reason` `abort`.
-    """
-
-    index: int
-    position: int
-    prompt_ids: tuple[int, ...]
-    admitted_version: int
-    deadline: int
-    generation_s: float = 0.0
-    is_finished: bool = False
-    completions: tuple[Completion, ...] = field(default=())
-
-
-def pack_groups(groups: Sequence[SavedGroup]) -> dict[str, Tensor]:
+def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
     """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
 
     Rollouts of several turns have `turns` [K, 3], row, end and state of each, and `turn_rewards` [K]. Recorded
     distributions are in `head_*` and chosen experts in `expert_*`, if there are any.
     """
-    rows = [completion for group in groups for completion in group.completions]
+    rows = [completion for group in groups for completion in group.rollouts.values()]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
+    is_finished = [group.state in (GroupState.FINISHED, GroupState.TAKEN) for group in groups]
     heads = [
-        [g.index, g.position, g.admitted_version, g.deadline, g.is_finished, len(g.completions), len(g.prompt_ids)]
-        for g in groups
+        [g.index, g.position, g.version, g.deadline, is_done, len(g.rollouts), len(g.prompt_ids)]
+        for g, is_done in zip(groups, is_finished, strict=True)
     ]
     labels = [[c.sample_index, len(c.token_ids), REASONS.index(c.finish_reason), c.loss_mask is not None] for c in rows]
     turns = [(n, turn) for n, c in enumerate(rows) if c.turns is not None for turn in c.turns]
-    no_reward = float("nan")
     recorded = pack_heads([c.head for c in rows]) | pack_choices([c.experts for c in rows])
     return recorded | {
         "groups": torch.tensor(heads, dtype=torch.long).reshape(-1, 7),
         "generation_s": torch.tensor([group.generation_s for group in groups], dtype=torch.float64),
         "prompt_ids": _flat([g.prompt_ids for g in groups], torch.long),
         "rows": torch.tensor(labels, dtype=torch.long).reshape(-1, 4),
-        "rewards": torch.tensor([no_reward if c.reward is None else c.reward for c in rows], dtype=torch.float64),
+        "rewards": torch.tensor([math.nan if c.reward is None else c.reward for c in rows], dtype=torch.float64),
         "token_ids": _flat([c.token_ids for c in rows], torch.long),
         "logprobs": _flat([c.logprobs for c in rows], torch.float64),
         "versions": _flat([c.versions for c in rows], torch.long),
@@ -209,8 +446,13 @@ def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for row in values for value in row], dtype=dtype)
 
 
-def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
-    """Inverse of `pack_groups`: the saved groups."""
+def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt]) -> list[GroupEntry]:
+    """Inverse of `pack_groups`: the saved groups, finished (also those that were taken) or to be sampled.
+
+    Args:
+        packed: tensors of `pack_groups`.
+        prompt_at: the prompt at a position of the stream.
+    """
     lists = {name: tensor.tolist() for name, tensor in packed.items() if not name.startswith(("head_", "expert_"))}
     size = len(lists["rows"])
     heads = unpack_heads(packed, size)
@@ -225,280 +467,35 @@ def unpack_groups(packed: dict[str, Tensor]) -> list[SavedGroup]:
     rows = iter(zip(lists["rows"], lists["rewards"], strict=True))
     for head, generation_s in zip(lists["groups"], lists["generation_s"], strict=True):
         index, position, version, deadline, is_finished, num_rows, prompt_length = head
-        completions = []
+        completions: dict[int, Completion] = {}
         for (sample, length, reason, has_mask), reward in islice(rows, num_rows):
             here = slice(token, token := token + length)
-            completions.append(
-                Completion(
-                    request_id=index,
-                    sample_index=sample,
-                    token_ids=tuple(lists["token_ids"][here]),
-                    logprobs=tuple(lists["logprobs"][here]),
-                    versions=tuple(lists["versions"][here]),
-                    finish_reason=REASONS[reason],
-                    loss_mask=tuple(lists["loss_mask"][here]) if has_mask else None,
-                    reward=None if reward != reward else reward,
-                    turns=tuple(turns[number]) if number in turns else None,
-                    head=heads[number],
-                    experts=experts[number],
-                )
+            completion = Completion(
+                request_id=index,
+                sample_index=sample,
+                token_ids=tuple(lists["token_ids"][here]),
+                logprobs=tuple(lists["logprobs"][here]),
+                versions=tuple(lists["versions"][here]),
+                finish_reason=REASONS[reason],
+                loss_mask=tuple(lists["loss_mask"][here]) if has_mask else None,
+                turns=tuple(turns[number]) if number in turns else None,
+                head=heads[number],
+                experts=experts[number],
             )
+            completions[sample] = completion if math.isnan(reward) else completion.scored(reward)
             number += 1
         prompt_ids = lists["prompt_ids"][prompt_token : (prompt_token := prompt_token + prompt_length)]
         groups.append(
-            SavedGroup(
+            GroupEntry(
                 index=index,
                 position=position,
+                prompt=prompt_at(position),
                 prompt_ids=tuple(prompt_ids),
-                admitted_version=version,
+                version=version,
                 deadline=deadline,
+                state=GroupState.FINISHED if is_finished else GroupState.SAMPLING,
+                rollouts=completions,
                 generation_s=generation_s,
-                is_finished=bool(is_finished),
-                completions=tuple(completions),
             )
         )
     return groups
-
-
-@dataclass
-class OpenGroup:
-    """A group between admission and its last reward.
-
-    Attributes:
-        requests: their ids in the engine.
-        completions: received so far, by sample; rewards are added to them.
-        texts: of these completions.
-        rewarded: samples whose reward has been filed.
-        generation_s: seconds from admission to the last token.
-    """
-
-    index: int
-    position: int
-    prompt: Prompt
-    prompt_ids: tuple[int, ...]
-    version: int
-    began: float
-    requests: tuple[int, ...] = ()
-    completions: dict[int, Completion] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
-    rewarded: set[int] = field(default_factory=set)
-    generation_s: float = 0.0
-
-
-class GroupBook:
-    """Groups being sampled, finished, and handed out in this step.
-
-    Args:
-        codec: decodes token ids.
-        group_size: completions per prompt.
-        sampling: sampling parameters.
-        replicate_prompts: one request per completion.
-
-    Raises:
-        ValueError: a stop string is a special token.
-    """
-
-    def __init__(
-        self, codec: TextCodec, group_size: int, sampling: SamplingParams, replicate_prompts: bool = False
-    ) -> None:
-        codec.check_stop(sampling.stop, sampling.stop_token_ids)
-        self.codec = codec
-        self.group_size = group_size
-        self.sampling = sampling
-        self.requests = SampleRequests(group_size, sampling, replicate_prompts)
-        self.unfinished: dict[int, OpenGroup] = {}
-        self.finished: dict[int, RolloutGroup] = {}
-        self.finished_at: dict[int, float] = {}
-        self.in_step: dict[int, tuple[RolloutGroup, int]] = {}  # handed out, but not yet trained on; with its deadline
-        self.positions: dict[int, int] = {}  # of the prompts of all of these, in the stream
-
-    def open(self, index: int, position: int, prompt: Prompt, version: int) -> list[GenerationRequest]:
-        """Opens a group; returns it with its requests."""
-        group = OpenGroup(index, position, prompt, self.codec.encode(prompt), version, time.monotonic())
-        self.positions[index] = position
-        self.unfinished[index] = group
-        return self.missing(group)
-
-    def collect(self, completion: Completion) -> tuple[OpenGroup, int] | None:
-        """Files a completion; returns its group and sample index. None if the group is gone."""
-        completion = self.requests.whole(completion)
-        group = self.unfinished.get(completion.request_id)
-        if group is None:
-            return None
-        self._file(group, completion)
-        if len(group.completions) == self.group_size:
-            group.generation_s = time.monotonic() - group.began
-        return group, completion.sample_index
-
-    def group_of(self, request_id: int) -> OpenGroup | None:
-        """The unfinished group that a request belongs to; None if it is gone."""
-        return self.unfinished.get(self.requests.index_of(request_id))
-
-    @property
-    def lacking(self) -> list[OpenGroup]:
-        """Groups with completions missing; all other unfinished ones are being scored."""
-        return [group for group in self.unfinished.values() if len(group.completions) < self.group_size]
-
-    def _file(self, group: OpenGroup, completion: Completion) -> None:
-        group.completions[completion.sample_index] = completion
-        stop = self.sampling.stop if completion.turns is None else ()  # else each turn has ended with one
-        group.texts[completion.sample_index] = self.codec.decode(
-            completion.token_ids, stop, self.sampling.stop_token_ids
-        )
-
-    def is_open(self, group: OpenGroup) -> bool:
-        """Whether a group is still being sampled or scored, and was not dropped."""
-        return self.unfinished.get(group.index) is group
-
-    def reward(self, group: OpenGroup, sample: int, reward: float) -> bool:
-        """Files a reward; returns whether the group is finished."""
-        if not self.is_open(group):
-            return False
-        group.completions[sample] = dataclasses.replace(group.completions[sample], reward=reward)
-        group.rewarded.add(sample)
-        if len(group.rewarded) < self.group_size:
-            return False
-        self._close(group)
-        return True
-
-    def _close(self, group: OpenGroup) -> None:
-        self._remove(group)
-        samples = range(self.group_size)
-        self.finished[group.index] = RolloutGroup(
-            index=group.index,
-            prompt=group.prompt,
-            prompt_ids=group.prompt_ids,
-            rollouts=tuple(rollout_of(group.completions[n], group.texts[n]) for n in samples),
-            admitted_version=group.version,
-            generation_s=group.generation_s,
-        )
-        self.finished_at[group.index] = time.monotonic()
-
-    def _remove(self, group: OpenGroup) -> None:
-        del self.unfinished[group.index]
-        self.requests.forget(group.requests)
-
-    def hand_out(self, index: int, deadline: int, max_staleness: int) -> RolloutGroup:
-        """A finished group to train on, with its staleness bound."""
-        waited = time.monotonic() - self.finished_at.pop(index)
-        group = dataclasses.replace(self.finished.pop(index), queue_s=waited, max_staleness=max_staleness)
-        self.in_step[index] = (group, deadline)
-        return group
-
-    def begin_step(self) -> None:
-        """Marks the groups handed out before as trained on."""
-        for index in self.in_step:
-            del self.positions[index]
-        self.in_step = {}
-
-    def give_up(self, index: int) -> tuple[int, ...]:
-        """Drops a group that was not handed out; returns the ids of its running requests."""
-        del self.positions[index]
-        if index in self.finished:
-            del self.finished[index], self.finished_at[index]
-            return ()
-        group = self.unfinished[index]
-        self._remove(group)
-        return group.requests
-
-    def progress_of(self, index: int, partials: Iterable[Completion]) -> tuple[float, float]:
-        """Mean tokens so far of a group's started rollouts, and seconds since its admission."""
-        if index in self.finished:
-            group = self.finished[index]
-            return group.num_tokens / len(group.rollouts), group.generation_s
-        known = self._begun(partials)[index] | self.unfinished[index].completions
-        seconds = time.monotonic() - self.unfinished[index].began
-        return sum(len(completion.token_ids) for completion in known.values()) / max(1, len(known)), seconds
-
-    # -- checkpoints and restarts -------------------------------------------------------------------------------------
-
-    def save(self, deadlines: Mapping[int, int], partials: Iterable[Completion]) -> list[SavedGroup]:
-        """All groups with a deadline, with their completions so far."""
-        done = {**self.finished, **{index: group for index, (group, _) in self.in_step.items()}}
-        begun = self._begun(partials)
-        groups = []
-        for index, deadline in sorted(deadlines.items()):
-            group: Any = done.get(index) or self.unfinished[index]
-            known: dict[str, Any] = dict(index=index, position=self.positions[index], prompt_ids=group.prompt_ids)
-            if index in done:
-                known |= dict(admitted_version=group.admitted_version, generation_s=group.generation_s)
-                completions = [_completion(index, n, rollout) for n, rollout in enumerate(group.rollouts)]
-            else:
-                known |= dict(admitted_version=group.version)
-                completions = [*(begun[index] | group.completions).values()]
-            is_finished = index in done
-            groups.append(
-                SavedGroup(**known, deadline=deadline, is_finished=is_finished, completions=tuple(completions))
-            )
-        return groups
-
-    def _begun(self, partials: Iterable[Completion]) -> dict[int, dict[int, Completion]]:
-        """Partial completions of each unfinished group, with tokens resumed from an earlier run."""
-        begun: dict[int, dict[int, Completion]] = {index: {} for index in self.unfinished}
-        for partial in partials:
-            whole = self.requests.whole(partial)
-            if whole.request_id in begun:
-                begun[whole.request_id][whole.sample_index] = whole
-        return begun
-
-    def restore(self, saved: SavedGroup, prompt: Prompt) -> OpenGroup:
-        """Restores a saved group; `missing` requests its unfinished samples."""
-        group = OpenGroup(
-            saved.index, saved.position, prompt, saved.prompt_ids, saved.admitted_version, time.monotonic()
-        )
-        self.positions[saved.index] = saved.position
-        self.unfinished[saved.index] = group
-        for completion in saved.completions:
-            if saved.is_finished or completion.finish_reason != "abort":
-                self._file(group, completion)
-        if len(group.completions) == self.group_size:
-            group.generation_s = saved.generation_s
-        if saved.is_finished:
-            self._close(group)
-        return group
-
-    def missing(self, group: OpenGroup, partials: Iterable[Completion] = ()) -> list[GenerationRequest]:
-        """Requests for the samples that a group lacks; those in `partials` are resumed."""
-        lacking = [n for n in range(self.group_size) if n not in group.completions]
-        requests = self.requests.make(group.index, group.prompt, group.prompt_ids, lacking, partials)
-        group.requests = tuple(request.id for request in requests)
-        return requests
-
-
-def rollout_of(completion: Completion, text: str) -> Rollout:
-    """A completion with its reward as a rollout; `text` is what the reward has read.
-
-    Raises:
-        InvariantError: it has no reward.
-    """
-    if completion.reward is None:
-        raise InvariantError(f"a completion of group {completion.request_id} was filed without its reward")
-    turns = completion.turns
-    return Rollout(
-        completion_ids=completion.token_ids,
-        behavior_logprobs=completion.logprobs,
-        versions=completion.versions,
-        finish_reason=completion.finish_reason,
-        text=text,
-        reward=float(completion.reward),  # of numpy, from some engines: checkpoints hold none
-        loss_mask=completion.loss_mask,
-        turns=None if turns is None else tuple(dataclasses.replace(turn, reward=float(turn.reward)) for turn in turns),
-        head=completion.head,
-        experts=completion.experts,
-    )
-
-
-def _completion(index: int, sample: int, rollout: Rollout) -> Completion:
-    return Completion(
-        request_id=index,
-        sample_index=sample,
-        token_ids=rollout.completion_ids,
-        logprobs=rollout.behavior_logprobs,
-        versions=rollout.versions,
-        finish_reason=rollout.finish_reason,
-        loss_mask=rollout.loss_mask,
-        reward=rollout.reward,
-        turns=rollout.turns,
-        head=rollout.head,
-        experts=rollout.experts,
-    )

@@ -126,10 +126,10 @@ class OverlongFilter(GroupFilter):
 def _masked_if_cut(rollout: Rollout) -> Rollout:
     if rollout.finish_reason != "length":
         return rollout
-    return replace(rollout, loss_mask=(False,) * len(rollout.completion_ids))
+    return replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
 
 
-WATCHED_GROUPS = 64  # then a curriculum says whether its pass rates can be right
+WATCHED_GROUPS = 64  # after so many a curriculum checks that its threshold of success fits the rewards
 TRAINED = "trained"
 EXPIRED = "expired"
 UNBEGUN = "unbegun"  # too old before it had a token
@@ -158,7 +158,7 @@ class FateTotals:
 
 
 class Intake:
-    """Selection of prompts and groups of a run, and their delivery to steps.
+    """Settings `data.intake` (order of prompts, filters, streaming, replication), and what became of each group.
 
     All methods are called with the producer's lock held.
 
@@ -216,7 +216,7 @@ class Intake:
         """Position of the next prompt to sample."""
         return stream.advance() if self.curriculum is None else self.curriculum.advance(stream, self.pass_rates)
 
-    def judge(self, group: RolloutGroup, number: int) -> RolloutGroup | None:
+    def filter_group(self, group: RolloutGroup, number: int) -> RolloutGroup | None:
         """Filters a scored group of prompt `number`; None if it is dropped."""
         pass_rate = self._pass_rate(group)
         self.num_sampled += 1
@@ -226,11 +226,11 @@ class Intake:
                 self._watch.speak(self.threshold)
         self.sampled_reward += sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
         kept: RolloutGroup | None = group
-        for one in self.filters:
-            kept = one(group)
+        for group_filter in self.filters:
+            kept = group_filter(group)
             if kept is None:
                 self.num_dropped += 1
-                self._count(one.fate, number, _length(group), group.generation_s)
+                self._count(group_filter.fate, number, _length(group), group.generation_s)
                 self.pass_rates.measure(number, pass_rate)
                 return None
             group = kept

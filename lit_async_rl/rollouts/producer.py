@@ -1,14 +1,58 @@
-"""Background thread that keeps the engine busy within the staleness bound.
+"""Background threads that keep the engine busy within the staleness bound.
+
+The life of a group (`GroupState`), with the thread of each transition and the thread it wakes:
+
+    free slot (counted by `Admission`)  <----------------------------------------------+
+        |  `_admit`, any thread: takes a slot and the next prompt,                     |
+        |  submits the requests                            -> producer, in `poll`      |
+        v                                                                              |
+    `SAMPLING`: the engine generates tokens, each tagged with its version              |
+        |  `_collect`, producer: each completion goes to                               |
+        |  the scorer by itself                            -> a reward worker          |
+        v                                                                              |
+    `SCORING`: all completions are there                                               |
+        |  `_file_reward`, reward worker: the last reward                              |
+        |  finishes the group, unless a filter drops it    -> trainer, in `take`       |
+        v                                                                              |
+    `FINISHED`                                                                         |
+        |  `take`, trainer: the oldest one, unless another group                       |
+        |  would then miss its deadline                                                |
+        v                                                                              |
+    `TAKEN`                                                                            |
+        |  trainer: loss, gradient, optimizer step;                                    |
+        |  `begin_step` removes the group                                              |
+        v                                                                              |
+    `TRAINED`: only its slot is left                                                   |
+        |  trainer, at a publication: `listener.load_weights`, then `advance`          |
+        +------------------------------------------------------------------------------+
+
+The slot returns only at the publication, after the weights, because that bounds staleness: whatever is
+admitted to it gets no older token. `Drop` and `Retry` return it in `take`, `Ring` when the group is finished;
+they drop groups that become too old. What else may happen to a group:
+
+| event | group | slot | prompt |
+|---|---|---|---|
+| a reward fails and has tries left | stays, with its other rewards | kept | the same |
+| reward or environment has no tries left | dropped in `_give_up` | free at once | left out |
+| a filter drops it when it is finished | dropped in `_filter` | free at once | used up |
+| it is too old (`Drop`, `Retry`) | dropped in `_drop_lost` | free at once | left out; `Retry`: `again` |
+| it is due but redundant (`Bounded`) | dropped in `_drop_lost` | free in `advance` | left out |
+| it falls out of the buffer (`Ring`) | dropped in `_drop_lost` | free since it finished | left out |
+| the engine fails or hangs | what it lacks is sampled again | kept, with its deadline | the same |
+| the run is resumed | the same, see `checkpoint.py` | kept if the bound allows | the same; else `again` |
+
+A prompt in `again` is sampled before new ones, in a new group. Only one thread waits for groups:
 
 | who | waits for | woken by |
 |---|---|---|
-| trainer, in `take` (see `GroupWait`) | a finished group that may be trained on | `_file_reward`, an error, `stop` |
-| producer thread, in `engine.poll` | a finished completion | the engine |
-| reward worker, in `Scorer` | a completion to score | `_collect` |
+| trainer, in `take` | a finished group that it may take | `_file_reward`, `_give_up`, a failure |
+| producer, in `engine.poll` | something to sample | `_admit`, through `engine.submit` |
+| reward worker, in `Scorer` | a completion | `_collect`, through `Scorer.submit` |
+| a caller of the engine | the call, within its time limit | the thread that makes it, see `EngineCalls` |
 
-Slots are returned in `advance`, which the trainer calls after a publication; new prompts are submitted there in one
-call, so that the composition of decode batches does not depend on timing. Errors of the threads are recorded and raised
-by `take` with their cause; an engine that hangs or fails can be replaced.
+A stop, a thread that ended and an engine that hangs wake no thread: `take` checks for them every `POLL_S`. New
+prompts are submitted in one call, so that the composition of decode batches does not depend on timing. Errors
+of the threads are recorded and raised by `take` with their cause; an engine that hangs or fails is replaced.
 """
 
 from __future__ import annotations
@@ -28,9 +72,9 @@ from lit_async_rl.errors import StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
-from lit_async_rl.rollouts.engine_listener import POLL_S, EngineInUse, EngineListener
+from lit_async_rl.rollouts.engine_listener import POLL_S, EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun
-from lit_async_rl.rollouts.group_book import GroupBook, OpenGroup
+from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
 from lit_async_rl.rollouts.intake import FateTotals, Intake
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
@@ -38,10 +82,278 @@ from lit_async_rl.utils.guarded_calls import announced
 from lit_async_rl.utils.spans import TRAINER, recorder
 from lit_async_rl.utils.tries import Work
 
-# -- Waiting for groups in the trainer's thread: bounded by time without progress -------------------------------------
-
-
 log = logging.getLogger(__name__)
+
+
+class Producer:
+    """Admits prompts, collects completions, scores them, and hands out finished groups.
+
+    Args:
+        engine: set up and loaded with the first weights.
+        stream: endless prompts; `codec`: tokenizer; `admission`: the bound.
+        group_size: completions per prompt.
+        sampling: sampling parameters.
+        timeout_s: seconds without a new token or reward, while the trainer waits, before `StalledError`.
+        intake: selection of prompts and groups; None keeps all.
+
+    Attributes:
+        listener: owns the engine and its failure.
+        wait: waits of the trainer's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        stream: PromptStream,
+        codec: TextCodec,
+        scorer: Scorer,
+        admission: Admission,
+        group_size: int,
+        sampling: SamplingParams,
+        timeout_s: float,
+        intake: Intake | None = None,
+    ) -> None:
+        self.stream = stream
+        self.scorer = scorer
+        self.admission = admission
+        self.intake = intake or Intake()
+        self.version = 0
+        self.book = GroupBook(codec, group_size, sampling, self.intake.replicate_prompts)
+        self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
+        self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
+        self._num_scored = 0
+        self._num_lost = 0
+        self._is_stopping = False  # since the first admission, which is then left incomplete
+        # Guards admission, book, intake, stream and the listener's ledger: trainer, producer and reward workers all
+        # admit, file and drop groups. Reentrant, because all of these paths end in `_admit`, and an engine that scores
+        # files rewards within `_collect`. Held during `submit`, `abort`, `sleep` and `partial_completions` of the
+        # engine, which have time limits; never during `poll` and `load_weights`, or sampling and filing would stand
+        # still. It comes before the engine's own lock; engines never call back into the producer.
+        self.changed = threading.Condition(threading.RLock())
+        self.listener = EngineListener(
+            engine,
+            changed=self.changed,
+            on_completion=self._collect,
+            on_turn=scorer.check,
+            timeout_s=timeout_s,
+            vocab_size=codec.vocab_size,
+            on_given_up=self._lose_request,
+        )
+        self.wait = GroupWait(
+            listener=self.listener,
+            book=self.book,
+            scorer=scorer,
+            timeout_s=timeout_s,
+            num_scored=lambda: self._num_scored,
+        )
+        self.timer = WaitTimer()
+
+    # -- trainer's thread ---------------------------------------------------------------------------------------------
+
+    def start(self, version: int, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Starts sampling; the engine already has the weights of `version`.
+
+        Where there are very many prompts, their admission is announced, and ends when `should_stop()` becomes true.
+        """
+        self.version = version
+        self.listener.has_loaded(version)
+        self.timer.start()
+        with announced(self._first_prompts):
+            self._admit(should_stop)
+        self.listener.start()
+
+    def _first_prompts(self) -> str:
+        num_admitted = len(self.book.unfinished)
+        left = self.admission.num_admissible
+        return f"the first prompts: {num_admitted:,} of {num_admitted + left:,} are read and given to the engine"
+
+    def advance(self, version: int) -> None:
+        """Ends a round: the engine has the weights of `version`; the slots of the groups trained on are returned."""
+        with self.changed:  # one change: a reward filed in between would admit prompts under the old version
+            self.version = version
+            self.admission.advance()
+            self._drop_lost()
+            self._admit()
+
+    def set_max_staleness(self, max_staleness: int) -> None:
+        """Changes the bound of groups admitted from now on."""
+        with self.changed:
+            self.admission.max_staleness = max_staleness
+            self._admit()
+
+    def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
+        """The next group to train on; None if `should_stop()` became true while waiting.
+
+        Raises:
+            ProducerError: a background thread died (its error is the cause).
+            StalledError: no progress for `timeout_s`.
+        """
+        with self.timer.waiting(), self.changed:  # choice and taking are one; `wait` lets go of the lock meanwhile
+            index = self.wait.until(self.admission.choose, should_stop)
+            if index is None:
+                return None
+            deadline = self.admission.take(index)
+            group = self.book.hand_out(index, deadline, self.admission.bounds[index])
+            self._drop_lost()
+            self._admit()
+            return group
+
+    def rest(self) -> None:
+        """Lets an engine that has nothing to do before the next publication sleep."""
+        with self.changed:  # nothing may be admitted between "nothing to do" and `sleep`
+            if not self.book.unfinished and not self.admission.num_admissible:
+                self.listener.sleep()
+
+    def replace_engine(self, engine: RolloutEngine) -> int:
+        """Switches to another engine, which has weights; returns the number of groups sampled again.
+
+        Finished groups and completions of the old engine are kept.
+        """
+        with self.changed:  # nothing may be filed between the list of what is missing and the requests for it
+            sampling = self.book.in_state(GroupState.SAMPLING)
+            requests = [request for group in sampling for request in self.book.missing(group)]
+            self.listener.replace(engine, requests, self.version)
+            self._admit()
+            return len(sampling)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine in use."""
+        return self.listener.engine
+
+    def begin_step(self) -> None:
+        """Marks the groups handed out so far as trained on."""
+        with self.changed:
+            for group in self.book.begin_step():
+                self.intake.trained(group.finished, self.stream.number_at(group.position), group.position)
+
+    def stats(self) -> ProducerStats:
+        """Totals since the start."""
+        with self.changed:
+            return ProducerStats(
+                wait_s=self.timer.wait_s,
+                run_s=self.timer.run_s,
+                engine_busy_s=self.listener.busy_s,
+                scoring_s=self.scorer.busy_s,
+                num_tokens=self.listener.num_tokens,
+                num_finished=self.intake.num_sampled,
+                num_queued=len(self.book.in_state(GroupState.FINISHED)),
+                num_unfinished=len(self.book.unfinished),
+                num_lost=self._num_lost,
+                fates=self.intake.fates,
+                num_sampled=self.intake.num_sampled,
+                num_dropped=self.intake.num_dropped,
+                sampled_reward=self.intake.sampled_reward,
+                scoring_cpu_share=self.scorer.cpu_share,
+            )
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
+        is_ended = self.listener.stop(timeout_s)
+        self.scorer.close()
+        return is_ended
+
+    # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) --------------------------------
+
+    def _admit(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Submits as many prompts as there are free slots, in one call; none any more once `should_stop()` was true."""
+        with self.changed:
+            requests = []
+            for _ in range(0 if self._is_stopping else self.admission.num_admissible):
+                if should_stop():
+                    self._is_stopping = True
+                    break
+                position = self.again.popleft() if self.again else self.intake.next_position(self.stream)
+                index = self.admission.admit()
+                requests += self.book.open(index, position, self.stream.at(position), self.version)
+            self.listener.submit(requests)
+
+    def _drop_lost(self) -> None:
+        """Drops groups that exceed the bound and aborts their requests."""
+        lost = [self.book.groups[index] for index in self.admission.lose()]
+        partials = self.listener.partial_completions() if any(group.is_open for group in lost) else []
+        running: list[int] = []
+        for group in lost:
+            length, seconds = self.book.progress_of(group, partials)
+            running += self.book.drop(group)
+            is_again = self.intake.lose(
+                group.index,
+                number=self.stream.number_at(group.position),
+                position=group.position,
+                length=length,
+                seconds=seconds,
+                max_tries=self.admission.max_tries,
+            )
+            if is_again:
+                self.again.append(group.position)
+        self._num_lost += len(lost)
+        self.listener.abort(running)
+
+    def _collect(self, completion: Completion) -> None:
+        if self.evaluation is not None and self.evaluation.collect(completion):
+            return
+        found = self.book.collect(completion)
+        if found is not None:
+            self.score(*found)
+
+    def score(self, group: GroupEntry, sample: int) -> None:
+        """Submits a completion for scoring as soon as it is sampled; its group may still be incomplete."""
+        completion = group.rollouts[sample]
+        if completion.reward is not None:
+            self._file_reward(group, sample, completion.reward)
+            return
+        self.scorer.submit(
+            group.prompt,
+            completion.text,
+            done=partial(self._file_reward, group, sample),
+            give_up=partial(self._give_up, group),
+            is_wanted=lambda: group.is_open,
+            group=group.index,
+            token_ids=completion.token_ids,
+        )
+
+    def _lose_request(self, request_id: int) -> None:
+        """Files that the engine gave a request up."""
+        if self.evaluation is not None and self.evaluation.give_up(request_id):
+            return
+        if (group := self.book.group_of(request_id)) is not None:
+            self._give_up(group)
+
+    def _give_up(self, group: GroupEntry) -> None:
+        """Drops a group that cannot be scored; another prompt takes its slot."""
+        with self.changed:
+            if not group.is_open:
+                return
+            self._drop(group)
+            self._num_scored += 1  # counts as progress for `wait`
+            self._admit()
+            self.changed.notify_all()  # with a group fewer to wait for, the trainer may take another
+
+    def _file_reward(self, group: GroupEntry, sample: int, reward: float) -> None:
+        with self.changed:
+            self._num_scored += 1
+            if self.book.reward(group, sample, reward):
+                self._filter(group)
+                self._drop_lost()
+                self._admit()
+                self.changed.notify_all()  # only now: the trainer could not take a group that is not finished
+
+    def _filter(self, group: GroupEntry) -> None:
+        """Filters a finished group; if it is dropped, another prompt takes its slot."""
+        number = self.stream.number_at(group.position)
+        group.result = self.intake.filter_group(group.finished, number)
+        if group.result is None:
+            self._drop(group)
+        else:
+            self.admission.finish(group.index)
+
+    def _drop(self, group: GroupEntry) -> None:
+        self.listener.abort(self.book.drop(group))
+        self.admission.drop(group.index)
+
+
+# -- Waiting for groups in the trainer's thread: bounded by time without progress -------------------------------------
 
 
 class GroupWait:
@@ -87,15 +399,17 @@ class GroupWait:
         return found
 
     def _first_rollouts(self) -> str:
-        book = self._book
-        lacking = len(self._book.lacking)
-        waiting = f"{lacking} groups being sampled, {len(book.unfinished) - lacking} being scored"
-        return f"the first rollouts: {waiting}, {self._listener.num_tokens:,} tokens generated"
+        return f"the first rollouts: {self._groups_under_way()}, {self._listener.num_tokens:,} tokens generated"
+
+    def _groups_under_way(self) -> str:
+        num_sampling = len(self._book.in_state(GroupState.SAMPLING))
+        num_scoring = len(self._book.in_state(GroupState.SCORING))
+        return f"{num_sampling} groups being sampled, {num_scoring} being scored"
 
     def _until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool]) -> int | None:
         last_change = self._clock.now()
         progress = self._progress()
-        is_said = False
+        has_warned = False
         while True:
             self._listener.check_thread()
             if (found := ready()) is not None:
@@ -106,13 +420,14 @@ class GroupWait:
             now = self._clock.now()
             if progress != (progress := self._progress()):
                 last_change = now
-                is_said = False
+                has_warned = False
             waited_s = now - last_change
             if waited_s > self.timeout_s and not any(work.is_within_limits for work in self._works()):
                 self._stall()
-            if waited_s > self.timeout_s / 2 and not is_said:
+            if waited_s > self.timeout_s / 2 and not has_warned:
                 log.warning("slow: %s", self._message(waited_s))
-                is_said = True
+                has_warned = True
+            # In short turns: a request to stop, a thread that ended and an engine that hangs notify no thread.
             self._listener.changed.wait(POLL_S)
 
     def _progress(self) -> tuple[int, int]:
@@ -125,6 +440,7 @@ class GroupWait:
 
     def _stall(self) -> NoReturn:
         """Attributes the stall to the engine if completions are missing."""
+        is_sampling = bool(self._book.in_state(GroupState.SAMPLING))
         advice = (
             "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
         )
@@ -133,22 +449,20 @@ class GroupWait:
                 f"Look at {' and '.join(work.name for work in works)} first, whose limit has passed and which has not "
                 "returned: an `async` function must await and never block its event loop"
             )
-        elif not self._book.lacking:
+        elif not is_sampling:
             advice = "Look at data.reward and data.admission first: the engine has nothing to do"
         error = StalledError(f"{self._message(self.timeout_s)}. {advice}")
-        if self._book.lacking:
+        if is_sampling:
             self._listener.break_engine(error, self._listener.engine)
         raise error
 
     def _message(self, waited_s: float) -> str:
-        book = self._book
-        lacking = len(self._book.lacking)
         works = "".join(f"; {work}" for work in self._works())
+        num_finished = len(self._book.in_state(GroupState.FINISHED))
         return (
             f"the trainer waited {waited_s:.1f} s of data.limits.rollout_timeout_s={self.timeout_s:g} for a group "
-            f"and nothing happened: {lacking} groups being sampled, {len(book.unfinished) - lacking} being scored, "
-            f"{len(book.finished)} finished but not allowed yet, {self._listener.num_tokens} tokens generated so "
-            f"far by {type(self._listener.engine).__name__}{works}"
+            f"and nothing happened: {self._groups_under_way()}, {num_finished} finished but not allowed yet, "
+            f"{self._listener.num_tokens} tokens generated so far by {type(self._listener.engine).__name__}{works}"
         )
 
 
@@ -222,34 +536,6 @@ class ProducerStats:
     scoring_cpu_share: float = 0.0
 
     @classmethod
-    def of(
-        cls,
-        timer: WaitTimer,
-        engine: EngineInUse,
-        scorer: Scorer,
-        book: GroupBook,
-        intake: Intake,
-        num_lost: int,
-    ) -> ProducerStats:
-        """Totals of the parts of a producer, whose lock is held."""
-        return cls(
-            wait_s=timer.wait_s,
-            run_s=timer.run_s,
-            engine_busy_s=engine.busy_s,
-            scoring_s=scorer.busy_s,
-            num_tokens=engine.num_tokens,
-            num_finished=intake.num_sampled,
-            num_queued=len(book.finished),
-            num_unfinished=len(book.unfinished),
-            num_lost=num_lost,
-            fates=intake.fates,
-            num_sampled=intake.num_sampled,
-            num_dropped=intake.num_dropped,
-            sampled_reward=intake.sampled_reward,
-            scoring_cpu_share=scorer.cpu_share,
-        )
-
-    @classmethod
     def zero(cls) -> ProducerStats:
         """Totals before the start."""
         return cls(
@@ -263,235 +549,3 @@ class ProducerStats:
             num_unfinished=0,
             num_lost=0,
         )
-
-
-class Producer:
-    """Admits prompts, collects completions, scores them, and hands out finished groups.
-
-    Args:
-        engine: set up and loaded with the first weights.
-        stream: endless prompts; `codec`: tokenizer; `admission`: the bound.
-        group_size: completions per prompt.
-        sampling: sampling parameters.
-        timeout_s: seconds without a new token or reward, while the trainer waits, before `StalledError`.
-        intake: selection of prompts and groups; None keeps all.
-
-    Attributes:
-        listener: owns the engine and its failure.
-        wait: waits of the trainer's thread.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: RolloutEngine,
-        stream: PromptStream,
-        codec: TextCodec,
-        scorer: Scorer,
-        admission: Admission,
-        group_size: int,
-        sampling: SamplingParams,
-        timeout_s: float,
-        intake: Intake | None = None,
-    ) -> None:
-        self.stream = stream
-        self.scorer = scorer
-        self.admission = admission
-        self.intake = intake or Intake()
-        self.version = 0
-        self.book = GroupBook(codec, group_size, sampling, self.intake.replicate_prompts)
-        self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
-        self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
-        self._num_scored = self._num_lost = 0
-        self._is_stopping = False  # since the first admission, which is then left incomplete
-        self.changed = threading.Condition(threading.RLock())
-        self.listener = EngineListener(
-            engine, self.changed, self._collect, scorer.check, timeout_s, codec.vocab_size, self._lose_request
-        )
-        self.wait = GroupWait(self.listener, self.book, scorer, timeout_s, lambda: self._num_scored)
-        self.timer = WaitTimer()
-
-    # -- trainer's thread ---------------------------------------------------------------------------------------------
-
-    def start(self, version: int, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Starts sampling; the engine already has the weights of `version`.
-
-        Where there are very many prompts, their admission is announced, and ends when `should_stop()` becomes true.
-        """
-        self.version = version
-        self.listener.has_loaded(version)
-        self.timer.start()
-        with announced(self._first_prompts):
-            self._admit(should_stop)
-        self.listener.start()
-
-    def _first_prompts(self) -> str:
-        num_admitted = len(self.book.unfinished)
-        left = self.admission.num_admissible
-        return f"the first prompts: {num_admitted:,} of {num_admitted + left:,} are read and given to the engine"
-
-    def advance(self, version: int) -> None:
-        """Ends a round: the engine has the weights of `version`; the slots of the groups trained on are returned."""
-        with self.changed:
-            self.version = version
-            self.admission.advance()
-            self._drop_lost()
-            self._admit()
-            self.changed.notify_all()
-
-    def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the bound of groups admitted from now on."""
-        with self.changed:
-            self.admission.max_staleness = max_staleness
-            self._admit()
-
-    def take(self, should_stop: Callable[[], bool] = lambda: False) -> RolloutGroup | None:
-        """The next group to train on; None if `should_stop()` became true while waiting.
-
-        Raises:
-            ProducerError: a background thread died (its error is the cause).
-            StalledError: no progress for `timeout_s`.
-        """
-        with self.timer.waiting(), self.changed:
-            index = self.wait.until(self.admission.choose, should_stop)
-            if index is None:
-                return None
-            deadline = self.admission.take(index)
-            group = self.book.hand_out(index, deadline, self.admission.bounds[index])
-            self._drop_lost()
-            self._admit()
-            return group
-
-    def rest(self) -> None:
-        """Lets an engine that has nothing to do before the next publication sleep."""
-        with self.changed:
-            if not self.book.unfinished and not self.admission.num_admissible:
-                self.listener.sleep()
-
-    def replace_engine(self, engine: RolloutEngine) -> int:
-        """Switches to another engine, which has weights; returns the number of groups sampled again.
-
-        Finished groups and completions of the old engine are kept.
-        """
-        with self.changed:
-            lacking = self.book.lacking
-            self.listener.replace(engine, [r for group in lacking for r in self.book.missing(group)], self.version)
-            self._admit()
-            return len(lacking)
-
-    @property
-    def engine(self) -> RolloutEngine:
-        """The engine in use."""
-        return self.listener.engine
-
-    def begin_step(self) -> None:
-        """Marks the groups handed out so far as trained on."""
-        with self.changed:
-            for index, (group, _) in self.book.in_step.items():
-                position = self.book.positions[index]
-                self.intake.trained(group, self.stream.number_at(position), position)
-            self.book.begin_step()
-
-    def stats(self) -> ProducerStats:
-        """Totals since the start."""
-        with self.changed:
-            return ProducerStats.of(self.timer, self.listener, self.scorer, self.book, self.intake, self._num_lost)
-
-    def stop(self, timeout_s: float = 10.0) -> bool:
-        """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
-        is_ended = self.listener.stop(timeout_s)
-        self.scorer.close()
-        return is_ended
-
-    # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) ---------------------------------
-
-    def _admit(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Submits as many prompts as there are free slots, in one call; none any more once `should_stop()` was true."""
-        with self.changed:
-            requests = []
-            for _ in range(0 if self._is_stopping else self.admission.num_admissible):
-                if should_stop():
-                    self._is_stopping = True
-                    break
-                position = self.again.popleft() if self.again else self.intake.next_position(self.stream)
-                index = self.admission.admit()
-                requests += self.book.open(index, position, self.stream.at(position), self.version)
-            self.listener.submit(requests)
-
-    def _drop_lost(self) -> None:
-        """Drops groups that exceed the bound and aborts their requests."""
-        lost = self.admission.lose()
-        is_sampling = any(index in self.book.unfinished for index in lost)
-        partials = self.listener.partial_completions() if is_sampling else []
-        running: list[int] = []
-        for index in lost:
-            position = self.book.positions[index]
-            progress = self.book.progress_of(index, partials)
-            running += self.book.give_up(index)
-            number = self.stream.number_at(position)
-            if self.intake.lose(index, number, position, *progress, self.admission.max_tries):
-                self.again.append(position)
-        self._num_lost += len(lost)
-        self.listener.abort(running)
-
-    def _collect(self, completion: Completion) -> None:
-        if self.evaluation is not None and self.evaluation.collect(completion):
-            return
-        found = self.book.collect(completion)
-        if found is not None:
-            self.score(*found)
-
-    def score(self, group: OpenGroup, sample: int) -> None:
-        """Submits a completion for scoring as soon as it is sampled; its group may still be incomplete."""
-        if (reward := group.completions[sample].reward) is not None:
-            self._file_reward(group, sample, reward)
-            return
-        self.scorer.submit(
-            group.prompt,
-            group.texts[sample],
-            done=partial(self._file_reward, group, sample),
-            give_up=partial(self._give_up, group),
-            is_wanted=partial(self.book.is_open, group),
-            group=group.index,
-            token_ids=group.completions[sample].token_ids,
-        )
-
-    def _lose_request(self, request_id: int) -> None:
-        """Files that the engine gave a request up."""
-        if self.evaluation is not None and self.evaluation.give_up(request_id):
-            return
-        if (group := self.book.group_of(request_id)) is not None:
-            self._give_up(group)
-
-    def _give_up(self, group: OpenGroup) -> None:
-        """Drops a group that cannot be scored; another prompt takes its slot."""
-        with self.changed:
-            if not self.book.is_open(group):
-                return
-            self._drop(group)
-            self._num_scored += 1  # something happened
-            self._admit()
-            self.changed.notify_all()
-
-    def _file_reward(self, group: OpenGroup, sample: int, reward: float) -> None:
-        with self.changed:
-            self._num_scored += 1
-            if self.book.reward(group, sample, reward):
-                self._judge(group)
-                self._drop_lost()
-                self._admit()
-                self.changed.notify_all()
-
-    def _judge(self, group: OpenGroup) -> None:
-        """Filters a finished group; if it is dropped, another prompt takes its slot."""
-        number = self.stream.number_at(group.position)
-        kept = self.intake.judge(self.book.finished[group.index], number)
-        if kept is None:
-            self._drop(group)
-        else:
-            self.book.finished[group.index] = kept
-            self.admission.finish(group.index)
-
-    def _drop(self, group: OpenGroup) -> None:
-        self.listener.abort(self.book.give_up(group.index))
-        self.admission.drop(group.index)

@@ -46,7 +46,7 @@ def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
 
 
 class Admission:
-    """Counts slots; not thread-safe (the producer holds a lock) and without clocks.
+    """Counts slots. Without locks, threads and clocks: `Producer.changed` guards it.
 
     Args:
         groups_per_round: P, groups trained on between two publications.
@@ -86,7 +86,8 @@ class Admission:
         self.bounds: dict[int, int] = {}  # of the groups under way: each keeps the one it was admitted under
         self.in_order = in_order
         self.round = 0
-        self.num_taken = self.num_lost = 0  # in this round
+        self.num_taken = 0  # in this round; likewise `num_lost`
+        self.num_lost = 0
         self.max_tries = 1  # how often a prompt is sampled before its group is trained on
         self.next_index = 0
         self._deadlines: dict[int, int] = {}  # group index -> last round it may train in, for groups not yet taken
@@ -171,7 +172,7 @@ class Admission:
         return deadline
 
     def drop(self, index: int) -> int:
-        """Drops an admitted group; its slot is returned at once. Returns its deadline."""
+        """Drops an admitted group, which frees its slot at once; returns its deadline."""
         deadline = self._deadlines.pop(index)
         self._due[deadline] -= 1
         if not self._due[deadline]:
@@ -179,9 +180,9 @@ class Admission:
         return deadline
 
     def lose(self) -> list[int]:
-        """Once the round is full: drops at most R groups that were due in it; the round returns their slots."""
+        """Drops the groups that miss their deadline, at most R, and returns them; the round frees their slots."""
         if self.num_left_in_round > 0 or not self._due[self.round]:
-            return []
+            return []  # until the round is full, any of them may still be taken
         lost = [index for index, deadline in self._deadlines.items() if deadline <= self.round]
         for index in lost:
             self.drop(index)
@@ -196,7 +197,8 @@ class Admission:
             raise InvariantError(f"{self.num_left_in_round} groups of round {self.round} were never taken")
         self.bounds = {index: self.bounds[index] for index in self._deadlines}
         self.round += 1
-        self.num_taken = self.num_lost = 0
+        self.num_taken = 0
+        self.num_lost = 0
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -419,8 +421,12 @@ class Bounded(AdmissionPolicy):
         check_range("data.admission", "integer >= 0", redundant_groups=self.redundant_groups)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
-        limits = self.async_ratio, self.redundant_groups
-        return Admission(groups_per_round, max_staleness, False, *limits)
+        return Admission(
+            groups_per_round,
+            max_staleness,
+            async_ratio=self.async_ratio,
+            redundant_groups=self.redundant_groups,
+        )
 
 
 @dataclass(frozen=True)
@@ -475,7 +481,7 @@ class Retry(Drop):
         check_range("data.admission", "integer >= 1", max_tries=self.max_tries)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
-        return ExpiringAdmission(groups_per_round, max_staleness, self.ahead, self.max_tries)
+        return ExpiringAdmission(groups_per_round, max_staleness, ahead=self.ahead, max_tries=self.max_tries)
 
 
 @dataclass(frozen=True)
@@ -501,7 +507,7 @@ class Ring(AdmissionPolicy):
         check_range("data.admission", "integer >= 1", num_sampling=self.num_sampling, capacity=self.capacity)
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
-        return RingAdmission(groups_per_round, max_staleness, self.num_sampling, self.capacity)
+        return RingAdmission(groups_per_round, max_staleness, num_sampling=self.num_sampling, capacity=self.capacity)
 
 
 @dataclass(frozen=True)

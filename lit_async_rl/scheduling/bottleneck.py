@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Side = Literal["engine", "trainer", "reward", "weight sync", "staleness bound", "both sides"]
-MATTERS = 0.05  # share of the wall time below which nothing is worth turning
+MIN_SHARE = 0.05  # share of the wall time below which a gain is not worth a change of settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Intervals:
         return (self.engine_busy_s - self.wait_s) / shorter if shorter > 0 else 1.0
 
 
-NOTHING = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
+NO_TIME = Intervals(wall_s=0.0, wait_s=0.0, sync_s=0.0, engine_busy_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +154,11 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
     """The bottleneck of a window.
 
     Cheap remedies come first: removing waiting (a bound, a barrier) costs only staleness, so it is named as soon as it
-    costs `MATTERS`; then publication, then the longest side.
+    costs `MIN_SHARE`; then publication, then the longest side.
     """
     i = intervals
     lost = i.wall_s - i.longest_s
-    threshold = MATTERS * i.wall_s
+    threshold = MIN_SHARE * i.wall_s
 
     def verdict(side: Side, won_s: float, setting: Setting | None) -> Verdict:
         fresher = settings.fresher if i.wait_s <= threshold else None
@@ -201,9 +201,9 @@ def _shown(value: object) -> str:
 
 BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MIN_ESS = 0.5  # share of the completions of a step
-ENOUGH = 0.95  # share of the best progress that a smaller bound has to reach
-FIRST = 8  # largest bound to start with
-WORTH_SAYING = 1.1
+MIN_SHARE_OF_BEST = 0.95  # share of the best progress that a smaller bound has to reach
+MAX_FIRST_BOUND = 8  # largest bound to start with
+MIN_SPEEDUP = 1.1  # below which no setting is recommended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ class Advice:
     """Recommended settings.
 
     Attributes:
-        max_staleness: the smallest bound with `ENOUGH` of the best progress per second.
+        max_staleness: the smallest bound with `MIN_SHARE_OF_BEST` of the best progress per second.
         worth: how many times as fast as synchronous training it is, at that rate.
         rate_scale: multiple of the present learning rate; 1 if it can stay.
         num_slots: of the engine; None leaves them.
@@ -271,10 +271,10 @@ class Advice:
         """One sentence; without `names_bound` it recommends no setting."""
         if not names_bound:
             return f"asynchrony is worth about {max(1.0, self.worth):.1f}x here"
-        if self.worth < WORTH_SAYING:
+        if self.worth < MIN_SPEEDUP:
             return f"asynchrony is worth at most {self.worth:.2f}x here: data.max_staleness 0 loses little"
         slots = "" if self.num_slots is None else f", with num_slots {self.num_slots}"
-        scaled = self.rate_scale < 1 / WORTH_SAYING
+        scaled = self.rate_scale < 1 / MIN_SPEEDUP
         rate = f", at {self.rate_scale:.2g} times the present model.learning_rate" if scaled else ""
         enough = f"data.max_staleness {self.max_staleness} is enough"
         return f"asynchrony is worth about {self.worth:.1f}x here: {enough}{slots}{rate}"
@@ -295,8 +295,8 @@ def advise(
         work: of a step.
         ess_ratio: effective sample size of the run, as a share of the completions; None if unknown.
         present: bound of the run, at which the effective sample size was measured.
-        bounds: those to choose from, as far as they do not exceed twice the present one (or `FIRST`): how stale data
-            may be beyond is not known.
+        bounds: candidates. Those above twice the present bound and above `MAX_FIRST_BOUND` are left out: how stale data
+            may be there is not known.
         num_slots: of the engine; None if it has none.
         waiting_rollouts: mean number of rollouts that are being sampled or wait for it.
     """
@@ -304,9 +304,9 @@ def advise(
     def progress(bound: int) -> float:
         return work.worth(bound) * _rate_scale(bound, ess_ratio, present)
 
-    known = sorted(bound for bound in bounds if bound <= max(FIRST, 2 * present))
+    known = sorted(bound for bound in bounds if bound <= max(MAX_FIRST_BOUND, 2 * present))
     best = max(progress(bound) for bound in known)
-    chosen = next(bound for bound in known if progress(bound) >= ENOUGH * best)
+    chosen = next(bound for bound in known if progress(bound) >= MIN_SHARE_OF_BEST * best)
     scale = _rate_scale(chosen, ess_ratio, present)
     return Advice(
         max_staleness=chosen,
@@ -341,7 +341,7 @@ GENERATING = ("prefill", "decode")
 
 
 def intervals(events: Sequence[Mapping[str, Any]], rank: int = 0) -> Intervals:
-    """Seconds of the run that a timeline shows, as `BottleneckVerdict` counts them.
+    """Intervals of a whole run from its timeline, as `BottleneckVerdict` counts them.
 
     They begin with the first micro-batch and end with the last span of the trainer; validation is left out.
 
@@ -352,7 +352,7 @@ def intervals(events: Sequence[Mapping[str, Any]], rank: int = 0) -> Intervals:
     mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
     trained = [event for event in mine if event["name"] == "forward_backward"]
     if not trained:
-        return NOTHING
+        return NO_TIME
     end = max(_end(event) for event in mine if event["cat"] == "trainer" and event["name"] != "validation")
     window = (min(float(event["ts"]) for event in trained), end)
     left_out = [(float(event["ts"]), _end(event)) for event in mine if event["name"] == "validation"]

@@ -26,7 +26,7 @@ from lit_async_rl.distributed.ranks import data_parallel
 from lit_async_rl.engines.base import default_bound
 from lit_async_rl.losses import PolicyLoss, PPOClip
 from lit_async_rl.losses.reference_kl import KLEstimator, check_estimator
-from lit_async_rl.models.loading import check_finite, has_adapter, is_on_meta, load_policy
+from lit_async_rl.models.loading import adapter_folder, check_finite, has_adapter, is_on_meta, load_policy
 from lit_async_rl.models.lora import LoRA, add_lora, alpha_of, without_adapters
 from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
@@ -113,7 +113,7 @@ def load_policies(
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
         lm.train()  # transformers checkpoints in this mode only; without dropout the two are the same
-    adapted = lm if lora is None else add_lora(lm, lora, model if has_adapter(model) else None)
+    adapted = lm if lora is None else add_lora(lm, lora, adapter_folder(model))
     return CausalPolicy(adapted, logprob_chunk_tokens, packing), reference
 
 

@@ -1,4 +1,4 @@
-"""Tables and files for the trackers of a run: Weights & Biases, MLflow, TensorBoard and Trackio."""
+"""Loggers of a run: the CSV log, which a full disk does not end, and trackers with their tables and files."""
 
 from __future__ import annotations
 
@@ -22,6 +22,115 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.utils.files import FolderLock, append, check_writable, replacing, tolerate_full_disk
 from lit_async_rl.utils.lightning_types import AnyTrainer
+
+
+class CSVLog(CSVLogger):
+    """Lightning's `CSVLogger`, with the same arguments and file format.
+
+    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
+    With a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
+    Without one the next folder that is free is made at once, so that two runs that begin together get one each. While a
+    Trainer runs no other process can write there.
+
+    Attributes:
+        made_folders: those that were made for this run, the run's own first.
+
+    Raises:
+        OSError: another process writes there.
+    """
+
+    made_folders: Sequence[Path] = ()
+    _lock: FolderLock | None = None
+
+    @property
+    def version(self) -> int | str:
+        """The version that was given, or the next that is free."""
+        leads = getattr(rank_zero_only, "rank", 0) == 0
+        if self._version is None and leads and "://" not in self.root_dir:
+            self._version = self._claim_version()
+        return super().version
+
+    def _claim_version(self) -> int:
+        version = int(self._get_next_version())
+        while True:
+            folder = Path(self.root_dir, f"version_{version}")
+            missing = [one for one in (folder, *folder.parents) if not one.exists()]
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:  # made by another run meanwhile
+                version += 1
+            except OSError:  # the first file that is written there reports it, with its setting
+                return version
+            else:
+                self.made_folders = missing
+                return version
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """Writer of the rows; locks the folder."""
+        if self._lock is None and "://" not in self.log_dir:
+            check_writable(Path(self.log_dir), "CSVLog.save_dir")
+            self._lock = FolderLock(self.log_dir, "CSVLog.save_dir")
+        if self._experiment is None:
+            self._experiment = _Writer(log_dir=self.log_dir)
+        if not isinstance(self._experiment, _Writer):
+            raise InvariantError("a logger without its writer")
+        return self._experiment
+
+
+class _Writer(ExperimentWriter):
+    def _check_log_dir_exists(self) -> None:
+        """Goes on with the table that is there, where Lightning would delete it."""
+        path = Path(self.metrics_file_path)
+        if "://" in self.log_dir or not path.is_file():
+            return
+        with path.open(newline="") as file:
+            self.metrics_keys = next(csv.reader(file), [])
+        with path.open("rb+") as table:
+            if table.seek(0, os.SEEK_END) and (table.seek(-1, os.SEEK_END), table.read())[1] != b"\n":
+                table.write(b"\n")  # the last row was cut off by a crash
+
+    def save(self) -> None:
+        """Appends the rows that wait; all or none of them."""
+        if "://" in self.log_dir:
+            super().save()
+            return
+        if not self.metrics:
+            return
+        path = Path(self.metrics_file_path)
+        with tolerate_full_disk(str(path)):
+            keys = sorted({*self.metrics_keys}.union(*self.metrics))
+            if keys != self.metrics_keys:
+                self._write_anew(path, keys)
+            text = io.StringIO(newline="")
+            csv.DictWriter(text, keys).writerows(self.metrics)
+            append(path, text.getvalue())
+            self.metrics = []
+
+    def _write_anew(self, path: Path, keys: list[str]) -> None:
+        """Another header, above the rows that there are."""
+        rows: list[dict[str, Any]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, keys)
+        writer.writeheader()
+        writer.writerows(rows)
+        with replacing(path) as file:
+            file.write(text.getvalue().encode())
+        self.metrics_keys = keys
+
+
+# -- Trackio ----------------------------------------------------------------------------------------------------------
 
 
 class TrackioLogger(Logger):
@@ -116,6 +225,9 @@ class TrackioLogger(Logger):
             self._run = None
 
 
+# -- Tables, files and steps of any tracker ---------------------------------------------------------------------------
+
+
 def step_in_trackers(trainer: AnyTrainer) -> int:
     """The step at which Lightning logs the metrics of the optimizer step that is running; counts from 0."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -174,110 +286,25 @@ def log_file(logger: Logger, path: Path, kind: str) -> None:
         logger.experiment.log_artifact(str(path), name=re.sub(r"[^\w.-]+", "-", f"{kind}-{logger.version}"), type=kind)
 
 
-# -- CSV logger for runs that must not end because the disk is full ---------------------------------------------------
+# -- Folder, name and id of loggers that exist: Lightning has arguments of constructors for them, and no setters -------
 
 
-class CSVLog(CSVLogger):
-    """Lightning's `CSVLogger`, with the same arguments and file format.
-
-    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
-    With a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
-    Without one the next folder that is free is made at once, so that two runs that begin together get one each. While a
-    Trainer runs no other process can write there.
-
-    Attributes:
-        made_folders: those that were made for this run, the run's own first.
-
-    Raises:
-        OSError: another process writes there.
-    """
-
-    made_folders: Sequence[Path] = ()
-    _lock: FolderLock | None = None
-
-    @property
-    def version(self) -> int | str:
-        """The version that was given, or the next that is free."""
-        leads = getattr(rank_zero_only, "rank", 0) == 0
-        if self._version is None and leads and "://" not in self.root_dir:
-            self._version = self._claim_version()
-        return super().version
-
-    def _claim_version(self) -> int:
-        version = int(self._get_next_version())
-        while True:
-            folder = Path(self.root_dir, f"version_{version}")
-            missing = [one for one in (folder, *folder.parents) if not one.exists()]
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:  # made by another run meanwhile
-                version += 1
-            except OSError:  # said by what writes there
-                return version
-            else:
-                self.made_folders = missing
-                return version
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        super().finalize(status)
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> ExperimentWriter:
-        """Writer of the rows; locks the folder."""
-        if self._lock is None and "://" not in self.log_dir:
-            check_writable(Path(self.log_dir), "CSVLog.save_dir")
-            self._lock = FolderLock(self.log_dir, "CSVLog.save_dir")
-        if self._experiment is None:
-            self._experiment = _Writer(log_dir=self.log_dir)
-        if not isinstance(self._experiment, _Writer):
-            raise InvariantError("a logger without its writer")
-        return self._experiment
+def move_into_folder(logger: Logger, log: CSVLogger) -> None:
+    """Lets TensorBoard or W&B, which have written nothing yet, write into the folder of a CSV log."""
+    if isinstance(logger, WandbLogger):
+        logger._save_dir = log.log_dir
+        logger._wandb_init["dir"] = log.log_dir
+    elif isinstance(logger, TensorBoardLogger):
+        logger._root_dir = log.save_dir
+        logger._name = log.name
+        logger._version = log.version
 
 
-class _Writer(ExperimentWriter):
-    def _check_log_dir_exists(self) -> None:
-        """Goes on with the table that is there, where Lightning would delete it."""
-        path = Path(self.metrics_file_path)
-        if "://" in self.log_dir or not path.is_file():
-            return
-        with path.open(newline="") as file:
-            self.metrics_keys = next(csv.reader(file), [])
-        with path.open("rb+") as table:
-            if table.seek(0, os.SEEK_END) and (table.seek(-1, os.SEEK_END), table.read())[1] != b"\n":
-                table.write(b"\n")  # the last row was cut off by a crash
-
-    def save(self) -> None:
-        """Appends the rows that wait; all or none of them."""
-        if "://" in self.log_dir:
-            super().save()
-            return
-        if not self.metrics:
-            return
-        path = Path(self.metrics_file_path)
-        with tolerate_full_disk(str(path)):
-            keys = sorted({*self.metrics_keys}.union(*self.metrics))
-            if keys != self.metrics_keys:
-                self._write_anew(path, keys)
-            text = io.StringIO(newline="")
-            csv.DictWriter(text, keys).writerows(self.metrics)
-            append(path, text.getvalue())
-            self.metrics = []
-
-    def _write_anew(self, path: Path, keys: list[str]) -> None:
-        """Another header, above the rows that there are."""
-        rows: list[dict[str, Any]] = []
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, keys)
-        writer.writeheader()
-        writer.writerows(rows)
-        with replacing(path) as file:
-            file.write(text.getvalue().encode())
-        self.metrics_keys = keys
+def identify_wandb_run(logger: WandbLogger, *, name: str | None = None, run_id: str | None = None) -> None:
+    """Sets the name or the id of a run of W&B that has not begun; None leaves them."""
+    if name is not None:
+        logger._name = name
+        logger._wandb_init["name"] = name
+    if run_id is not None:
+        logger._id = run_id
+        logger._wandb_init["id"] = run_id

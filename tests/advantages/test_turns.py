@@ -19,9 +19,10 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.base import Observation
 from lit_async_rl.environments.episode_engine import Conversation, EpisodeEngine
 from lit_async_rl.environments.gymnasium import GymnasiumEnvironment, GymnasiumPrompts
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.replay.tape import Tape, TapeWriter
-from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.rollouts.group_book import GroupEntry, pack_groups, unpack_groups
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 TURNS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=1, max_size=4)
@@ -37,8 +38,8 @@ def as_turns(rows) -> list[list[Turn]]:
 def rollout(rows: list[Turn]) -> Rollout:
     n = rows[-1].end
     return Rollout(
-        completion_ids=tuple(range(1, n + 1)),
-        behavior_logprobs=(-1.0,) * n,
+        token_ids=tuple(range(1, n + 1)),
+        logprobs=(-1.0,) * n,
         versions=(0,) * n,
         finish_reason="stop",
         text="",
@@ -180,7 +181,7 @@ def test_a_gymnasium_style_environment_trains_with_advantages_turn_by_turn(advan
     assert {found.prompt.text for found in data.last_step_groups} <= {"2+0=", "3+0="}
     for one in rollouts:
         assert one.reward == pytest.approx(sum(turn.reward for turn in one.turns))
-        assert one.turns[-1].end == len(one.completion_ids)
+        assert one.turns[-1].end == len(one.token_ids)
         assert [turn.end for turn in one.turns] == sorted({turn.end for turn in one.turns})
     assert worths.most > 1, "no rollout had turns of different worth"
     writer = TapeWriter(tmp_path)
@@ -193,18 +194,16 @@ def test_a_gymnasium_style_environment_trains_with_advantages_turn_by_turn(advan
 
 @given(st.lists(st.one_of(st.none(), TURNS), min_size=1, max_size=4))
 def test_turns_come_back_from_a_checkpoint(rows):
-    completions = []
+    completions = {}
     for n, row in enumerate(rows):
         turns = None if row is None else tuple(as_turns([row])[0])
         length = 3 if turns is None else turns[-1].end
         fields = dict(token_ids=(1,) * length, logprobs=(-1.0,) * length, versions=(0,) * length)
-        completions.append(
-            Completion(request_id=4, sample_index=n, finish_reason="stop", reward=1.0, turns=turns, **fields)
-        )
-    saved = SavedGroup(
-        index=4, position=2, prompt_ids=(1, 2), admitted_version=0, deadline=3, completions=tuple(completions)
-    )
-    assert unpack_groups(pack_groups([saved, saved])) == [saved, saved]
+        known = Completion(request_id=4, sample_index=n, finish_reason="stop", turns=turns, **fields)
+        completions[n] = known.scored(1.0)
+    prompt = Prompt(text="p")
+    saved = GroupEntry(index=4, position=2, prompt=prompt, prompt_ids=(1, 2), version=0, rollouts=completions)
+    assert unpack_groups(pack_groups([saved, saved]), lambda _: prompt) == [saved, saved]
 
 
 def test_settings_are_named():
@@ -212,3 +211,11 @@ def test_settings_are_named():
         GiGPO(omega=-1.0)
     with pytest.raises(ValueError, match=r"TurnReturns.gamma must be in \[0, 1\], got 2"):
         TurnReturns(gamma=2.0)
+
+
+@pytest.mark.parametrize("end", [1, 3])
+def test_turns_that_do_not_end_with_the_rollout_are_refused_and_not_spread_over_other_tokens(end):
+    whole = group([[(0, 3.0)], [(0, 1.0)]])
+    cut = replace(whole.rollouts[0], turns=(Turn(end=end, reward=3.0, state=0),))
+    with pytest.raises(InvariantError, match="last turn ends with the rollout"):
+        TurnReturns().per_token([replace(whole, rollouts=(cut, whole.rollouts[1]))])

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 import lit_async_rl as rl
-from lit_async_rl.api.run import PARTS
+from lit_async_rl.api.run import RECIPE_SETTINGS
 from lit_async_rl.api.trainer import build
 from lit_async_rl.baselines.optimal import Norms
+from lit_async_rl.utils.config_files import load_config
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 30)]
@@ -25,24 +25,24 @@ def parts(**settings):
     trainer = rl.fit(rl.asset("small_sort_policy"), ROWS, reward, max_steps=2, **{**SMALL, **CPU, **settings})
     objective, data = trainer.lightning_module.objective, trainer.datamodule
     owners = [objective, objective, objective, objective, data, data]
-    found = {part: getattr(owner, part) for part, owner in zip(PARTS, owners, strict=True)}
+    found = {part: getattr(owner, part) for part, owner in zip(RECIPE_SETTINGS, owners, strict=True)}
     return found, {type(callback).__name__: callback for callback in trainer.callbacks}
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_staleness": 2, "micro_batches_per_step": 2}], ids=["default", "micro"])
 def test_the_recipe_is_the_shipped_overlay(settings):
-    overlay = yaml.safe_load((ROOT / "configs/stabilizers/vcpo_score.yaml").read_text())
+    overlay = load_config(ROOT / "configs/stabilizers/vcpo_score.yaml")
     found, callbacks = parts(**settings)
     specs = {**overlay["model"], **overlay["data"]}
-    norms = specs["baseline"]["init_args"].pop("norms")
-    assert found["baseline"] == rl.OptimalBaseline(norms=Norms[norms])
-    for name in ("loss", "proximal", "correction", "aggregation"):
-        expected = build(specs.pop(name))
+    assert specs.pop("baseline")["init_args"] == {"norms": "SCORE"}
+    assert found["baseline"] == rl.OptimalBaseline(norms=Norms.SCORE)
+    assert set(specs) == {"loss", "proximal", "correction", "aggregation"}
+    for name, spec in specs.items():
+        expected = build(spec)
         assert type(found[name]) is type(expected)
         assert vars(found[name]) == vars(expected)
-    assert set(specs) == {"baseline"}
-    (callback,) = overlay["trainer"]["callbacks+"]
-    assert vars(callbacks["ESSLearningRate"])["power"] == callback["init_args"]["power"]
+    power = overlay["defaults"]["ess_learning_rate"]["init_args"]["power"]
+    assert vars(callbacks["ESSLearningRate"])["power"] == power == 0.5
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_recipe_is_the_shipped_overlay(settings):
 )
 def test_plain_grpo_where_it_is_asked_for_or_data_is_fresh(settings):
     found, callbacks = parts(**settings)
-    kinds = [type(found[name]).__name__ for name in PARTS]
+    kinds = [type(found[name]).__name__ for name in RECIPE_SETTINGS]
     assert kinds == ["PPOClip", "BehaviorProximal", "NoneType", "NoneType", "GroupMeanStd", "TokenMean"]
     assert "ESSLearningRate" not in callbacks
 

@@ -135,3 +135,39 @@ def test_an_unknown_layer_is_named():
     lm.model.layers[1].mlp = torch.nn.Sequential(torch.nn.PReLU(2), torch.nn.Conv2d(1, 1, 3))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp.*Conv2d"):
         GhostTape(CausalPolicy(lm))
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma2 (soft-capped logits)"])
+@pytest.mark.parametrize("sharpness", [1.0, 30.0], ids=["broad", "confident"])
+def test_norms_of_a_bfloat16_model_are_those_of_its_gradients_added_in_float64(model, sharpness):
+    """Rounded log-probabilities of nearly certain tokens would be wrong by their own size: 1 - p has no digit left."""
+    torch.manual_seed(1)
+    policy = CausalPolicy(FAMILIES[model]().eval())
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        policy.causal_lm.get_output_embeddings().weight.mul_(sharpness)
+    policy.bfloat16()
+    ids = torch.randint(0, 9, (16, 14))
+    mask = torch.zeros(16, 14, dtype=torch.bool)
+    mask[:, 6:9] = True
+    with torch.no_grad():
+        for column in range(6, 9):
+            ids[:, column] = policy.causal_lm(ids[:, :column]).logits[:, -1].argmax(-1)
+    coefficients = torch.where(mask, torch.rand(16, 14) * 3, 0.0)
+    with GhostTape(policy) as tape:
+        stats = policy(ids, mask)
+    ghost = tape.squared_norms(coefficients, ids, mask)
+    exact = per_trajectory_squared_norms(policy, stats.logprobs, coefficients)
+    expected = []
+    for row in range(16):
+        grads = torch.autograd.grad(
+            (stats.logprobs[row] * coefficients[row]).sum(), list(policy.parameters()), retain_graph=True
+        )
+        expected.append(sum(grad.double().square().sum() for grad in grads))
+    expected = torch.stack(expected)
+    torch.testing.assert_close(ghost.double(), expected, rtol=4e-3, atol=0)
+    torch.testing.assert_close(exact.double(), expected, rtol=1e-5, atol=0)
+    assert ghost.dtype is exact.dtype is torch.float32, (
+        "their logarithms are weights: bfloat16 has three digits of them"
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+from failing_engines import failing
 from flow import fit, make_data, make_module
 
 from lit_async_rl.callbacks import BottleneckVerdict, Timeline
@@ -196,3 +197,9 @@ def test_a_killed_run_leaves_a_file_that_opens_and_goes_on(tmp_path):
     assert len(named(after, "forward_backward")) > len(named(before, "forward_backward"))
     merge_traces([file], merged := tmp_path / "merged.json")
     assert json.loads(merged.read_text()) == after
+
+
+def test_a_restart_of_the_engine_is_marked_between_the_updates_of_its_weights(tmp_path):
+    events, _ = run(tmp_path, engine=failing("poll", "crash", 1), max_steps=4)
+    (mark,) = named(events, "engine restarted")
+    assert mark["tid"] in {event["tid"] for event in named(events, "update_weights")}

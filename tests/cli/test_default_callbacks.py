@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import lit_async_rl as rl
-from lit_async_rl.api.trainer import FILE, defaults_file
+from lit_async_rl.api.trainer import CONFIGS, defaults_file
 from lit_async_rl.cli.app import AsyncRLCLI, main
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def class_name(key):
 
 
 def test_the_file_is_the_one_in_configs():
-    assert FILE.samefile(ROOT / "configs/defaults.yaml")
+    assert (CONFIGS / "defaults.yaml").samefile(ROOT / "configs/defaults.yaml")
 
 
 def test_they_stand_in_the_saved_configuration_which_trains_again(tmp_path):

@@ -112,8 +112,8 @@ def test_the_first_micro_batches_are_trained_on_while_the_last_group_is_sampled(
 def group(index: int, lengths: list[int]) -> RolloutGroup:
     rollouts = [
         Rollout(
-            completion_ids=(0,) * length,
-            behavior_logprobs=(0.0,) * length,
+            token_ids=(0,) * length,
+            logprobs=(0.0,) * length,
             versions=(0,) * length,
             finish_reason="stop",
             text="",

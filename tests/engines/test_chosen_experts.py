@@ -26,8 +26,8 @@ from lit_async_rl.models.packing import SharedPromptPacking
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.routers import Replaying, checkpoint_contexts, replay_in, routers_of
 from lit_async_rl.replay.tape import from_rows, to_row
-from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
-from lit_async_rl.types import OWN_CHOICE, ExpertChoices, RolloutBatch
+from lit_async_rl.rollouts.group_book import GroupEntry, pack_groups, unpack_groups
+from lit_async_rl.types import OWN_CHOICE, ExpertChoices, Prompt, RolloutBatch
 
 families = pytest.mark.parametrize("make", list(SPARSE.values()), ids=list(SPARSE))
 
@@ -173,10 +173,11 @@ def test_gradient_checkpointing_replays_the_same_experts() -> None:
 
 def test_choices_survive_checkpoints_and_tapes() -> None:
     requests, results = sampled(tiny_qwen3_moe())
-    rows = [replace(results[0][0], reward=1.0), replace(results[0][1], experts=None), results[0][2]]
-    saved = SavedGroup(index=0, position=0, prompt_ids=(1,), admitted_version=0, deadline=1, completions=tuple(rows))
-    (restored,) = unpack_groups(pack_groups([saved]))
-    assert [row.experts for row in restored.completions] == [row.experts for row in rows]
+    rows = [results[0][0].scored(1.0), replace(results[0][1], experts=None), results[0][2]]
+    prompt = Prompt(text="p")
+    saved = GroupEntry(index=0, position=0, prompt=prompt, prompt_ids=(1,), version=0, rollouts=dict(enumerate(rows)))
+    (restored,) = unpack_groups(pack_groups([saved]), lambda _: prompt)
+    assert [row.experts for row in restored.rollouts.values()] == [row.experts for row in rows]
     (group, *_) = groups_of(requests, results)
     assert from_rows([to_row(group, n) for n in range(len(group.rollouts))]).rollouts == group.rollouts
 

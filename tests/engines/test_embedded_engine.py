@@ -137,7 +137,7 @@ def test_poll_sleeps_when_there_is_nothing_to_do_and_wakes_at_once(tmp_path):
 
 def test_poll_returns_when_its_time_is_up(tmp_path):
     engine = own_engine(tiny_llama(layers=4, hidden=128), tmp_path)
-    engine._slots.lm.generation_config.eos_token_id = []
+    engine.engine.slots.lm.generation_config.eos_token_id = []
     engine.submit(requests_of([3], max_tokens=250, num_samples=64, temperature=0.01))
     began = time.monotonic()
     engine.poll(0.02)

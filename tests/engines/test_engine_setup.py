@@ -25,7 +25,7 @@ def test_no_weights_are_read_from_disk(make, tmp_path):
 
 def test_a_process_that_does_not_start_in_time_is_an_error_that_names_the_setting(tmp_path):
     engine = EmbeddedEngine(device="cpu", own_process=True)
-    engine.startup_timeout_s = 0.01
+    engine.engine.startup_timeout_s = 0.01
     with pytest.raises(StalledError, match=r"setup: .*did not answer .*data\.engine\.startup_timeout_s=0\.01"):
         engine.setup(save(tiny_llama(), tmp_path))
     engine.close()

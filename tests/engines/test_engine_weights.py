@@ -217,7 +217,7 @@ def test_an_in_flight_update_waits_for_no_token_and_the_next_token_is_of_it(tmp_
         computing.set()
         go_on.wait(60)
 
-    hook = engine._slots.lm.transformer.ln_f.register_forward_pre_hook(wait)
+    hook = engine.engine.slots.lm.transformer.ln_f.register_forward_pre_hook(wait)
     loop = threading.Thread(target=engine.poll, args=(0.0,))
     loop.start()
     assert computing.wait(60)

@@ -36,11 +36,11 @@ class Invariants(pl.Callback):
                 self.check(rollout, group, pl_module.stabilizer_signals["version"], data)
 
     def check(self, rollout: Rollout, group, version, data):
-        assert set(rollout.completion_ids) == {group.prompt_ids[-1]}
-        assert set(rollout.behavior_logprobs) == {-1.0}
+        assert set(rollout.token_ids) == {group.prompt_ids[-1]}
+        assert set(rollout.logprobs) == {-1.0}
         assert version - data.max_staleness <= min(rollout.versions) <= max(rollout.versions) <= version
-        assert len(rollout.completion_ids) == 5
-        assert rollout.text == data.codec.decode(rollout.completion_ids)
+        assert len(rollout.token_ids) == 5
+        assert rollout.text == data.codec.decode(rollout.token_ids)
         assert rollout.reward == (1.0 if self.reward is None else self.reward(group.prompt, rollout.text))
 
 

@@ -20,9 +20,10 @@ from tiny_models import save, tiny_llama, tiny_qwen3_moe
 
 from lit_async_rl.engines.base import Completion
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
+from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.own_process import (
     FILE_BYTES,
-    EmbeddedEngineProcess,
+    DecodeProcess,
     from_json,
     pack_completions,
     pack_requests,
@@ -120,11 +121,12 @@ def test_what_was_aborted_does_not_come_also_if_it_was_finished(tmp_path):
 
 @pytest.mark.slow
 def test_mistakes_are_refused_as_in_this_process(tmp_path):
-    special = type("Special", (EmbeddedEngine,), {})
-    with pytest.raises(ValueError, match=r"own_process=True is for EmbeddedEngine itself, not for Special"):
+    special = type("Special", (EmbeddedEngine,), {"cache_class": type("OtherCache", (SlotCache,), {})})
+    with pytest.raises(ValueError, match=r"own_process must be False with Special, whose OtherCache the child process"):
         special(own_process=True)
     engine = EmbeddedEngine(device="cpu", own_process=True)
-    assert type(engine) is type(engine.fresh()) is EmbeddedEngineProcess
+    assert type(engine) is type(engine.fresh()) is EmbeddedEngine
+    assert type(engine.fresh().engine) is DecodeProcess
     with pytest.raises(SetupError):
         engine.submit(requests_of([2]))
     with pytest.raises(OSError, match="nowhere"):
@@ -163,8 +165,8 @@ def wait_until_stopped(pid):
 def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_path):
     engine = own_engine(endless(), tmp_path, num_slots=4, own_process=True, update_timeout_s=0.5)
     engine.submit(requests_of([4], max_tokens=60))
-    os.kill(engine._process.pid, signal.SIGSTOP)
-    wait_until_stopped(engine._process.pid)
+    os.kill(engine.engine.connection.pid, signal.SIGSTOP)
+    wait_until_stopped(engine.engine.connection.pid)
     setting = r"\(set by data\.engine\.update_timeout_s=0\.5\)"
     with pytest.raises(StalledError, match=rf"abort: .*did not answer within 0\.5 s {setting}"):
         engine.abort([0])
@@ -172,7 +174,7 @@ def test_a_process_that_is_killed_or_stands_still_is_an_error_that_says_so(tmp_p
     with pytest.raises(StalledError, match=rf"load_weights: .*did not answer within 1 s {setting}"):
         engine.load_weights(2, endless().named_parameters())
     began = time.monotonic()
-    os.kill(engine._process.pid, signal.SIGKILL)
+    os.kill(engine.engine.connection.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"process ended \(SIGKILL"):
         collect(engine, 99)
     for call in (lambda: engine.abort([0]), lambda: engine.submit(requests_of([2], first_id=5)), engine.random_state):
@@ -190,7 +192,7 @@ lm = tiny_llama()
 lm.generation_config.eos_token_id = []
 engine = own_engine(lm, sys.argv[1], num_slots=4, own_process=True)
 engine.submit(requests_of([4] * 200, max_tokens=60))
-print(engine._process.pid, flush=True)
+print(engine.engine.connection.pid, flush=True)
 time.sleep(600)
 """
 

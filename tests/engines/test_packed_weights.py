@@ -7,8 +7,8 @@ from replays import assert_exact, collect, full_logprobs, own_engine, replayed_l
 from tiny_models import ALL, tiny_llama
 from torch import nn
 
-from lit_async_rl.engines.embedded import packed
-from lit_async_rl.engines.embedded.packed import PackedLinear, in_modules
+from lit_async_rl.engines.embedded import packed_linear
+from lit_async_rl.engines.embedded.packed_linear import PackedLinear, in_modules
 from lit_async_rl.errors import UnsupportedModelError
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
@@ -20,7 +20,7 @@ FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3-tied"]
 
 @pytest.fixture(autouse=True)
 def pack_small_ones(monkeypatch):
-    monkeypatch.setattr(packed, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(packed_linear, "MIN_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,7 +59,7 @@ def test_products_are_those_of_torch(dtype, bias):
 def test_updates_in_flight_with_unchanged_weights(family, tmp_path):
     lms = [ALL[family](seed=seed) for seed in range(3)]
     engine = own_engine(lms[0], tmp_path, num_slots=6)
-    assert engine._active_slots.packed
+    assert engine.engine.slots.packed
     requests = requests_of([4, 11, 1], max_tokens=30, num_samples=3)
     engine.submit(requests)
     found = []
@@ -109,15 +109,15 @@ def test_merged_adapters_are_those_of_the_trainer_bit_for_bit(dtype, tmp_path):
         calls.load_weights(version, stream_weights(policy, adapters=True, known=known))
     engine.poll(0.0)
     merged = dict(stream_weights(policy))
-    layers = engine._active_slots.packed
-    for name, weight in engine._active_slots.lm.named_parameters():
+    layers = engine.engine.slots.packed
+    for name, weight in engine.engine.slots.lm.named_parameters():
         weight = layers[name].dense() if name in layers else weight
         assert torch.equal(weight, merged[name].to(weight.dtype)), name
 
 
 @pytest.mark.parametrize("own_process", [False, True])
 def test_there_is_one_copy_and_the_self_check_leaves_it_packed(own_process, tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "MIN_ELEMENTS", 2**16)
+    monkeypatch.setattr(packed_linear, "MIN_ELEMENTS", 2**16)
     lm = tiny_llama(hidden=256)  # packed in a child, too, which knows nothing of this test's settings
     with torch.no_grad():
         for parameter in lm.parameters():
@@ -126,7 +126,7 @@ def test_there_is_one_copy_and_the_self_check_leaves_it_packed(own_process, tmp_
     requests = requests_of([3, 8])
     assert_exact(lm, requests, engine.run(requests))
     if not own_process:
-        layers = engine._active_slots.packed
+        layers = engine.engine.slots.packed
         assert "lm_head.weight" in layers
         assert sum("layers." in name for name in layers) == 2 * 7
         assert all(layer.parameter.untyped_storage().nbytes() == 4 for layer in layers.values())
@@ -144,4 +144,4 @@ def test_a_wrong_product_is_refused_before_training(tmp_path, monkeypatch):
 
 def test_small_models_are_not_packed(tmp_path, monkeypatch):
     monkeypatch.undo()
-    assert not own_engine(tiny_llama(), tmp_path)._active_slots.packed
+    assert not own_engine(tiny_llama(), tmp_path).engine.slots.packed

@@ -4,8 +4,8 @@ import pytest
 
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.vllm import replica_process, replicas
-from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.engine_arguments import LAUNCHER
+from lit_async_rl.engines.vllm.replicas import VLLMReplicas
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_replicas_do_not_take_themselves_for_ranks_of_the_trainer(environments, 
     for name in LAUNCHER:
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("SOME_OTHER", "4")
-    engine = VLLMEngine(replicas=2)
+    engine = VLLMReplicas(replicas=2)
     engine.setup(asset("sort_policy"))
     engine._fleet.replicas[1].restart(0.0)
     engine.close()
@@ -49,7 +49,7 @@ def test_the_users_number_of_threads_is_kept(environments, monkeypatch, theirs, 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if theirs is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", theirs)
-    engine = VLLMEngine(replicas=2, num_threads=2)
+    engine = VLLMReplicas(replicas=2, num_threads=2)
     engine.setup(asset("sort_policy"))
     engine.close()
     assert [environment["OMP_NUM_THREADS"] for environment in environments] == [found, found]

@@ -34,12 +34,12 @@ def tiny(name, folder):
 def test_rows_that_come_and_go_are_sampled_from_the_models_distribution(name, tmp_path):
     lm = tiny(name, tmp_path)
     engine = own_engine(lm, tmp_path, num_slots=4)
-    assert isinstance(engine._slots._cache, RowCaches)
+    assert isinstance(engine.engine.slots._cache, RowCaches)
     requests = requests_of([1, 7, 2, 5, 3], num_samples=3)
     assert_exact(lm, requests, engine.run(requests))
     again = requests_of([7, 1], seed=5, first_id=9)  # of slots that held other rows
     assert_exact(lm, again, engine.run(again))
-    assert all(cache is None for cache in engine._slots._cache.caches)
+    assert all(cache is None for cache in engine.engine.slots._cache.caches)
 
 
 def test_the_same_seed_gives_the_same_samples(tmp_path):

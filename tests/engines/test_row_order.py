@@ -68,10 +68,10 @@ def mixed_requests(**sampling) -> list[GenerationRequest]:
 def test_completions_of_very_different_length_are_exact(make, num_slots, tmp_path):
     lm = make()
     engine = own_engine(lm, tmp_path, num_slots=num_slots)
-    cache, ranges, moved = engine._slots._cache, [], []
-    begin, sort = cache.begin_decode, engine._slots._order.sort
+    cache, ranges, moved = engine.engine.slots._cache, [], []
+    begin, sort = cache.begin_decode, engine.engine.slots._order.sort
     cache.begin_decode = lambda *args: (begin(*args), ranges.append(cache.ranges))[0]
-    engine._slots._order.sort = lambda *args: moved.append(sort(*args)) or moved[-1]
+    engine.engine.slots._order.sort = lambda *args: moved.append(sort(*args)) or moved[-1]
     requests = mixed_requests(head=3)
     results = engine.run(requests)
     assert_exact(lm, requests, results)

@@ -19,9 +19,9 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.replay.tape import from_rows, to_row
-from lit_async_rl.rollouts.group_book import SavedGroup, pack_groups, unpack_groups
+from lit_async_rl.rollouts.group_book import GroupEntry, pack_groups, unpack_groups
 from lit_async_rl.training.objective import on_support
-from lit_async_rl.types import RolloutBatch, SamplerHead, blank_head, join_heads
+from lit_async_rl.types import Prompt, RolloutBatch, SamplerHead, blank_head, join_heads
 
 WIDTH = 12
 
@@ -114,10 +114,11 @@ def test_gradients_through_the_support_are_finite_and_those_of_the_restricted_so
 
 def test_heads_survive_checkpoints_and_tapes():
     requests, results = sampled(tiny_llama(), top_k=5)
-    rows = [replace(results[0][0], reward=1.0), replace(results[0][1], head=None), results[0][2]]
-    saved = SavedGroup(index=0, position=0, prompt_ids=(1,), admitted_version=0, deadline=1, completions=tuple(rows))
-    (restored,) = unpack_groups(pack_groups([saved]))
-    assert [row.head for row in restored.completions] == [row.head for row in rows]
+    rows = [results[0][0].scored(1.0), replace(results[0][1], head=None), results[0][2]]
+    prompt = Prompt(text="p")
+    saved = GroupEntry(index=0, position=0, prompt=prompt, prompt_ids=(1,), version=0, rollouts=dict(enumerate(rows)))
+    (restored,) = unpack_groups(pack_groups([saved]), lambda _: prompt)
+    assert [row.head for row in restored.rollouts.values()] == [row.head for row in rows]
     (group, *_) = groups_of(requests, results)
     recorded = [to_row(group, n) for n in range(len(group.rollouts))]
     assert from_rows(recorded).rollouts == group.rollouts

@@ -49,7 +49,7 @@ def test_an_engine_that_broke_lets_nobody_wait(tmp_path):
     def out_of_memory(*args):
         raise MemoryError("no memory left")
 
-    engine._slots.lm.transformer.register_forward_pre_hook(out_of_memory)
+    engine.engine.slots.lm.transformer.register_forward_pre_hook(out_of_memory)
     with pytest.raises(MemoryError, match="no memory left"):
         engine.poll(1.0)
     began = time.monotonic()

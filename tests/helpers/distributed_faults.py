@@ -15,12 +15,18 @@ FAILURES = ["hang", "crash"] if os.environ["RANK"] == "0" else []
 class FailingEngine(EmbeddedEngine):
     """Fails when the first tokens were sampled, once in each of its first two lives."""
 
-    def _step(self):
-        if self.num_tokens > 200 and FAILURES:
-            if FAILURES.pop() == "hang":
-                time.sleep(1e6)
-            raise KeyError("broken")
-        return super()._step()
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        step = self.engine.step
+
+        def failing_step():  # with the engine's lock held
+            if self.num_tokens > 200 and FAILURES:
+                if FAILURES.pop() == "hang":
+                    time.sleep(1e6)
+                raise KeyError("broken")
+            return step()
+
+        self.engine.step = failing_step
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Watch(pl.Callback):
 class FailingEngine(EmbeddedEngine):
     """Fails in one method when some tokens were sampled, as often as `failures` says, counted over all restarts."""
 
-    where, how, failures, after = "_step", "crash", [0], 100
+    where, how, failures, after = "step", "crash", [0], 100
 
     def _maybe_fail(self, where: str) -> None:
         if where == self.where and self.failures[0] > 0 and self.num_tokens > self.after:
@@ -35,9 +35,15 @@ class FailingEngine(EmbeddedEngine):
                 self.how
             ]
 
-    def _step(self):
-        self._maybe_fail("_step")
-        return super()._step()
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        step = self.engine.step
+
+        def failing_step():
+            self._maybe_fail("step")
+            return step()
+
+        self.engine.step = failing_step
 
     def poll(self, timeout_s):
         self._maybe_fail("poll")

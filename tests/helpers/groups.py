@@ -26,8 +26,8 @@ def group(rewards, lengths=None, index=0, reasons=None) -> RolloutGroup:
     lengths, reasons = lengths or [3] * len(rewards), reasons or ["stop"] * len(rewards)
     rollouts = [
         Rollout(
-            completion_ids=(1,) * n,
-            behavior_logprobs=(-1.0,) * n,
+            token_ids=(1,) * n,
+            logprobs=(-1.0,) * n,
             versions=(0,) * n,
             finish_reason=reason,
             text="",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import torch
 from tiny_models import save
@@ -108,21 +109,13 @@ def groups_of(requests, results) -> list[RolloutGroup]:
             index=n,
             prompt=Prompt(text="p"),
             prompt_ids=request.prompt_ids,
-            rollouts=tuple(_rollout_of(c, float(k)) for k, c in enumerate(completions)),
+            rollouts=tuple(_scored(c, float(k)) for k, c in enumerate(completions)),
             admitted_version=0,
         )
         for n, (request, completions) in enumerate(zip(requests, results, strict=True))
     ]
 
 
-def _rollout_of(completion: Completion, reward: float) -> Rollout:
-    return Rollout(
-        completion_ids=completion.token_ids,
-        behavior_logprobs=tuple(torch.tensor(completion.logprobs).tolist()),
-        versions=completion.versions,
-        finish_reason=completion.finish_reason,
-        text="",
-        reward=reward,
-        head=completion.head,
-        experts=completion.experts,
-    )
+def _scored(completion: Completion, reward: float) -> Rollout:
+    """With log-probabilities as a tape keeps them, in float32."""
+    return replace(completion, logprobs=tuple(torch.tensor(completion.logprobs).tolist())).scored(reward)

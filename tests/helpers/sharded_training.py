@@ -117,7 +117,7 @@ class Precision(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if RANK == 0:
-            sampled = [p for g in trainer.datamodule.last_step_groups for r in g.rollouts for p in r.behavior_logprobs]
+            sampled = [p for g in trainer.datamodule.last_step_groups for r in g.rollouts for p in r.logprobs]
             arrived = batch.behavior_logprobs[batch.loss_mask]
             same = bool(torch.isin(arrived, torch.tensor(sampled, dtype=torch.float32)).all())
             self.seen.append(dict(behavior=str(arrived.dtype), same=same))

@@ -8,7 +8,7 @@ from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 def groups_of_step(step: int, num_groups: int = 2) -> list[RolloutGroup]:
     """Two completions each."""
     rollout = Rollout(
-        completion_ids=(3, 4), behavior_logprobs=(-0.5, -0.25), versions=(step, step), finish_reason="stop", text="ab",
+        token_ids=(3, 4), logprobs=(-0.5, -0.25), versions=(step, step), finish_reason="stop", text="ab",
         reward=1.0,
     )  # fmt: skip
     return [

@@ -67,7 +67,7 @@ def test_the_engine_has_other_weights_than_the_trainer(settings, low, high) -> N
     engine = MismatchedEngine(**settings)
     engine.setup(module.model)
     engine.load_weights(0, module.policy.causal_lm.named_parameters())
-    for name, theirs in engine._active_slots.lm.named_parameters():
+    for name, theirs in engine.engine.slots.lm.named_parameters():
         own = dict(module.policy.causal_lm.named_parameters())[name].detach()
         change = float((theirs - own).std() / own.std()) if own.dim() > 1 else 0.0
         assert low < change < high if own.dim() > 1 else torch.equal(theirs, own)
@@ -84,7 +84,7 @@ def test_weights_that_are_frozen_get_new_noise_with_every_update() -> None:
     for version in range(2):
         engine.load_weights(version, stream_weights(module.policy, known=known))
         engine.poll(timeout_s=0.0)  # in flight, an update is applied before the next token
-        seen.append([p.detach().clone() for p in engine._active_slots.lm.parameters() if p.dim() > 1])
+        seen.append([p.detach().clone() for p in engine.engine.slots.lm.parameters() if p.dim() > 1])
     engine.close()
     assert not any(torch.equal(first, second) for first, second in zip(*seen, strict=True))
 

@@ -137,3 +137,16 @@ def test_a_replay_buffer_of_other_rewards_or_recordings_begins_anew(changes, tmp
     assert len({pair for step in found for pair in step}) == 1
     assert len(found[0]) == 8 < len(found[1]), "the first has nothing to replay"
     assert "the replay buffer of the checkpoint is left out" in caplog.text
+
+
+def test_the_same_engine_goes_on_with_the_random_numbers_of_the_checkpoint(saved):
+    restored = []
+
+    class Recording(EmbeddedEngine):
+        def set_random_state(self, state):
+            restored.append(state.clone())
+            super().set_random_state(state)
+
+    fit(make_module(), make_data(engine=Recording(seed=5)), 2, ckpt_path=str(saved))
+    (state,) = restored
+    assert torch.equal(state, torch.load(saved, weights_only=True)["RolloutDataModule"]["random_state"]["engine"])

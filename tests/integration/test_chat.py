@@ -116,11 +116,11 @@ def test_chat_prompts_train_and_resume_bit_for_bit(arguments, tmp_path, model):
         text = codec.tokenizer.decode(group.prompt_ids)
         assert text.endswith("<|im_start|>user\nstop.<|im_end|>\n<|im_start|>assistant\n")
         for rollout in group.rollouts:
-            everything = codec.decode(rollout.completion_ids)
-            assert rollout.text == codec.decode(rollout.completion_ids, STOP)
+            everything = codec.decode(rollout.token_ids)
+            assert rollout.text == codec.decode(rollout.token_ids, STOP)
             ended += everything != rollout.text
             assert rollout.finish_reason == "stop" or everything == rollout.text
-            assert not any(stop in codec.decode(rollout.completion_ids[:-1]) for stop in STOP)
+            assert not any(stop in codec.decode(rollout.token_ids[:-1]) for stop in STOP)
     assert ended >= 4, "no stop string was ever sampled: the test says nothing"
 
 

@@ -133,7 +133,7 @@ def test_a_run_ends_with_its_own_error_and_a_closed_engine_though_its_checkpoint
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30, [SaveOnFailure(), Mistake()], **settings)
     assert said(caplog, "failed.ckpt was not saved: KeyError: 'mine'")
-    assert data.engine._closed
+    assert data.engine.engine._closed
 
 
 def test_what_is_slow_is_said_before_it_is_cut_off(caplog):

@@ -1,7 +1,9 @@
 """The promises of the flow: synchronous is synchronous, fixed lags repeat, and the bound holds."""
 
 import random
+import sys
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -10,12 +12,14 @@ from flow import MODEL, barrier_engine, fit, make_data, make_module, parameters
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import lit_async_rl
 from lit_async_rl.advantages.group import GroupMeanStd
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.models.loading import load_policy, load_tokenizer
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.functions import exact_match
+from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.tasks import SortDigits
 
 
@@ -193,3 +197,24 @@ def test_checkpoints_load_without_pickle(tmp_path):
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     checkpoint = torch.load(tmp_path / "one.ckpt", weights_only=True)
     assert checkpoint["version"] == 1
+
+
+def test_a_group_comes_from_admission_to_lightning_through_four_frames(monkeypatch):
+    """Feed, source, producer, admission: one frame for each part of the way."""
+    take = Admission.take
+    ours, lightning = (str(Path(module.__file__).parent) for module in (lit_async_rl, pl))
+    ways = set()
+
+    def watched(admission, index):
+        way, frame = ["take"], sys._getframe(1)
+        while not frame.f_code.co_filename.startswith(lightning):
+            if frame.f_code.co_filename.startswith(ours):  # not those of the type checker
+                way.insert(0, frame.f_code.co_name)
+            frame = frame.f_back
+        ways.add(tuple(way))
+        return take(admission, index)
+
+    monkeypatch.setattr(Admission, "take", watched)
+    fit(make_module(), make_data(), 2)
+    fit(make_module(), make_data(stream_groups=True, micro_batches_per_step=2), 2)
+    assert ways == {("__next__", "next_batches", "take", "take")}

@@ -68,7 +68,7 @@ class Kill(pl.Callback):
 
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 2 and self.how is not None:
-            os.kill(trainer.datamodule.engine._process.pid, self.how)
+            os.kill(trainer.datamodule.engine.engine.connection.pid, self.how)
             self.how = None
 
 

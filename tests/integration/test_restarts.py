@@ -21,6 +21,7 @@ from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.environments.episode_engine import EpisodeEngine
 from lit_async_rl.errors import ProducerError, StalledError
 from lit_async_rl.models.weights import stream_weights
+from lit_async_rl.rollouts.group_book import GroupState
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
 from lit_async_rl.tasks.calculator import Calculator
@@ -28,12 +29,16 @@ from lit_async_rl.tasks.calculator import Calculator
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 
+def groups_in(data, state: GroupState) -> list[int]:
+    return [group.index for group in data._source._producer.book.in_state(state)]
+
+
 @pytest.mark.parametrize(
     ("where", "how", "in_flight"),
     [
-        ("_step", "hang", True),
+        ("step", "hang", True),
         ("poll", "hang", False),
-        ("_step", "crash", False),
+        ("step", "crash", False),
         ("submit", "crash", True),
         ("load_weights", "crash", True),
     ],
@@ -79,7 +84,7 @@ def test_completions_that_have_come_are_kept_when_the_engine_is_restarted(num_be
 
     class Keep(pl.Callback):
         def on_train_batch_start(self, trainer, *_):
-            assert sorted(data._source._producer.book.in_step) == [0, 1, 2, 3], "what a checkpoint would hold"
+            assert sorted(groups_in(data, GroupState.TAKEN)) == [0, 1, 2, 3], "what a checkpoint would hold"
 
         def on_train_batch_end(self, trainer, *_):
             seen.update({group.index: group for group in trainer.datamodule.last_step_groups})
@@ -92,14 +97,14 @@ def test_completions_that_have_come_are_kept_when_the_engine_is_restarted(num_be
 
 
 def test_out_of_memory_halves_the_slots(caplog):
-    data = make_data(engine=failing("_step", "out of memory", 2, num_slots=32), groups_per_step=2)
+    data = make_data(engine=failing("step", "out of memory", 2, num_slots=32), groups_per_step=2)
     fit(make_module(), data, 6)
     assert data.engine.num_slots == 8
     assert said(caplog, "data.engine.num_slots is now 16 instead of 32")
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_run_with_a_checkpoint_that_goes_on(tmp_path, caplog):
-    engine = failing("_step", "crash", 0, after=0)
+    engine = failing("step", "crash", 0, after=0)
 
     class Breaks(Watch):
         def on_train_batch_end(self, trainer, *args):
@@ -112,7 +117,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_run_with_a_checkpoint_tha
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30, [watch, keep, SaveOnFailure()], enable_checkpointing=True)
     assert said(caplog, "the engine fails still after data.limits.engine_restarts=3 in a row")
-    finished, path = set(data._source._producer.book.finished), tmp_path / "failed.ckpt"
+    finished, path = set(groups_in(data, GroupState.FINISHED)), tmp_path / "failed.ckpt"
     saved = torch.load(path, weights_only=True)["RolloutDataModule"]["groups"]["groups"]
     assert {int(row[0]) for row in saved if row[4]} == finished
     rest = Watch()
@@ -131,7 +136,7 @@ def test_with_several_ranks_all_send_their_weights_to_the_new_engine():
 
 
 def test_with_no_restarts_the_first_failure_ends_the_run():
-    data = make_data(engine=failing("_step", "crash", 1), groups_per_step=2, engine_restarts=0)
+    data = make_data(engine=failing("step", "crash", 1), groups_per_step=2, engine_restarts=0)
     with pytest.raises(ProducerError, match="broken"):
         fit(make_module(), data, 30)
     with pytest.raises(ValueError, match=r"data\.limits\.engine_restarts must be >= 0, got -1"):
@@ -140,7 +145,7 @@ def test_with_no_restarts_the_first_failure_ends_the_run():
 
 def test_nobody_waits_for_ever_for_an_engine_that_hangs_in_a_token(monkeypatch):
     monkeypatch.setattr("lit_async_rl.engines.embedded.engine.CLOSE_S", 0.2)
-    engine = failing("_step", "hang", 1, update_timeout_s=0.3)
+    engine = failing("step", "hang", 1, update_timeout_s=0.3)
     engine.setup(MODEL)
     weights = dict(stream_weights(make_module().policy))
     engine.load_weights(0, weights.items())
@@ -196,11 +201,11 @@ class Reluctant(EmbeddedEngine):
         self.note("load", version)
         super().load_weights(version, weights)
 
-    def _step(self):
+    def poll(self, timeout_s):
         if self.num_tokens > 100 and self.num_broken:
             type(self).num_broken -= 1
             raise KeyError("broken")
-        return super()._step()
+        return super().poll(timeout_s)
 
     def close(self):
         self.note("close")
@@ -231,13 +236,13 @@ def test_an_engine_that_does_not_start_counts_as_a_restart(caplog):
 
 
 def test_restarts_with_steps_between_them_do_not_add_up(caplog):
-    data = make_data(engine=failing("_step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
+    data = make_data(engine=failing("step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
     fit(make_module(), data, 20)
     assert len(said(caplog, "the engine was restarted (1 of data.limits.engine_restarts=1 in a row)")) == 3
 
 
 def test_a_run_that_restarts_its_engine_every_few_steps_says_so_and_its_summary_counts_them(caplog):
-    data = make_data(engine=failing("_step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
+    data = make_data(engine=failing("step", "crash", 3), groups_per_step=1, group_size=2, engine_restarts=1)
     summary = RunSummary()
     trainer = fit(make_module(), data, 20, [summary])
     (line,) = said(caplog, "the engine was restarted 3 times within")

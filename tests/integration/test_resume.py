@@ -20,6 +20,7 @@ from lit_async_rl.errors import ProducerError, RewardError, StalledError
 from lit_async_rl.rollouts.group_book import unpack_groups
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.training.checkpoint_io import AtomicCheckpointIO, check_same_model
+from lit_async_rl.types import Prompt
 
 
 class Watch(pl.Callback):
@@ -119,8 +120,8 @@ def test_partial_completions_go_on_from_where_they_were(tmp_path):
     still = dict(learning_rate=1e-12)
     fit(make_module(**still), data(Interrupted), 1, [saving(tmp_path)], enable_checkpointing=True)
     saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)["RolloutDataModule"]
-    groups = {group.index: group for group in unpack_groups(saved["groups"])}
-    partial = [c for group in groups.values() for c in group.completions if c.finish_reason == "abort"]
+    groups = {group.index: group for group in unpack_groups(saved["groups"], lambda _: Prompt(text="p"))}
+    partial = [c for group in groups.values() for c in group.rollouts.values() if c.finish_reason == "abort"]
     assert partial, "something was being sampled"
     log, resumed, seen = Log(), data(EmbeddedEngine), {}
 
@@ -132,9 +133,9 @@ def test_partial_completions_go_on_from_where_they_were(tmp_path):
     for completion in partial:
         rollout = seen[completion.request_id].rollouts[completion.sample_index]
         length = len(completion.token_ids)
-        assert rollout.completion_ids[:length] == completion.token_ids
-        assert rollout.behavior_logprobs[:length] == completion.logprobs
-        assert len(rollout.completion_ids) <= 60
+        assert rollout.token_ids[:length] == completion.token_ids
+        assert rollout.logprobs[:length] == completion.logprobs
+        assert len(rollout.token_ids) <= 60
     assert log.worst < 1e-4, "log-probabilities are those of the policy, also where two parts meet"
 
 

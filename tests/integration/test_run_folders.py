@@ -14,7 +14,7 @@ from flow import MODEL, fit, make_data, make_module
 from lightning.pytorch.loggers import WandbLogger
 
 import lit_async_rl as rl
-from lit_async_rl.api.run_folders import cut
+from lit_async_rl.api.run_folders import drop_later_rows
 from lit_async_rl.callbacks import SampleLogger
 from lit_async_rl.cli.app import AsyncRLCLI, evaluate, main, run_name
 from lit_async_rl.tasks import SortDigits
@@ -78,8 +78,8 @@ def test_tables_are_cut_at_the_step(tmp_path):
     (tmp_path / "metrics.csv").write_text("a,step\n1,0\n2,1\n3,2\n4,")
     (tmp_path / "samples.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"st')
     for name in ("metrics.csv", "samples.jsonl"):
-        cut(tmp_path / name, 2)
-        cut(tmp_path / name, 2)
+        drop_later_rows(tmp_path / name, 2)
+        drop_later_rows(tmp_path / name, 2)
     assert (tmp_path / "metrics.csv").read_text() == "a,step\n1,0\n2,1\n"
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1}\n'
     assert names(tmp_path) == {"metrics.csv", "metrics.1.csv", "samples.jsonl", "samples.1.jsonl"}
@@ -88,7 +88,7 @@ def test_tables_are_cut_at_the_step(tmp_path):
 def test_an_evaluation_that_ended_at_the_step_stays(tmp_path):
     table = tmp_path / "metrics.csv"
     table.write_text("epoch,eval/pass@1,step,val/pass@1\n0,,1,\n,1,2,\n0,,2,1\n0,,2,\n0,1,2,1\n,1,3,\n")
-    cut(table, 2)
+    drop_later_rows(table, 2)
     assert table.read_text() == "epoch,eval/pass@1,step,val/pass@1\n0,,1,\n,1,2,\n"
 
 

@@ -129,7 +129,7 @@ def test_a_loader_that_is_cut_off_within_a_step_is_refused():
 def test_a_token_beyond_the_bound_of_its_row_ends_the_run(monkeypatch):
     monkeypatch.setattr("lit_async_rl.data.rollout_source.check_bound", lambda *_: None)
     data = fixed_lag(2)
-    make = data._batches.collate
-    data._batches.collate = lambda *a, **k: [b.replace(max_staleness=b.max_staleness * 0) for b in make(*a, **k)]
+    make = data._source.collate
+    data._source.collate = lambda *a, **k: [b.replace(max_staleness=b.max_staleness * 0) for b in make(*a, **k)]
     with pytest.raises(StalenessError, match=r"a token of version 0 reached version 1 .* more than max_staleness=0"):
         fit(make_module(), data, 4)

@@ -73,6 +73,9 @@ def test_infinite_bounds_undo_clipping(loss: PolicyLoss) -> None:
     expected = -inputs.token_weights * inputs.ratio.detach() * inputs.advantages
     assert_close(grad, torch.where(inputs.loss_mask, expected, 0.0))
     assert not output.clipped.any()
+    bounded, bounded_grad = run(type(loss)(), inputs)
+    assert bounded.clipped.any(), "there was nothing to undo"
+    assert not torch.equal(bounded_grad, grad)
 
 
 @settings(max_examples=25, deadline=None)
@@ -112,6 +115,9 @@ def test_topr_leaves_positive_completions_untouched(seed: int, spread: float) ->
     assert torch.equal(topr_grad[positive], plain_grad[positive])
     assert not topr.clipped[positive].any()
     assert (topr_grad[~positive].abs() <= plain_grad[~positive].abs() + 1e-12).all()
+    _, free_grad = run(TOPR(negative_low=0.0, negative_high=math.inf), inputs)
+    trains = inputs.loss_mask & (inputs.advantages < 0)
+    assert torch.equal(topr.clipped & trains, (topr_grad != free_grad) & trains)
 
 
 @settings(max_examples=25, deadline=None)

@@ -30,7 +30,7 @@ def test_the_engine_has_the_merged_weights_though_unchanged_ones_do_not_travel(t
     assert {name for name in update if update[name] is not UNCHANGED} == {n for n in update if "q_proj.weight" in n}
     engine.load_weights(2, update.items())
     engine.poll(0.0)
-    own = dict(engine._active_slots.lm.named_parameters())
+    own = dict(engine.engine.slots.lm.named_parameters())
     for name, weight in stream_weights(policy):
         torch.testing.assert_close(own[name], weight, atol=0, rtol=0)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_adapters_that_the_engine_merges_give_the_same_weights_bit_for_bit(tmp_p
         calls.load_weights(version, stream_weights(policy, adapters=True, known=known))
     change_adapters(policy)
     engine.poll(0.0)
-    for name, weight in engine._active_slots.lm.named_parameters():
+    for name, weight in engine.engine.slots.lm.named_parameters():
         assert torch.equal(weight, merged[name].to(weight.dtype)), name
 
 

@@ -207,5 +207,5 @@ def test_buffers_that_files_hold_go_with_the_weights_to_engine_validation_and_ex
     WeightFiles(folder).read(sharded, sharded, torch.device("cpu"))
     ids = torch.arange(2, 22)[None]
     with torch.no_grad():
-        for other in (engine._active_slots.lm, whole, load_policy(str(tmp_path / "export")), sharded):
+        for other in (engine.engine.slots.lm, whole, load_policy(str(tmp_path / "export")), sharded):
             torch.testing.assert_close(other(ids).logits, trained(ids).logits)

@@ -122,5 +122,5 @@ def test_a_run_with_adapters_on_layers_with_a_bias_restarts_no_engine(kind, boun
         engine_restarts=0,
     )
     fit(module, data, 6)
-    assert data.shared_source.num_restarts == 0
+    assert data.feed.num_restarts == 0
     assert module.version == 6

@@ -132,9 +132,8 @@ def test_large_logits_of_a_sharp_model_are_no_reason_to_refuse(seed):
 
 def test_validation_checks_a_model_once_and_not_where_the_check_is_off(monkeypatch):
     checked = []
-    for user in ("engine", "updates"):
-        target = f"lit_async_rl.engines.embedded.{user}.check_decoding"
-        monkeypatch.setattr(target, lambda slots, side="engine": checked.append(slots.lm))
+    target = "lit_async_rl.engines.embedded.engine.check_decoding"
+    monkeypatch.setattr(target, lambda slots, side="engine": checked.append(slots.lm))
     for self_check, times in ((True, 2), (False, 0)):
         checked.clear()
         module = make_module(lora=LoRA(rank=2, target_modules=["q_proj"]))

@@ -216,3 +216,14 @@ def test_unusual_text_survives(make):
     text = "ümläut\u2028 line, \N{GRINNING FACE}\nnext"
     for kind in ("jsonl", "parquet"):
         assert make(kind, [{"question": text, "answer": "1"}])[0].text == text
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_field_may_be_nested_and_a_name_with_a_dot_comes_first(make, kind):
+    """As in the data of verl: the answer lies in `reward_model.ground_truth`."""
+    record = {"question": "1 + 1 =", "reward_model": {"ground_truth": "2", "style": "rule"}}
+    assert make(kind, [record], answer_field="reward_model.ground_truth")[0].answer == "2"
+    plain = {"question": "1 + 1 =", "reward_model.ground_truth": "two", "reward_model": {"ground_truth": "2"}}
+    assert make(kind, [plain], answer_field="reward_model.ground_truth")[0].answer == "two"
+    with pytest.raises(ValueError, match=r"'reward_model.truth'.*no such field, only \['ground_truth'"):
+        make(kind, [record], answer_field="reward_model.truth")

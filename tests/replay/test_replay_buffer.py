@@ -20,7 +20,6 @@ from lit_async_rl.engines.base import Completion
 from lit_async_rl.losses import TrajectoryBalance
 from lit_async_rl.losses.aggregation import FixedLength
 from lit_async_rl.replay.buffer import RecencyReplay, ReplayBuffer, RewardReplay, UniformReplay
-from lit_async_rl.rollouts.group_book import rollout_of
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup, Turn
 
 
@@ -29,8 +28,8 @@ def group(index, prompt, texts, version, rewards=None):
     rewards = rewards or [0.0] * len(texts)
     rollouts = tuple(
         Rollout(
-            completion_ids=(text, 1),
-            behavior_logprobs=(-1.0, -float(index)),
+            token_ids=(text, 1),
+            logprobs=(-1.0, -float(index)),
             versions=(version, version + 1),
             finish_reason="stop",
             text=str(text),
@@ -71,11 +70,11 @@ def test_capacity_age_and_uniqueness_hold_whatever_comes(options, history):
         assert all(age <= buffer.max_staleness for age in ages)
         for replayed in step[1:]:
             assert 2 <= len(replayed.rollouts) <= len(texts) or len(texts) == 1
-            assert len({r.completion_ids for r in replayed.rollouts}) == len(replayed.rollouts)
+            assert len({r.token_ids for r in replayed.rollouts}) == len(replayed.rollouts)
             for rollout in replayed.rollouts:
-                newest = arrived[replayed.prompt_ids, rollout.completion_ids]
+                newest = arrived[replayed.prompt_ids, rollout.token_ids]
                 assert rollout == newest, "of equal completions the newest"
-        arrived |= {(fresh.prompt_ids, rollout.completion_ids): rollout for rollout in fresh.rollouts}
+        arrived |= {(fresh.prompt_ids, rollout.token_ids): rollout for rollout in fresh.rollouts}
         stats = buffer.stats()
         assert len(buffer) == stats.num_rollouts <= buffer.capacity
         assert stats.num_rollouts == stats.num_added - stats.num_evicted - stats.num_expired
@@ -234,10 +233,9 @@ def test_a_checkpoint_with_it_can_be_loaded_whatever_prompts_and_engines_bring(t
         logprobs=(-1.0, -1.0),
         versions=(0, 0),
         finish_reason="stop",
-        reward=np.float64(0.5),
         turns=(Turn(end=2, reward=np.float64(0.5), state=0),),
     )
-    rollouts = rollout_of(completion, "5"), rollout_of(replace(completion, token_ids=(6, 1)), "6")
+    rollouts = tuple(replace(completion, token_ids=(n, 1)).scored(np.float64(0.5)) for n in (5, 6))
     found = replace(group(0, 3, [5], 0), rollouts=rollouts, prompt=Prompt(text="3", metadata=odd))
     first = ReplayBuffer()
     first.add(found)
@@ -247,3 +245,16 @@ def test_a_checkpoint_with_it_can_be_loaded_whatever_prompts_and_engines_bring(t
     (drawn,) = again.sample(1, 2, 0)
     assert drawn.prompt.metadata == {"day": "2026-01-02", "price": "1.5", "size": 3, "parts": [1.5, 2.0]}
     assert set(drawn.rollouts) == set(found.rollouts)
+
+
+def test_a_state_with_the_earlier_names_of_two_fields_is_read():
+    first = ReplayBuffer()
+    first.add(group(0, 3, [5, 6], 0))
+    state = first.state_dict()
+    for entry in state["stored"]:
+        rollout = entry["rollout"]
+        rollout["completion_ids"], rollout["behavior_logprobs"] = rollout.pop("token_ids"), rollout.pop("logprobs")
+        del rollout["request_id"], rollout["sample_index"]
+    again = ReplayBuffer()
+    again.load_state_dict(state)
+    assert again.state_dict()["stored"] == first.state_dict()["stored"]

@@ -192,7 +192,7 @@ def test_rows_with_recorded_distributions_wait_in_a_checkpoint_that_can_be_loade
     (found, *_) = next(Tape(recorded[0]).steps()).groups
     rollouts = []
     for rollout in found.rollouts:
-        n = len(rollout.completion_ids)
+        n = len(rollout.token_ids)
         head = SamplerHead(torch.rand(n), torch.randint(9, (n, 2), dtype=torch.int32), -torch.rand(n, 2))
         rollouts.append(replace(rollout, head=head, experts=ExpertChoices(torch.zeros(n, 2, 1, dtype=torch.int16))))
     writer = TapeWriter(tmp_path / "tape")

@@ -9,7 +9,7 @@ from made_runs import rollout, write_held_out, write_samples
 
 from lit_async_rl.replay.tape import TapeWriter
 from lit_async_rl.report.run_data import HeldOut, RunData
-from lit_async_rl.report.samples import MAX_TEXT, Samples
+from lit_async_rl.report.samples import MAX_TEXT_CHARS, Samples
 
 
 def test_all_rollouts_of_a_short_run(tmp_path):
@@ -41,7 +41,7 @@ def test_a_long_run_is_sampled_from_its_first_to_its_last_step(tmp_path):
 
 def test_torn_hostile_and_old_lines(tmp_path):
     path = tmp_path / "samples.jsonl"
-    old = {"step": 1, "group": 0, "prompt": "p", "completion": "c" * 2 * MAX_TEXT, "answer": None, "reward": 1.0}
+    old = {"step": 1, "group": 0, "prompt": "p", "completion": "c" * 2 * MAX_TEXT_CHARS, "answer": None, "reward": 1.0}
     wrong = rollout(2, 1, 0, versions=[1], log_ratios="x", reward=None)
     lines = [json.dumps(old), json.dumps(wrong), "[1]", "{}", "nonsense", '{"step": 3, "group": 2, "reward": NaN}']
     path.write_text("\n".join(lines) + '\n{"step": 4, "gro')
@@ -49,7 +49,7 @@ def test_torn_hostile_and_old_lines(tmp_path):
     samples.refresh()
     groups = samples.payload()
     assert [group["step"] for group in groups] == [1, 2, 3]
-    assert len(groups[0]["rollouts"][0]["text"]) < MAX_TEXT + 100
+    assert len(groups[0]["rollouts"][0]["text"]) < MAX_TEXT_CHARS + 100
     assert "versions" not in groups[1]["rollouts"][0]
     assert json.dumps(groups, allow_nan=False)
 

@@ -193,7 +193,7 @@ def test_the_interval_is_counted_from_the_beginning_of_the_last_one(tmp_path):
 
 def test_one_that_was_lost_with_its_engine_begins_again(caplog):
     evaluation = Evaluation(held_out(), every_n_steps=100, max_concurrent=2, sampling=SamplingParams(max_tokens=9))
-    engine = failing("_step", "crash", 1)
+    engine = failing("step", "crash", 1)
     fit(make_module(), make_data(engine=engine, groups_per_step=1, group_size=2, max_staleness=0), 9, [evaluation])
     assert said(caplog, "lost with its engine: it begins again")
     [result] = evaluation.results

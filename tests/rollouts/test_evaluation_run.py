@@ -174,13 +174,13 @@ def request(number, priority=0):
 
 
 def test_waiting_requests_of_higher_priority_begin_first_but_none_passes_a_barrier():
-    queue = RequestQueue(num_slots=2)
+    queue = RequestQueue()
     queue.push_requests([request(0), request(1)])
     queue.push_barrier(NewBatch(0))
     queue.push_requests([request(2), request(3), request(10, 1), request(4), request(11, 1)])
-    taken = [item.request.id for item in queue.take_requests(0)]
+    taken = [item.request.id for item in queue.take_requests(0, 2)]
     assert queue.take_barrier(0) is not None
-    while items := queue.take_requests(0):
+    while items := queue.take_requests(0, 2):
         taken += [item.request.id for item in items]
     assert taken == [0, 1, 10, 11, 2, 3, 4]
 

@@ -34,7 +34,7 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal_only_and_counts_the_oth
     fates, book = producer.stats().fates, producer.book
     assert fates["trained"].num_groups == 40
     dropped = fates["no_signal"]
-    assert 40 + dropped.num_groups + len(book.unfinished) + len(book.finished) == producer.stream.position
+    assert 40 + dropped.num_groups + len(book.groups) == producer.stream.position
     assert dropped.num_groups > 20
     assert dropped.length > 0
 
@@ -85,7 +85,7 @@ def test_cut_off_rollouts_do_not_train_and_stay_in_the_baseline():
     rollouts = [rollout for one in data.last_step_groups for rollout in one.rollouts]
     finished = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]
     assert len(finished) < len(rollouts) == 16
-    assert module.stabilizer_signals["mask"].sum() == sum(len(rollout.completion_ids) for rollout in finished)
+    assert module.stabilizer_signals["mask"].sum() == sum(len(rollout.token_ids) for rollout in finished)
     mixed = OverlongFilter()(group([1.0, 0.0], reasons=["stop", "length"]))
     assert [rollout.num_trained_tokens for rollout in mixed.rollouts] == [3, 0]
     assert [rollout.reward for rollout in mixed.rollouts] == [1.0, 0.0]
@@ -96,8 +96,8 @@ def test_filters_act_in_their_order():
     two = group([1.0, 1.0], [3, 9])
     accuracy_first = Intake([DynamicSampling(), OverlongPenalty(9, 4)])
     shaped_first = Intake([OverlongPenalty(9, 4), DynamicSampling()])
-    assert accuracy_first.judge(two, 0) is None
-    kept = shaped_first.judge(two, 0)
+    assert accuracy_first.filter_group(two, 0) is None
+    kept = shaped_first.filter_group(two, 0)
     assert kept is not None
     assert [rollout.reward for rollout in kept.rollouts] == [1.0, 0.0]
     assert accuracy_first.pass_rates.of(0) == 1.0

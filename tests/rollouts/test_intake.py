@@ -15,12 +15,12 @@ from lit_async_rl.scheduling.admission import Drop, Retry
 def test_every_fate_is_added_up_with_the_difficulty_that_was_known_before():
     intake = Intake([DynamicSampling()])
     dropped, kept = group([1.0, 1.0], [3, 5], 0), group([1.0, 0.0], [2, 4], 1)
-    assert intake.judge(dropped, 7) is None
-    assert intake.judge(kept, 7) is kept
+    assert intake.filter_group(dropped, 7) is None
+    assert intake.filter_group(kept, 7) is kept
     intake.trained(kept, 7, 20)
     intake.trained(kept, 8, 21)  # as after a resume: judged by the run before
     assert (intake.pass_rates.of(7), intake.pass_rates.of(8)) == (0.75, 0.5)
-    assert intake.judge(replace(kept, index=2), 9) is not None
+    assert intake.filter_group(replace(kept, index=2), 9) is not None
     for length in (6.0, 8.0):
         intake.lose(2, 7, 22, length, 0.5, max_tries=2)
     assert not intake._num_lost, "given up"
@@ -81,7 +81,7 @@ def test_what_drops_is_refused_where_lag_is_fixed_and_settings_are_named():
 
 def test_a_resume_measures_pass_rates_as_the_run_would_have_before_filters_changed_rewards():
     first, again = (Intake([OverlongPenalty(4, 2)]) for _ in range(2))
-    kept = first.judge(group([1.0, 1.0], [4, 3]), 5)
+    kept = first.filter_group(group([1.0, 1.0], [4, 3]), 5)
     assert [rollout.reward for rollout in kept.rollouts] != [1.0, 1.0]
     again.restore(first.pass_rates.state_dict(), first.successes)
     for intake in (first, again):

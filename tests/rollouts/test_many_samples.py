@@ -7,7 +7,7 @@ from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
-from lit_async_rl.rollouts.group_book import SampleRequests
+from lit_async_rl.rollouts.group_book import GroupState, SampleRequests
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer
 from lit_async_rl.scheduling.admission import Bounded
@@ -59,11 +59,11 @@ def test_a_run_that_is_asked_to_stop_admits_no_more_prompts():
 
     try:
         producer.start(0, should_stop)
-        assert len(producer.book.positions) == 7
+        assert len(producer.book.groups) == 7
         assert producer.take(should_stop) is None
         with producer.changed:
-            producer.wait.until(lambda: None if len(producer.book.finished) < 7 else 0)
-        assert len(producer.book.positions) == 7  # nor do rewards admit any
+            producer.wait.until(lambda: None if len(producer.book.in_state(GroupState.FINISHED)) < 7 else 0)
+        assert len(producer.book.groups) == 7  # nor do rewards admit any
     finally:
         producer.stop()
         engine.close()

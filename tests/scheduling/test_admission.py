@@ -137,7 +137,7 @@ from lit_async_rl.scheduling.admission import check_bound
 from lit_async_rl.errors import StalenessError
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
-one = dict(completion_ids=(1,), behavior_logprobs=(0.0,), versions=(50,), finish_reason="stop", text="", reward=0.0)
+one = dict(token_ids=(1,), logprobs=(0.0,), versions=(50,), finish_reason="stop", text="", reward=0.0)
 group = RolloutGroup(index=0, prompt=Prompt(text=""), prompt_ids=(1,), rollouts=(Rollout(**one),), admitted_version=50,
                      max_staleness=4)
 check_bound([group], 54)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_async_rl.callbacks import BottleneckVerdict
-from lit_async_rl.scheduling.bottleneck import MATTERS, Intervals, Setting, Settings, diagnose
+from lit_async_rl.scheduling.bottleneck import MIN_SHARE, Intervals, Setting, Settings, diagnose
 from lit_async_rl.simulation.latency import Constant
 from lit_async_rl.simulation.run import SimulatedEngine
 
@@ -53,7 +53,7 @@ def test_what_is_won_is_never_more_than_perfect_overlap_or_the_waiting_could_giv
     measured = intervals(1.0, wait, (1 - wait) * sync, busy, scoring)
     verdict = diagnose(measured, Settings())
     assert 0 <= verdict.won_s <= 1
-    assert verdict.side == "both sides" or verdict.won_s > MATTERS / 2
+    assert verdict.side == "both sides" or verdict.won_s > MIN_SHARE / 2
     if verdict.side in ("engine", "reward"):
         assert verdict.won_s == wait
     if verdict.side == "staleness bound":

@@ -1,6 +1,7 @@
 """The bound holds whatever is dropped, a slot is never empty, and what expires is what is too old."""
 
 import math
+from collections import deque
 from fractions import Fraction
 
 import pytest
@@ -8,6 +9,7 @@ from groups import simulated
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.scheduling.admission import Admission, Drop, ExpiringAdmission, Retry
 
@@ -95,9 +97,7 @@ def test_retry_samples_the_same_prompts_again_and_drop_does_not():
     lost = sum(totals.num_groups for fate, totals in retried.stats().fates.items() if fate != "trained")
     assert lost > 20
     # every position is trained on, waiting to be sampled again, or being sampled: none is lost
-    assert retried.stream.position == 48 + len(retried.again) + len(retried.book.unfinished) + len(
-        retried.book.finished
-    )
+    assert retried.stream.position == 48 + len(retried.again) + len(retried.book.groups)
     assert dropped.stream.position > 48 + 12
     assert not dropped.again
 
@@ -130,3 +130,44 @@ def test_all_groups_are_looked_at_once_a_round_and_not_for_every_group():
         for _ in range(5):
             admission.lose()
         assert Counted.looks <= before + 1
+
+
+class _Losses(Intake):
+    """Records which prompts were lost and are to be sampled again, in `events` shared with the stream."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def lose(self, index, number, position, *args):
+        again = super().lose(index, number, position, *args)
+        if again:
+            self.events.append(("lost", position))
+        return again
+
+
+def test_lost_prompts_are_sampled_again_before_new_ones_and_in_the_order_in_which_they_were_lost(monkeypatch):
+    """Newest first would leave some waiting for ever while the engine is behind."""
+    events = []
+    at = PromptStream.at
+
+    def recorded(stream, position):
+        events.append(("sampled", position))
+        return at(stream, position)
+
+    monkeypatch.setattr(PromptStream, "at", recorded)
+    simulated(_Losses(events), 0, lambda p, c: 1.0, 12, policy=Retry(ahead=2.0, max_tries=10**6))
+    waiting = deque()
+    num_waiting = []
+    num_new = 0
+    for what, position in events:
+        if what == "lost":
+            waiting.append(position)
+            num_waiting.append(len(waiting))
+        elif waiting:
+            assert position == waiting.popleft()
+        else:
+            assert position == num_new
+            num_new += 1
+    assert max(num_waiting) > 1, "one at a time has no order"
+    assert num_new >= 48

@@ -104,3 +104,34 @@ def test_parameters_added_later_join_the_space():
     assert spaces.of(nn.Module(), optimizer) is space
     optimizer.add_param_group({"params": [second]})
     assert len(spaces.of(nn.Module(), optimizer).params) == 2
+
+
+def test_a_parameter_in_anothers_place_joins_the_space_and_one_that_is_gone_leaves_it():
+    """Heads are replaced and layers frozen within the life of an optimizer; its groups may keep their lengths."""
+    first, second, third = (nn.Parameter(torch.full((2,), float(n))) for n in range(3))
+    for parameter in (first, second, third):
+        parameter.grad = torch.ones_like(parameter) * (parameter.detach() + 1)
+    optimizer = torch.optim.SGD([first, second], lr=0.1)
+    spaces = GradSpaces()
+    before = spaces.of(nn.Module(), optimizer)
+    assert before.norms(before.gradients()).item() == pytest.approx((2 * 1 + 2 * 4) ** 0.5)
+    (group,) = optimizer.param_groups
+    group["params"] = [first, third]
+    space = spaces.of(nn.Module(), optimizer)
+    assert [id(parameter) for parameter in space.params] == [id(first), id(third)]
+    assert space.norms(space.gradients()).item() == pytest.approx((2 * 1 + 2 * 9) ** 0.5)
+    assert spaces.of(nn.Module(), optimizer) is space, "nothing has changed since"
+    group["params"] = [first]
+    space = spaces.of(nn.Module(), optimizer)
+    assert space.norms(space.gradients()).item() == pytest.approx(2**0.5)
+
+
+def test_each_optimizer_has_its_own_space_and_groups_of_it_where_they_are_asked_for():
+    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    one = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
+    other = torch.optim.SGD([third], lr=0.1)
+    for is_split, expected in ((False, 1), (True, 2)):
+        spaces = GradSpaces(per_parameter_group=is_split)
+        assert spaces.of(nn.Module(), one).num_groups == expected
+        assert spaces.of(nn.Module(), other).params[0] is third
+        assert len(spaces.of(nn.Module(), one).params) == 2

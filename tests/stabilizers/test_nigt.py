@@ -119,7 +119,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size
 def test_a_token_budget_trains_exactly_its_tokens_in_order(lengths, budget):
     groups = [group([float(n) for n in range(len(row))], row, index) for index, row in enumerate(lengths)]
     selected = TokenBudget(budget, fill=True).select(groups)
-    masks = [rollout.loss_mask or (True,) * len(rollout.completion_ids) for g in selected for rollout in g.rollouts]
+    masks = [rollout.loss_mask or (True,) * len(rollout.token_ids) for g in selected for rollout in g.rollouts]
     flat = [on for mask in masks for on in mask]
     total = sum(map(sum, lengths))
     assert flat == [n < budget for n in range(total)], "the first tokens, and no others"

@@ -17,6 +17,7 @@ from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer
+from lit_async_rl.engines.vllm.replicas import VLLMReplicas
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
 from lit_async_rl.models.loading import load_policy
 
@@ -36,7 +37,7 @@ def wait_for(condition, what, timeout_s=300.0):
 
 def test_two_replicas_sample_from_the_newest_weights_and_a_killed_one_comes_back(lms, endless_model):
     others = children()
-    engine = VLLMEngine(replicas=2, transfer=SharedMemoryTransfer(delta=True, preload=True), **SETTINGS)
+    engine = VLLMReplicas(replicas=2, transfer=SharedMemoryTransfer(delta=True, preload=True), **SETTINGS)
     engine.setup(endless_model)
     try:
         fleet = engine._fleet
@@ -66,11 +67,13 @@ def test_what_replicas_need_is_checked_before_anything_starts(monkeypatch):
     with pytest.raises(
         ValueError, match=r"device_ids=\[4, 5\] must name 4 GPUs: replicas=2 times tensor_parallel_size=2"
     ):
-        VLLMEngine(replicas=2, tensor_parallel_size=2, device_ids=[4, 5])
+        VLLMReplicas(replicas=2, tensor_parallel_size=2, device_ids=[4, 5])
     with pytest.raises(ValueError, match=r"replicas=2 needs a transfer that all can read, .* got IpcTransfer"):
-        VLLMEngine(replicas=2, transfer=IpcTransfer())
+        VLLMReplicas(replicas=2, transfer=IpcTransfer())
     with pytest.raises(ValueError, match=r"replicas must be"):
-        VLLMEngine(replicas=0)
+        VLLMReplicas(replicas=0)
+    with pytest.raises(ValueError, match=r"class_path=VLLMEngine with replicas=4 is now VLLMReplicas"):
+        VLLMEngine(replicas=4)
 
 
 class Changing(pl.Callback):
@@ -126,8 +129,8 @@ class Changing(pl.Callback):
         for version in set(rollout.versions):
             lms[version] = load_policy(self.engine._model)
             lms[version].load_state_dict(self.weights[version], strict=False)
-        expected = replayed_logprobs(lms, prompt_ids, Replayed(rollout.completion_ids, rollout.versions))
-        error = (torch.tensor(rollout.behavior_logprobs) - expected).abs().max().item()
+        expected = replayed_logprobs(lms, prompt_ids, Replayed(rollout.token_ids, rollout.versions))
+        error = (torch.tensor(rollout.logprobs) - expected).abs().max().item()
         self.sample.append(error)
 
 

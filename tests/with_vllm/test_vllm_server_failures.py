@@ -95,7 +95,7 @@ def test_a_run_survives_a_stopped_and_a_killed_server_and_trains_on_each_group_o
     assert set(trained) | open_groups == set(range(data._slots.next_index)), "a group was lost"
     assert min(open_groups) > len(trained) - 3 * 4, "an old group was never trained on"
     assert all(len(group.rollouts) == data.group_size for group in disturber.groups)
-    assert all(len(rollout.completion_ids) == 150 for group in disturber.groups for rollout in group.rollouts)
+    assert all(len(rollout.token_ids) == 150 for group in disturber.groups for rollout in group.rollouts)
 
 
 def test_a_server_that_comes_back_gets_the_newest_weights_before_any_request(servers, start, lms, caplog):

@@ -1,181 +1,51 @@
 """Default engine: a continuous-batching decode loop for Hugging Face causal LMs with a KV cache.
 
-Each iteration samples one token for every active row. A finished row is replaced by a queued sample at once, so none
-waits for the longest completion of a batch. Each prompt is prefilled once; its KV cache is copied to every sample.
+`EmbeddedEngine` has the settings. It hands every call on to a `DecodeLoop` in this process, or with `own_process` to a
+`DecodeProcess`, which sends it to a `DecodeLoop` in a child process.
+
+Each step of the loop samples one token for every active row. A finished row is replaced by a queued sample at once, so
+none waits for the longest completion of a batch. Each prompt is prefilled once; its KV cache is copied to every sample.
 
 | who | waits for | woken by |
 |---|---|---|
 | `poll` (producer's thread) | something to decode | `submit`, `close` |
 | `submit`, `abort` (producer's thread) | the current decode step | the loop, which yields the lock |
-| `load_weights` | see `WeightUpdates` | the loop, `close`, an error |
+| `load_weights` in flight (trainer's thread) | nothing: the loop takes the weights before its next step | |
+| `load_weights` otherwise | one of two pending updates to be applied | the loop, `close`, an error |
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.base import RolloutEngine
+from lit_async_rl.engines.base import EngineWrapper, RolloutEngine, check_request, set_up
 from lit_async_rl.engines.completion_check import run_requests
+from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
-from lit_async_rl.engines.embedded.queue import (
-    RequestQueue,
-    Update,
-    check_requests,
-    check_settings,
-    model_length,
-    set_up,
-)
-from lit_async_rl.engines.embedded.self_check import check_decoding
+from lit_async_rl.engines.embedded.own_process import DecodeProcess
+from lit_async_rl.engines.embedded.queue import RequestQueue, Update
+from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
-from lit_async_rl.models.loading import build_policy, eos_token_ids, evaluation_mode
+from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode
 from lit_async_rl.models.weights import apply_weights, receive_weights
 from lit_async_rl.types import Completion, GenerationRequest
-from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.guarded_calls import FairLock, Room
 from lit_async_rl.utils.spans import ENGINE, Lane, recorder
 
-# -- Updates of the embedded engine's weights: how they arrive, and when they are applied -----------------------------
-# In flight `load_weights` waits for nothing: the decode loop takes the weights before its next step. Without in-flight
-# updates it waits until one of two pending updates is applied; the loop, `close` and an error wake it.
-
-
-MAX_PENDING = 2
-
-
-class NewestUpdate:
-    """Place of an update between the thread that brings it and the decode loop, which takes it before its next token.
-
-    An update that was not taken is joined with the next, which may leave unchanged weights out. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._update: Update | None = None
-
-    def put(self, update: Update) -> None:
-        """Takes the place of an earlier update."""
-        with self._lock:
-            earlier = {} if self._update is None else self._update.weights
-            self._update = Update(update.version, earlier | update.weights)
-
-    def take(self) -> Update | None:
-        """The update, which is gone then."""
-        with self._lock:
-            update = self._update
-            self._update = None
-        return update
-
-
-class WeightUpdates:
-    """Version of an engine's weights, and the updates that wait. The engine's lock is held, except by `receive`.
-
-    Args:
-        in_flight: updates are applied before the next token; otherwise in the order of requests, and at most
-            `MAX_PENDING` wait.
-        timeout_s: timeout of the wait for one of these to be applied.
-        self_check: check decoding once the first weights are there.
-
-    Attributes:
-        version: of the weights that are used.
-        are_loaded: whether there are weights.
-        room: places for updates that wait; the decode loop's errors close it.
-    """
-
-    def __init__(self, in_flight: bool, timeout_s: float, self_check: bool) -> None:
-        self.in_flight = in_flight
-        self._timeout_s = timeout_s
-        self._self_check = self_check
-        self.version = 0
-        self.are_loaded = True
-        self.room = Room(MAX_PENDING)
-        self._arrived = NewestUpdate()
-
-    def receive(
-        self, version: int, weights: Iterable[tuple[str, Tensor]], slots: Slots, num_queued: int
-    ) -> Update | None:
-        """Reads an update; None if the decode loop takes it before its next token.
-
-        Raises:
-            ValueError: names or shapes are not the model's.
-            StalledError: older updates were not used in time.
-        """
-        if not self.in_flight and not self.room.wait(self._timeout_s):
-            raise StalledError(
-                f"the embedded engine used no update within data.engine.update_timeout_s={self._timeout_s:g}: "
-                f"{num_queued} items queued, {slots.num_active} rows active"
-            )
-        update = Update(version, receive_weights(slots.lm, weights))
-        if self.in_flight and self.are_loaded:
-            self._arrived.put(update)  # the trainer does not wait for the merging of adapters either
-            return None
-        return update
-
-    def apply_due(self, queue: RequestQueue, slots: Slots) -> None:
-        """Applies what has arrived since the last token, and passes barriers that are reached."""
-        if (update := self._arrived.take()) is not None:
-            self.apply(update, slots)
-        while (barrier := queue.take_barrier(slots.num_active)) is not None:
-            if isinstance(barrier, Update):
-                self.apply(barrier, slots)
-                self.room.add(-1)
-            else:
-                slots.begin_batch(barrier.seed)
-
-    def apply(self, update: Update, slots: Slots) -> None:
-        """Uses these weights from now on."""
-        apply_weights(slots.lm, update.weights, {name: linear.write for name, linear in slots.packed.items()})
-        if self._self_check and not self.are_loaded:
-            check_decoding(slots)
-        self.version = update.version
-        self.are_loaded = True
-        slots.forget_prompts()
-
-    def forget(self) -> None:
-        """Drops what has arrived and was not applied."""
-        self._arrived.take()
-
-
-# -- Busy time and tokens of the embedded engine, for metrics and for a timeline --------------------------------------
-
-
-class WorkRecord:
-    """Adds up seconds and tokens of prefills and decode steps.
-
-    Attributes:
-        busy_s: seconds.
-        num_tokens: tokens sampled.
-        lane: of a timeline; None for an engine that does not sample for training.
-    """
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.num_tokens = 0
-        self.lane: Lane | None = None
-
-    def add(self, name: str, began: float, slots: Slots, version: int) -> None:
-        """A step ends now, that began at `began` of `time.monotonic`."""
-        num_tokens = slots.num_tokens - self.num_tokens
-        self.num_tokens = slots.num_tokens
-        seconds = time.monotonic() - began
-        self.busy_s += seconds
-        if self.lane is not None:
-            self.lane.add(name, began, seconds, version, version=version, slots=slots.num_active, tokens=num_tokens)
-
-
+MAX_PENDING_UPDATES = 2
 CLOSE_S = 5.0
 
 
-class EmbeddedEngine(RolloutEngine):
+class EmbeddedEngine(EngineWrapper):
     """Generates inside `poll`, with its own copy of the weights and its own random number generator.
 
     Args:
@@ -194,11 +64,15 @@ class EmbeddedEngine(RolloutEngine):
         own_process: generate in a child process. The trainer then has its interpreter's lock to itself, which is worth
             most where models are small.
 
+    Attributes:
+        engine: the decode loop, or the process that runs it.
+        cache_class: of the keys and values.
+
     Raises:
         ValueError: a setting is out of range.
     """
 
-    records_heads = records_entropy = records_experts = records_spans = takes_adapters = takes_changes = True
+    engine: DecodeLoop | DecodeProcess
     cache_class: type[SlotCache] = SlotCache
 
     def __init__(
@@ -215,31 +89,28 @@ class EmbeddedEngine(RolloutEngine):
         *,
         own_process: bool = False,
     ) -> None:
-        check_settings(num_slots, num_threads, max_model_len, update_timeout_s, device, dtype)
-        check_range("data.engine", "integer", seed=seed)
-        self.num_slots = num_slots
+        settings = DecodeSettings(
+            num_slots=num_slots,
+            seed=seed,
+            in_flight_weight_updates=in_flight_weight_updates,
+            device=device,
+            dtype=dtype,
+            num_threads=num_threads,
+            max_model_len=max_model_len,
+            update_timeout_s=update_timeout_s,
+            self_check=self_check,
+        )
+        if own_process and self.cache_class is not SlotCache:
+            raise ValueError(
+                f"data.engine.own_process must be False with {type(self).__name__}, whose {self.cache_class.__name__} "
+                "the child process does not know, got True"
+            )
+        super().__init__(DecodeProcess(settings) if own_process else DecodeLoop(settings, self.cache_class))
         self.seed = seed
         self.in_flight_weight_updates = in_flight_weight_updates
         self.device = device
-        self.dtype = dtype
         self.num_threads = num_threads
-        self.update_timeout_s = update_timeout_s
-        self._max_model_len = max_model_len
-        self.self_check = self_check
-        self._slots: Slots | None = None
-        self._queue = RequestQueue(num_slots)
-        self._record = WorkRecord()
-        what = f"the token that the embedded engine computes (data.engine.update_timeout_s={update_timeout_s:g})"
-        self._lock = FairLock(update_timeout_s, what)
-        self._work = threading.Event()  # set while there may be something to decode
-        self._updates = WeightUpdates(in_flight_weight_updates, update_timeout_s, self_check)
-        self._closed = self._threads_set = False
-
-    @classmethod
-    def variant(cls, kwargs: Mapping[str, Any]) -> type[RolloutEngine]:
-        if not kwargs.get("own_process"):
-            return cls
-        return importlib.import_module("lit_async_rl.engines.embedded.own_process").in_own_process(cls)
+        self.own_process = own_process
 
     @classmethod
     def from_module(
@@ -247,35 +118,136 @@ class EmbeddedEngine(RolloutEngine):
     ) -> EmbeddedEngine:
         """Samples from the live weights of `lm` without a copy; call `run` in its thread. For `side` see the check."""
         engine = cls(num_slots=num_slots, seed=seed, num_threads=None, self_check=self_check)
-        engine._adopt(lm, owns_weights=False)
+        loop = DecodeLoop(engine.engine.settings, cls.cache_class)
+        loop.adopt(lm, owns_weights=False)
         if self_check:
-            check_decoding(engine._active_slots, side)
+            check_decoding(loop.slots, side)
+        engine.engine = loop
         return engine
 
     def fresh(self, out_of_memory: bool = False) -> RolloutEngine:
         """A new engine with the same settings; after running out of memory, with half the slots from then on."""
         engine: Any = super().fresh(out_of_memory)
-        engine.num_slots = engine._queue.num_slots = max(1, self.num_slots // (2 if out_of_memory else 1))
+        engine.engine.settings.num_slots = max(1, self.num_slots // (2 if out_of_memory else 1))
         return engine
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests atomically.
+
+        Raises:
+            ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
+        """
+        self.engine.submit(requests)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        return self.engine.poll(timeout_s)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self.engine.abort(request_ids)
+
+    def partial_completions(self) -> list[Completion]:
+        return self.engine.partial_completions()
+
+    def random_state(self) -> Tensor | None:
+        return self.engine.random_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        self.engine.set_random_state(state)
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """All completions of each request, by sample index; blocks until they are finished. Needs no producer."""
+        loop = self.engine
+        with loop.borrowing() if isinstance(loop, DecodeLoop) else contextlib.nullcontext():
+            return run_requests(self, requests)
+
+
+# -- The loop ---------------------------------------------------------------------------------------------------------
+
+
+class DecodeLoop(RolloutEngine):
+    """Decodes inside `poll`, in the thread that calls it.
+
+    Args:
+        settings: see `EmbeddedEngine`.
+        cache_class: of the keys and values.
+    """
+
+    records_heads = True
+    records_entropy = True
+    records_experts = True
+    records_spans = True
+    takes_adapters = True
+    takes_changes = True
+
+    def __init__(self, settings: DecodeSettings, cache_class: type[SlotCache] = SlotCache) -> None:
+        self.settings = settings
+        self.in_flight_weight_updates = settings.in_flight_weight_updates
+        self.dtype = settings.dtype
+        self.update_timeout_s = settings.update_timeout_s
+        self.self_check = settings.self_check
+        self._cache_class = cache_class
+        self._max_model_len = settings.max_model_len
+        self._slots: Slots | None = None
+        self._queue = RequestQueue()
+        self._record = WorkRecord()
+        self._version = 0  # of the weights that are used
+        self._has_weights = True  # unless `setup` has built a model without any
+        self._newest = NewestUpdate()
+        self._room = Room(MAX_PENDING_UPDATES)
+        limit = f"data.engine.update_timeout_s={settings.update_timeout_s:g}"
+        # Slots and queue belong to whoever holds it: the thread that polls, for one step at a time, or a caller of
+        # another method. It is fair: the loop would otherwise take it again before a waiting caller wakes up.
+        self._lock = FairLock(settings.update_timeout_s, f"the token that the embedded engine computes ({limit})")
+        self._work = threading.Event()  # set while there may be something to decode
+        self._closed = False
+        self._threads_set = False
 
     def setup(self, model: str) -> None:
         """Builds the architecture without reading weights from disk; `load_weights` loads them."""
-        self._adopt(build_policy(model, self.dtype, self.device), owns_weights=True)
+        self.adopt(build_policy(model, self.dtype, self.settings.device), owns_weights=True)
         self._record.lane = recorder().lane(ENGINE)
-        self._updates.are_loaded = False
+        self._has_weights = False
 
-    def _adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
-        self._max_model_len = model_length(lm, self._max_model_len)
-        self._slots = Slots(lm, self.num_slots, eos_token_ids(lm), self.seed, owns_weights, self.cache_class)
+    def adopt(self, lm: PreTrainedModel, owns_weights: bool) -> None:
+        """Decodes this model.
+
+        Args:
+            lm: the model.
+            owns_weights: whether its parameters may be moved in memory, as no other object holds them.
+
+        Raises:
+            ValueError: its context is shorter than `max_model_len`.
+        """
+        context = context_length(lm)
+        longest = self.settings.max_model_len
+        if longest is not None and longest > context:
+            raise ValueError(f"data.engine.max_model_len={longest} exceeds the model's context of {context}")
+        self._max_model_len = longest or context
+        self._slots = Slots(
+            lm,
+            self.num_slots,
+            eos_token_ids(lm),
+            self.settings.seed,
+            owns_weights=owns_weights,
+            cache_class=self._cache_class,
+        )
+
+    @property
+    def slots(self) -> Slots:
+        """The rows.
+
+        Raises:
+            SetupError: there is no model yet.
+        """
+        return set_up(self._slots)
+
+    @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return self.settings.num_slots
 
     @property
     def max_model_len(self) -> int:
         return set_up(self._max_model_len)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of requests must be smaller."""
-        return self._active_slots.vocab_size
 
     @property
     def busy_s(self) -> float:
@@ -285,107 +257,187 @@ class EmbeddedEngine(RolloutEngine):
     def num_tokens(self) -> int:
         return self._record.num_tokens
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests atomically.
-
-        Raises:
-            ValueError: prompt and completion would not fit into `max_model_len`, or a token is not in the vocabulary.
-        """
-        if not self._updates.are_loaded:
-            raise SetupError("the engine was used before load_weights")
-        check_requests(requests, self.max_model_len, self._active_slots.vocab_size)
-        with self._lock.hold():
-            self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.seed)
-            self._work.set()
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        gone = set(request_ids)
-        with self._lock.hold():
-            self._queue.drop(gone)
-            self._active_slots.drop(gone)
-
-    def partial_completions(self) -> list[Completion]:
-        with self._lock.hold():
-            return self._active_slots.partial_completions()
-
     @property
     def num_running(self) -> int:
         return 0 if self._slots is None else self._slots.num_active
 
-    def random_state(self) -> Tensor:
-        return self._active_slots.generator.get_state()
+    # -- producer's thread --------------------------------------------------------------------------------------------
 
-    def set_random_state(self, state: Tensor) -> None:
-        self._active_slots.generator.set_state(state)
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if not self._has_weights:
+            raise SetupError("the engine was used before load_weights")
+        for request in requests:
+            check_request(request, self.max_model_len, self.slots.vocab_size)
+        with self._lock.hold():
+            self._queue.push_requests(requests, None if self.in_flight_weight_updates else self.settings.seed)
+            self._work.set()
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Decodes until a completion is finished or `timeout_s` has passed."""
-        if self.num_threads is not None and not self._threads_set:
-            torch.set_num_threads(self.num_threads)
+        if self.settings.num_threads is not None and not self._threads_set:
+            torch.set_num_threads(self.settings.num_threads)  # of this thread, so not when the engine is made
             self._threads_set = True
         deadline = time.monotonic() + timeout_s
         while not self._closed:
-            with self._lock.hold(), self._updates.room.closed_by_errors():
-                finished = [] if self._closed else self._step()
+            # Held for one step, so that requests and weights of other threads wait for one token at most. An error of
+            # the step also ends the wait of `load_weights` for room, which this loop will never make again.
+            with self._lock.hold(), self._room.closed_by_errors():
+                finished = [] if self._closed else self.step()
             remaining = deadline - time.monotonic()
             if finished or remaining <= 0:
                 return finished
             self._work.wait(remaining)
         return []
 
-    def _step(self) -> list[Completion]:
-        """Fills free slots from the queue, or samples one token for every active row."""
-        slots = self._active_slots
-        self._updates.apply_due(self._queue, slots)
+    def step(self) -> list[Completion]:
+        """Uses new weights, then fills free slots from the queue or samples one token for every active row.
+
+        The lock is held.
+        """
+        slots = self.slots
+        if (newest := self._newest.take()) is not None:
+            self._use(newest)
+        while (barrier := self._queue.take_barrier(slots.num_active)) is not None:
+            if isinstance(barrier, Update):
+                self._use(barrier)
+                self._room.add(-1)
+            else:
+                slots.begin_batch(barrier.seed)
         began = time.monotonic()
-        if pending := self._queue.take_requests(slots.num_active):
+        if pending := self._queue.take_requests(slots.num_active, self.num_slots):
             name = "prefill"
-            finished = slots.admit(pending, self._updates.version)
+            finished = slots.admit(pending, self._version)
         elif slots.num_active:
             name = "decode"
-            finished = slots.decode(self._updates.version)
+            finished = slots.decode(self._version)
         else:
-            self._work.clear()
+            self._work.clear()  # under the lock: a `submit` that comes now sets it again afterwards
             return []
-        self._record.add(name, began, slots, self._updates.version)
+        self._record.add(name, began, slots, self._version)
         return finished
 
+    def abort(self, request_ids: Sequence[int]) -> None:
+        gone = set(request_ids)
+        with self._lock.hold():
+            self._queue.drop(gone)
+            self.slots.drop(gone)
+
+    def partial_completions(self) -> list[Completion]:
+        with self._lock.hold():
+            return self.slots.partial_completions()
+
+    # -- trainer's thread ---------------------------------------------------------------------------------------------
+
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Samples from these weights from the next token on, or after all earlier requests (see the class).
+        """Samples from these weights from the next token on, or after all earlier requests (see `EmbeddedEngine`).
 
         Raises:
             ValueError: names or shapes are not the model's; the engine then keeps the weights it has.
             StalledError: older updates were not used within `update_timeout_s`.
             RuntimeError: `poll` has raised; its error is the cause.
         """
-        update = self._updates.receive(version, weights, self._active_slots, len(self._queue))
-        if update is None:
+        # Waits before it copies: each update that is pending is a whole copy of the weights.
+        if not self.in_flight_weight_updates and not self._room.wait(self.update_timeout_s):
+            raise StalledError(
+                f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
+                f"{len(self._queue)} items queued, {self.num_running} rows active"
+            )
+        update = Update(version, receive_weights(self.slots.lm, weights))
+        if self.in_flight_weight_updates and self._has_weights:
+            self._newest.put(update)  # the trainer waits neither for the lock nor for the merging of adapters
             return
         with self._lock.hold():
-            if not self.in_flight_weight_updates and (self._queue or self._active_slots.num_active):
-                self._updates.room.add(1)
+            if not self.in_flight_weight_updates and (self._queue or self.slots.num_active):
+                self._room.add(1)
                 self._queue.push_barrier(update)
                 self._work.set()
             else:
-                self._updates.apply(update, self._active_slots)
+                self._use(update)
 
-    @property
-    def _active_slots(self) -> Slots:
-        return set_up(self._slots)
+    def _use(self, update: Update) -> None:
+        """Decodes with these weights from now on. The lock is held."""
+        slots = self.slots
+        apply_weights(slots.lm, update.weights, {name: linear.write for name, linear in slots.packed.items()})
+        if self.self_check and not self._has_weights:
+            check_decoding(slots)
+        self._version = update.version
+        self._has_weights = True
+        slots.forget_prompts()  # their keys and values are those of the weights before
 
-    def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """All completions of each request, by sample index; blocks until they are finished. Needs no producer."""
-        self._active_slots.forget_prompts()  # the owner of the weights may have changed them
-        with evaluation_mode(self._active_slots.lm):
-            return run_requests(self, requests)
+    def random_state(self) -> Tensor:
+        return self.slots.generator.get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        self.slots.generator.set_state(state)
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def borrowing(self) -> Iterator[None]:
+        """Within it, decodes a model that another object owns, which may have trained it meanwhile."""
+        self.slots.forget_prompts()  # their keys and values may be those of other weights
+        with evaluation_mode(self.slots.lm):
+            yield
 
     def close(self) -> None:
         """Unblocks `poll` and `load_weights` and releases the model."""
         self._closed = True
         self._work.set()
-        self._updates.room.close()
+        self._room.close()
         # a thread that hangs in a token keeps what it works with; there is nothing that could end it
         with contextlib.suppress(StalledError), self._lock.hold(CLOSE_S):
             self._slots = None
-            self._queue = RequestQueue(self.num_slots)
-            self._updates.forget()
+            self._queue = RequestQueue()
+            self._newest.take()
+
+
+class NewestUpdate:
+    """Newest weights between the trainer's thread, which puts them, and the decode loop, which takes them.
+
+    An update that was not taken is joined with the next, which may leave unchanged weights out. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        # Of its own, so that the trainer does not wait for a decode step, during which the engine's lock is held.
+        self._lock = threading.Lock()
+        self._update: Update | None = None
+
+    def put(self, update: Update) -> None:
+        """Replaces an earlier update, of which only those weights remain that this one leaves out."""
+        with self._lock:
+            earlier = {} if self._update is None else self._update.weights
+            self._update = Update(update.version, earlier | update.weights)
+
+    def take(self) -> Update | None:
+        """Pops the update."""
+        with self._lock:
+            update = self._update
+            self._update = None
+        return update
+
+
+# -- Busy time and tokens, for metrics and for a timeline -------------------------------------------------------------
+
+
+class WorkRecord:
+    """Adds up seconds and tokens of prefills and decode steps.
+
+    Attributes:
+        busy_s: seconds.
+        num_tokens: tokens sampled.
+        lane: of a timeline; None for an engine that does not sample for training.
+    """
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.num_tokens = 0
+        self.lane: Lane | None = None
+
+    def add(self, name: str, began: float, slots: Slots, version: int) -> None:
+        """Adds one decode or prefill step started at `began` of `time.monotonic`."""
+        num_tokens = slots.num_tokens - self.num_tokens
+        self.num_tokens = slots.num_tokens
+        seconds = time.monotonic() - began
+        self.busy_s += seconds
+        if self.lane is not None:
+            self.lane.add(name, began, seconds, version, version=version, slots=slots.num_active, tokens=num_tokens)

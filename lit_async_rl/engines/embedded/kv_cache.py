@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_async_rl.engines.embedded.packed import PackedLinear
+from lit_async_rl.engines.embedded.packed_linear import PackedLinear
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.loading import body
 from lit_async_rl.models.policy import CausalPolicy

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from lit_async_rl.engines.embedded.kv_cache import RowCaches, RowwiseForward, SlotCache, cache_argument
-from lit_async_rl.engines.embedded.packed import PackedLinear
+from lit_async_rl.engines.embedded.packed_linear import PackedLinear
 from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.attention import ignored_setting
 from lit_async_rl.models.loading import body, context_length, other_layers

@@ -1,10 +1,9 @@
-"""The embedded engine in a process of its own, as the trainer sees it."""
+"""The embedded engine in a process of its own, as the trainer sees it; `child.py` is the process."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-import inspect
 import itertools
 import json
 import logging
@@ -28,9 +27,8 @@ from torch import Tensor
 
 import lit_async_rl
 from lit_async_rl import errors
-from lit_async_rl.engines.completion_check import run_requests
-from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.queue import check_requests, set_up
+from lit_async_rl.engines.base import RolloutEngine, check_request, set_up
+from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.weight_files import WeightFolders, chunks, folder_with_room, write_folder
 from lit_async_rl.errors import EngineError, SetupError, StalledError
 from lit_async_rl.models.loading import find_device, weight_bytes
@@ -45,6 +43,373 @@ from lit_async_rl.types import (
     unpack_heads,
 )
 from lit_async_rl.utils.spans import SpanRecorder, recorder
+
+PROGRAM = "from lit_async_rl.engines.embedded.child import main; main()"
+FILE_BYTES = 2**30  # of weights, and of the copy of them that the trainer holds while it writes them
+CLOSE_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class DecodeProcess(RolloutEngine):
+    """A decode loop in a child process, to which requests and weights are sent.
+
+    Weights go through files in memory; in flight, the trainer does not wait for the process to read them. With LoRA the
+    adapted layers travel whole: the process has no frozen weights to add adapters to.
+
+    Args:
+        settings: of the decode loop.
+    """
+
+    records_heads = True
+    records_entropy = True
+    records_experts = True
+    records_spans = True
+    takes_changes = True
+
+    def __init__(self, settings: DecodeSettings) -> None:
+        self.settings = settings
+        self.in_flight_weight_updates = settings.in_flight_weight_updates
+        self.dtype = settings.dtype
+        self.update_timeout_s = settings.update_timeout_s
+        self.self_check = settings.self_check
+        self._connection: Connection | None = None
+        self._folders: WeightFolders | None = None
+        self._finished: deque[Completion] = deque()  # the reader appends, the producer's thread takes: no lock needed
+        self._busy_s = 0.0
+        self._num_tokens = 0
+        self._num_running = 0
+        self._recorder: SpanRecorder = recorder()  # replaced by that of the run in `setup`
+        self._max_model_len = settings.max_model_len
+        self._vocab_size = 0
+        self._has_weights = False
+        self._update: tuple[int, Path] | None = None  # number of the newest that was sent, and folder of its weights
+        self._closed = False
+
+    def setup(self, model: str) -> None:
+        """Starts the process, which builds the architecture."""
+        self._recorder = recorder()  # not asked for with each report: one that comes late belongs to this run
+        self._connection = Connection(self._receive_report)
+        self._folders = WeightFolders(folder_with_room(weight_bytes(model, getattr(torch, self.dtype))))
+        answer, _ = self.connection.ask(
+            "setup",
+            self.startup_timeout_s,
+            f"data.engine.startup_timeout_s={self.startup_timeout_s:g}",
+            model=model,
+            settings=asdict(self.settings) | {"device": _with_number(self.settings.device)},
+        )
+        self._max_model_len = answer["max_model_len"]
+        self._vocab_size = answer["vocab_size"]
+
+    @property
+    def connection(self) -> Connection:
+        """To the process.
+
+        Raises:
+            SetupError: it was not started yet.
+        """
+        return set_up(self._connection)
+
+    @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return self.settings.num_slots
+
+    @property
+    def max_model_len(self) -> int:
+        return set_up(self._max_model_len)
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    # -- producer's thread --------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if not self._has_weights:
+            raise SetupError("the engine was used before load_weights")
+        for request in requests:  # here, where the caller gets the error; the process would break
+            check_request(request, self.max_model_len, self._vocab_size)
+        self.connection.send({"kind": "submit", "requests": pack_requests(requests)})
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Waits for finished samples."""
+        if self._closed:
+            return []
+        try:
+            self.connection.wait_for(lambda: self._finished, timeout_s)
+        except Exception:
+            if not self._closed:  # in another thread, meanwhile
+                raise
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self._ask("abort", request_ids=list(request_ids))
+        # What was finished before the abort has arrived before its answer, see `Child`.
+        kept = [c for c in self.poll(0.0) if c.request_id not in set(request_ids)]
+        self._finished.extendleft(reversed(kept))
+
+    def partial_completions(self) -> list[Completion]:
+        fields, tensors = self._ask("partial_completions")
+        return unpack_completions(fields["completions"], tensors)
+
+    # -- trainer's thread ---------------------------------------------------------------------------------------------
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Samples from these weights from the next token on, or after all earlier requests (see `EmbeddedEngine`).
+
+        Raises:
+            ValueError: names or shapes are not the model's. In flight only the first update says so; a later one has
+                `poll` raise it.
+            StalledError: older updates were not used within `update_timeout_s`.
+            OSError: the weights cannot be written where the process reads them.
+            EngineError: the process has ended.
+        """
+        self._finish_update()
+        folder = set_up(self._folders).make()
+        unchanged = list[str]()
+
+        def changed() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if tensor is UNCHANGED:
+                    unchanged.append(name)
+                else:
+                    yield name, tensor
+
+        try:
+            shards = chunks(changed(), FILE_BYTES, "cpu", getattr(torch, self.dtype))
+            write_folder(folder, shards, {"version": str(version)})
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        is_awaited = not self.in_flight_weight_updates or not self._has_weights
+        number = self.connection.begin(
+            "load_weights",
+            must_succeed=not is_awaited,
+            version=version,
+            folder=str(folder),
+            unchanged=unchanged,
+            is_recorded=self._recorder.is_started,  # nothing is sampled before the first weights
+        )
+        self._update = (number, folder)
+        if is_awaited:
+            self._finish_update()
+        self._has_weights = True
+
+    def _finish_update(self) -> None:
+        """Waits until the process has read the newest update, and removes its files.
+
+        In flight that is when the next update is written: messages are carried out in order, so that requests submitted
+        meanwhile get the new weights anyway.
+        """
+        if self._update is None:
+            return
+        number, folder = self._update
+        self._update = None
+        try:
+            # twice: the limit of the process itself ends first, and its error says what it waited for
+            self.connection.answer(number, "load_weights", 2 * self.update_timeout_s, self._update_limit)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def random_state(self) -> Tensor:
+        return self._ask("random_state")[1]["state"]
+
+    def set_random_state(self, state: Tensor) -> None:
+        self._ask("set_random_state", {"state": state})
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _update_limit(self) -> str:
+        return f"data.engine.update_timeout_s={self.update_timeout_s:g}"
+
+    def _ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Message:
+        return self.connection.ask(kind, self.update_timeout_s, self._update_limit, tensors, **fields)
+
+    def _receive_report(self, report: Message) -> None:
+        """Called by the reader's thread."""
+        fields, tensors = report
+        self._finished.extend(unpack_completions(fields["completions"], tensors))
+        self._busy_s = fields["busy_s"]
+        self._num_tokens = fields["num_tokens"]
+        self._num_running = fields["num_running"]
+        self._recorder.add(fields["events"])
+
+    def close(self) -> None:
+        """Ends the process and unblocks `poll` and all calls."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
+        if self._update is not None:
+            shutil.rmtree(self._update[1], ignore_errors=True)
+        if self._folders is not None:
+            self._folders.close()
+
+
+def _with_number(device: str) -> str:
+    """The device that this process (a rank of several) means; a new one would take the first."""
+    found = find_device(device)
+    if found.type == "cpu" or found.index is not None:
+        return str(found)
+    return f"{found.type}:{torch.accelerator.current_device_index()}"
+
+
+# -- The trainer's connection to the process of an embedded engine (`child.py`) ---------------------------------------
+# | who | waits for | woken by |
+# |---|---|---|
+# | `ask` (any thread) | its answer, at most its limit | the reader, `close`, the end of the process |
+# | `wait_for` (producer's thread) | what reports have brought, at most its timeout | the same |
+# | the reader | the next message | the process; `close` and its end, which end the reader |
+
+
+class Connection:
+    """Starts the process, which ends with this one or with `close`.
+
+    Args:
+        on_report: called by the reader with each report, which `wait_for` then sees.
+    """
+
+    def __init__(self, on_report: Callable[[Message], None]) -> None:
+        ours, theirs = socket.socketpair()
+        paths = [str(Path(lit_async_rl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            start_new_session=True,  # Ctrl-C is for the trainer
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+        self._on_report = on_report
+        self._numbers = itertools.count()
+        self._answers = dict[int, Message]()
+        # Messages of which an error breaks the engine, because nobody waits for an answer that could raise it; None is
+        # the number of those that get no answer.
+        self._must_succeed: set[int | None] = {None}
+        self._error: Exception | None = None  # the first one: from then on every call raises it
+        self._changed = threading.Condition()  # guards answers and error; notified by every message and by the end
+        threading.Thread(target=self._read, name="embedded-engine", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Sends a message.
+
+        Raises:
+            EngineError: the process has ended, or its own error.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            self._channel.send(fields, tensors)
+        except OSError:
+            raise EngineError("the embedded engine's process has ended, or the engine was closed") from None
+
+    def ask(
+        self, kind: str, limit_s: float, setting: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any
+    ) -> Message:
+        """The answer to a message, see `answer`."""
+        return self.answer(self.begin(kind, tensors, **fields), kind, limit_s, setting)
+
+    def begin(
+        self, kind: str, tensors: Mapping[str, Tensor] | None = None, must_succeed: bool = False, **fields: Any
+    ) -> int:
+        """Sends a message and returns its number, for `answer`.
+
+        With `must_succeed` an error of the process is raised by the next call, not only by `answer`.
+        """
+        number = next(self._numbers)
+        if must_succeed:
+            self._must_succeed.add(number)
+        self.send({"kind": kind, "call": number, **fields}, tensors)
+        return number
+
+    def answer(self, number: int, kind: str, limit_s: float, setting: str) -> Message:
+        """Waits for the answer to the message that `begin` has sent.
+
+        Raises:
+            StalledError: there was none within `limit_s`; names the call, `kind`, and the setting behind the limit.
+            EngineError: the process has ended. Errors of the engine are raised as they are.
+        """
+        if not self.wait_for(lambda: number in self._answers, limit_s):
+            what = f"{kind}: the embedded engine's process did not answer within {limit_s:g} s"
+            raise StalledError(f"{what} (set by {setting})")
+        answer = self._answers.pop(number)
+        self._must_succeed.discard(number)
+        if "error" in answer[0]:
+            raise from_json(answer[0]["error"])
+        return answer
+
+    def wait_for(self, condition: Callable[[], Any], timeout_s: float) -> bool:
+        """Waits until the condition holds; False on timeout.
+
+        Raises:
+            EngineError: the process has ended, or `close` was called. Errors of the engine are raised as they are.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._error is not None, timeout_s)
+            if not condition() and self._error is not None:
+                raise self._error
+            return bool(condition())
+
+    def _read(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            fields = message[0]
+            with self._changed:
+                if fields["kind"] == "report":
+                    self._on_report(message)
+                elif fields["kind"] == "answer":
+                    self._answers[fields["call"]] = message
+                if "error" in fields and fields.get("call") in self._must_succeed:
+                    self._error = self._error or from_json(fields["error"])
+                self._changed.notify_all()
+        self._break(EngineError(f"the embedded engine's process ended ({self._end()})"))
+
+    def _break(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(CLOSE_S)
+            return signal.Signals(-code).name if code < 0 else f"status {code}"
+        return "it still runs"
+
+    def close(self) -> None:
+        """Ends the process and unblocks all waits."""
+        self._break(EngineError("the engine was closed"))
+        self._channel.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def from_json(error: Mapping[str, str]) -> Exception:
+    """The error of an engine's process, as the engine would raise it in this one."""
+    name = error["type"]
+    message = error["message"]
+    if name == "OutOfMemoryError":
+        return torch.OutOfMemoryError(message)
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind(message)
+    log.error("the embedded engine's process failed:\n%s", error["traceback"])
+    return EngineError(f"{name}: {message}")
+
 
 # -- Messages between the trainer's process and an engine's: JSON, with tensors beside it. Reading one runs no code
 
@@ -142,328 +507,3 @@ def unpack_completions(packed: Sequence[list[Any]], tensors: dict[str, Tensor]) 
             packed, heads, experts, strict=True
         )
     ]
-
-
-# -- The trainer's connection to the process of an embedded engine (`child.py`) ---------------------------------------
-# | who | waits for | woken by |
-# |---|---|---|
-# | `ask` (any thread) | its answer, at most its limit | the reader, `close`, the end of the process |
-# | `wait_for` (producer's thread) | what reports have brought, at most its timeout | the same |
-# | the reader | the next message | the process; `close` and its end, which end the reader |
-
-
-PROGRAM = "from lit_async_rl.engines.embedded.child import main; main()"
-CLOSE_S = 5.0
-log = logging.getLogger(__name__)
-
-
-class Connection:
-    """Starts the process, which ends with this one or with `close`.
-
-    Args:
-        on_report: called by the reader with each report, which `wait_for` then sees.
-    """
-
-    def __init__(self, on_report: Callable[[Message], None]) -> None:
-        ours, theirs = socket.socketpair()
-        paths = [str(Path(lit_async_rl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            start_new_session=True,  # Ctrl-C is for the trainer
-        )
-        theirs.close()
-        self._channel = Channel(ours)
-        self._on_report = on_report
-        self._numbers = itertools.count()
-        self._answers = dict[int, Message]()
-        self._must_succeed: set[int | None] = {None}  # what has no number, too
-        self._error: Exception | None = None
-        self._changed = threading.Condition()
-        threading.Thread(target=self._read, name="embedded-engine", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    def send(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Sends a message.
-
-        Raises:
-            EngineError: the process has ended, or its own error.
-        """
-        if self._error is not None:
-            raise self._error
-        try:
-            self._channel.send(fields, tensors)
-        except OSError:
-            raise EngineError("the embedded engine's process has ended, or the engine was closed") from None
-
-    def ask(
-        self, kind: str, limit_s: float, setting: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any
-    ) -> Message:
-        """The answer to a message, see `answer`."""
-        return self.answer(self.begin(kind, tensors, **fields), kind, limit_s, setting)
-
-    def begin(
-        self, kind: str, tensors: Mapping[str, Tensor] | None = None, must_succeed: bool = False, **fields: Any
-    ) -> int:
-        """Sends a message whose `answer` is to be asked for; `must_succeed`: an error breaks the engine before that."""
-        number = next(self._numbers)
-        if must_succeed:
-            self._must_succeed.add(number)
-        self.send({"kind": kind, "call": number, **fields}, tensors)
-        return number
-
-    def answer(self, number: int, kind: str, limit_s: float, setting: str) -> Message:
-        """The answer to a message that has begun.
-
-        Raises:
-            StalledError: there was none within `limit_s`; names the call, `kind`, and the setting behind the limit.
-            EngineError: the process has ended. Errors of the engine are raised as they are.
-        """
-        if not self.wait_for(lambda: number in self._answers, limit_s):
-            what = f"{kind}: the embedded engine's process did not answer within {limit_s:g} s"
-            raise StalledError(f"{what} (set by {setting})")
-        answer = self._answers.pop(number)
-        self._must_succeed.discard(number)
-        if "error" in answer[0]:
-            raise from_json(answer[0]["error"])
-        return answer
-
-    def wait_for(self, condition: Callable[[], Any], timeout_s: float) -> bool:
-        """Whether the condition came true in time.
-
-        Raises:
-            EngineError: the process has ended, or `close` was called. Errors of the engine are raised as they are.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: condition() or self._error is not None, timeout_s)
-            if not condition() and self._error is not None:
-                raise self._error
-            return bool(condition())
-
-    def _read(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            fields = message[0]
-            with self._changed:
-                if fields["kind"] == "report":
-                    self._on_report(message)
-                elif fields["kind"] == "answer":
-                    self._answers[fields["call"]] = message
-                if "error" in fields and fields.get("call") in self._must_succeed:
-                    self._error = self._error or from_json(fields["error"])
-                self._changed.notify_all()
-        self._break(EngineError(f"the embedded engine's process ended ({self._end()})"))
-
-    def _break(self, error: Exception) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def _end(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(CLOSE_S)
-            return signal.Signals(-code).name if code < 0 else f"status {code}"
-        return "it still runs"
-
-    def close(self) -> None:
-        """Ends the process and unblocks all waits."""
-        self._break(EngineError("the engine was closed"))
-        self._channel.close()
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def from_json(error: Mapping[str, str]) -> Exception:
-    """The error of an engine's process, as the engine would raise it in this one."""
-    name = error["type"]
-    message = error["message"]
-    if name == "OutOfMemoryError":
-        return torch.OutOfMemoryError(message)
-    kind = getattr(errors, name, None) or getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        return kind(message)
-    log.error("the embedded engine's process failed:\n%s", error["traceback"])
-    return EngineError(f"{name}: {message}")
-
-
-FILE_BYTES = 2**30  # of weights, and of the copy of them that the trainer holds while it writes them
-
-
-class EmbeddedEngineProcess(EmbeddedEngine):
-    """`EmbeddedEngine` with `own_process`: the engine of a child process, to which requests and weights are sent.
-
-    Weights go through files in memory; in flight, the trainer does not wait for the process to read them. With LoRA the
-    adapted layers travel whole: the process has no frozen weights to add adapters to.
-    """
-
-    takes_adapters = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._connection: Connection | None = None
-        self._folders: WeightFolders | None = None
-        self._finished: deque[Completion] = deque()  # the reader appends, the producer's thread takes
-        self._num_running = 0
-        self._recorder: SpanRecorder = recorder()  # replaced by that of the run in `setup`
-        self._vocab_size = 0
-        self._has_weights = False
-        self._update: tuple[int, Path] | None = None  # that was sent, and the folder of its weights
-
-    @property
-    def _process(self) -> Connection:
-        return set_up(self._connection)
-
-    def setup(self, model: str) -> None:
-        """Starts the process, which builds the architecture."""
-        self._recorder = recorder()  # not asked for with each report: one that comes late belongs to this run
-        self._connection = Connection(self._take_in)
-        self._folders = WeightFolders(folder_with_room(weight_bytes(model, getattr(torch, self.dtype))))
-        names = inspect.signature(EmbeddedEngine.__init__).parameters.keys() - {"self", "own_process", "max_model_len"}
-        settings = {name: getattr(self, name) for name in names}
-        settings |= {"max_model_len": self._max_model_len, "device": _with_number(self.device)}
-        limit = f"data.engine.startup_timeout_s={self.startup_timeout_s:g}"
-        limits, _ = self._process.ask("setup", self.startup_timeout_s, limit, model=model, settings=settings)
-        self._max_model_len = limits["max_model_len"]
-        self._vocab_size = limits["vocab_size"]
-
-    @property
-    def _update_limit(self) -> str:
-        return f"data.engine.update_timeout_s={self.update_timeout_s:g}"
-
-    def _ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Message:
-        return self._process.ask(kind, self.update_timeout_s, self._update_limit, tensors, **fields)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if not self._has_weights:
-            raise SetupError("the engine was used before load_weights")
-        check_requests(requests, self.max_model_len, self.vocab_size)
-        self._process.send({"kind": "submit", "requests": pack_requests(requests)})
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        """Waits for finished samples."""
-        if self._closed:
-            return []
-        try:
-            self._process.wait_for(lambda: self._finished, timeout_s)
-        except Exception:
-            if not self._closed:  # in another thread, meanwhile
-                raise
-        return [self._finished.popleft() for _ in range(len(self._finished))]
-
-    def abort(self, request_ids: Sequence[int]) -> None:
-        self._ask("abort", request_ids=list(request_ids))
-        kept = [c for c in self.poll(0.0) if c.request_id not in set(request_ids)]
-        self._finished.extendleft(reversed(kept))  # what was finished before has arrived before the answer
-
-    def partial_completions(self) -> list[Completion]:
-        fields, heads = self._ask("partial_completions")
-        return unpack_completions(fields["completions"], heads)
-
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Samples from these weights from the next token on, or after all earlier requests (see `EmbeddedEngine`).
-
-        Raises:
-            ValueError: names or shapes are not the model's. In flight only the first update says so; a later one has
-                `poll` raise it.
-            StalledError: older updates were not used within `update_timeout_s`.
-            OSError: the weights cannot be written where the process reads them.
-            EngineError: the process has ended.
-        """
-        self._finish_update()
-        folder = set_up(self._folders).make()
-        unchanged = list[str]()
-
-        def changed() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                if tensor is UNCHANGED:
-                    unchanged.append(name)
-                else:
-                    yield name, tensor
-
-        try:
-            shards = chunks(changed(), FILE_BYTES, "cpu", getattr(torch, self.dtype))
-            write_folder(folder, shards, {"version": str(version)})
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        is_awaited = not self.in_flight_weight_updates or not self._has_weights
-        fields: dict[str, Any] = {"version": version, "folder": str(folder), "unchanged": unchanged}
-        fields["is_recorded"] = self._recorder.is_started  # nothing is sampled before the first weights
-        self._update = self._process.begin("load_weights", must_succeed=not is_awaited, **fields), folder
-        if is_awaited:
-            self._finish_update()
-        self._has_weights = True
-
-    def _finish_update(self) -> None:
-        """Waits until the process has taken in the last update; later messages are carried out after it anyway."""
-        if self._update is not None:
-            (number, folder) = self._update
-            self._update = None
-            try:
-                limit_s = 2 * self.update_timeout_s  # the engine's own error says more
-                self._process.answer(number, "load_weights", limit_s, self._update_limit)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def random_state(self) -> Tensor:
-        return self._ask("random_state")[1]["state"]
-
-    def set_random_state(self, state: Tensor) -> None:
-        self._ask("set_random_state", {"state": state})
-
-    def _take_in(self, report: Message) -> None:
-        fields, heads = report
-        self._finished.extend(unpack_completions(fields["completions"], heads))
-        self._record.busy_s = fields["busy_s"]
-        self._record.num_tokens = fields["num_tokens"]
-        self._num_running = fields["num_running"]
-        self._recorder.add(fields["events"])
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    def run(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """All completions of each request, by sample index; blocks until they are finished. Needs no producer."""
-        return run_requests(self, requests)
-
-    def close(self) -> None:
-        """Ends the process and unblocks `poll` and all calls."""
-        self._closed = True
-        if self._connection is not None:
-            self._connection.close()
-        if self._update is not None:
-            shutil.rmtree(self._update[1], ignore_errors=True)
-        if self._folders is not None:
-            self._folders.close()
-
-
-def in_own_process(kind: type[EmbeddedEngine]) -> type[EmbeddedEngineProcess]:
-    """Class for `own_process`.
-
-    Raises:
-        ValueError: `kind` is a class that the process does not know.
-    """
-    if not issubclass(EmbeddedEngineProcess, kind):
-        raise ValueError(f"data.engine.own_process=True is for EmbeddedEngine itself, not for {kind.__name__}")
-    return EmbeddedEngineProcess
-
-
-def _with_number(device: str) -> str:
-    """The device that this process (a rank of several) means; a new one would take the first."""
-    found = find_device(device)
-    if found.type == "cpu" or found.index is not None:
-        return str(found)
-    return f"{found.type}:{torch.accelerator.current_device_index()}"

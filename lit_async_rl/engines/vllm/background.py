@@ -12,8 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.engines.embedded.queue import check_request
+from lit_async_rl.engines.base import RolloutEngine, check_request
 from lit_async_rl.engines.vllm.engine_arguments import is_cpu_build
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess

@@ -12,14 +12,13 @@ outside, and the engine is stopped: it never samples from half-loaded weights.
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest, RolloutEngine
+from lit_async_rl.engines.base import Completion, GenerationRequest, set_up
 from lit_async_rl.engines.vllm.background import (
     BackgroundEngine,
     Gate,
@@ -33,8 +32,8 @@ from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess, start_vllm
 from lit_async_rl.engines.vllm.requests import RequestRunner
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
-from lit_async_rl.errors import EngineError, SetupError, StalledError
-from lit_async_rl.models.loading import stored_dtype, stored_eos_token_ids
+from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.models.loading import base_of, stored_dtype, stored_eos_token_ids
 from lit_async_rl.utils.checks import check_range
 
 
@@ -71,23 +70,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         sleep_level: for a trainer on the same GPU with `data.max_staleness` 0, whether vLLM frees its memory while the
             trainer trains. 0: no. 1: the KV cache is dropped, and the weights wait in host memory. 2: both are dropped,
             and come back with the next update; what is submitted before waits for it.
-        replicas: models that generate side by side, each on `tensor_parallel_size` GPUs. For a model that fits onto one
-            GPU they are faster than tensor parallelism. They are processes that the trainer starts; one that dies is
-            started again, and its requests are sampled again by others.
+        replicas: 1; several models side by side are `VLLMReplicas`.
 
     Raises:
         ValueError: a setting is out of range, or refused.
     """
-
-    @classmethod
-    def variant(cls, kwargs: Mapping[str, Any]) -> type[RolloutEngine]:
-        """Several replicas are a class of their own."""
-        replicas = kwargs.get("replicas", 1)
-        if cls is VLLMEngine and isinstance(replicas, int) and replicas > 1:
-            module = importlib.import_module("lit_async_rl.engines.vllm.replicas")  # which imports this one
-            kind: type[RolloutEngine] = module.VLLMReplicas
-            return kind
-        return cls
 
     def __init__(
         self,
@@ -115,7 +102,6 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         check_range(
             "data.engine",
             "integer positive",
-            replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -130,7 +116,11 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             update_timeout_s=update_timeout_s,
         )
         check_range("data.engine", "integer", seed=seed)
-        self.replicas = replicas
+        if replicas != 1:
+            raise ValueError(
+                f"data.engine.class_path=VLLMEngine with replicas={replicas} is now VLLMReplicas, an engine with the "
+                "same settings"
+            )
         self.sleep_level = check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
         self.dtype = dtype or "auto"  # known in `setup`
@@ -162,7 +152,8 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         check_can_sleep(self.sleep_level)
-        arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": model}
+        # vLLM cannot begin with an adapter alone; its change comes with the first weights
+        arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": base_of(model)}
         arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
         self._process = start_vllm(
@@ -173,9 +164,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     @property
     def _vllm(self) -> VLLMProcess:
-        if self._process is None:
-            raise SetupError("the engine was used before its setup")
-        return self._process
+        return set_up(self._process)
 
     def _publish(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> float:
         self.transfer.stage(weights)

@@ -16,15 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_async_rl.engines.base import Completion, GenerationRequest
+from lit_async_rl.engines.base import Completion, GenerationRequest, set_up
 from lit_async_rl.engines.vllm.background import check_can_sleep
 from lit_async_rl.engines.vllm.engine import VLLMEngine
 from lit_async_rl.engines.vllm.engine_arguments import FIXED_ARGUMENTS, check_vllm, is_cpu_build
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
 from lit_async_rl.engines.vllm.replica_process import LOOK_S, MAX_RESTARTS, Replica
 from lit_async_rl.engines.vllm.servers.engine import VLLMServerEngine
-from lit_async_rl.errors import EngineError, SetupError, StalledError
+from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import stored_dtype
+from lit_async_rl.utils.checks import check_range
 
 SET_BY_SERVE = (*FIXED_ARGUMENTS, "worker_extension_cls", "model")
 log = logging.getLogger(__name__)
@@ -101,14 +102,27 @@ class ReplicaFleet(VLLMServerEngine):
 
 
 class VLLMReplicas(VLLMEngine):
-    """Engine of several vLLM servers on this machine: `VLLMEngine(replicas=N)` with N > 1."""
+    """Several vLLM models side by side on this machine, for a model that fits onto few GPUs.
+
+    For a model that fits onto one GPU they are faster than tensor parallelism. They are processes that the trainer
+    starts; one that dies is started again, and its requests are sampled again by others.
+
+    Args:
+        replicas: models, each on `tensor_parallel_size` GPUs.
+        **settings: of `VLLMEngine`; without a transfer they share memory.
+
+    Raises:
+        ValueError: a setting is out of range, or refused.
+    """
 
     uses_probe = True
     transfer: FileTransfer
     _fleet: ReplicaFleet | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, replicas: int = 2, **settings: Any) -> None:
+        check_range("data.engine", "integer positive", replicas=replicas)
+        super().__init__(**settings)
+        self.replicas = replicas
         if not isinstance(self.transfer, FileTransfer):
             raise ValueError(
                 f"data.engine.replicas={self.replicas} needs a transfer that all can read, SharedMemoryTransfer or "
@@ -156,9 +170,7 @@ class VLLMReplicas(VLLMEngine):
 
     @property
     def _started(self) -> ReplicaFleet:
-        if self._fleet is None:
-            raise SetupError("the engine was used before its setup")
-        return self._fleet
+        return set_up(self._fleet)
 
     @property
     def max_model_len(self) -> int:

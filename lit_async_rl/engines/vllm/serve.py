@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -19,7 +20,9 @@ from lit_async_rl.engines.vllm.engine_arguments import (
 from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION
 from lit_async_rl.errors import SetupError
+from lit_async_rl.models.loading import base_of
 from lit_async_rl.utils.checks import OneLineParser, check_range
+from lit_async_rl.utils.config_files import load_config
 from lit_async_rl.utils.processes import die_with_parent
 
 _ON_A_CPU = CPU_VARIABLES | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
@@ -43,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--die_with_parent", action="store_true", help="end as soon as the parent process is gone")
     known, others = parser.parse_known_args(args)
     try:
-        model = known.model or model_of(known.config)
+        model = base_of(known.model or model_of(known.config))  # an adapter's change comes with the first weights
         has_key = bool(os.environ.get("VLLM_API_KEY"))
         check_address(known.host, known.port, has_key)
         check_vllm(needed_by="scripts/serve.py")
@@ -62,7 +65,7 @@ def model_of(config: str) -> str:
         FileNotFoundError: there is no such file.
         ValueError: it does not name a model.
     """
-    model = OmegaConf.select(OmegaConf.load(config), "model.model")
+    model = OmegaConf.select(OmegaConf.create(load_config(Path(config))), "model.model")
     if not isinstance(model, str):
         raise ValueError(f"--config {config}: model.model is not set")
     return model

@@ -1,0 +1,228 @@
+"""Configuration files of a command line, and checks of settings that jsonargparse does not make."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import os
+import pkgutil
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+
+from lit_async_rl.utils.checks import meant
+from lit_async_rl.utils.config_files import with_bases, without_base
+
+log = logging.getLogger(__name__)
+
+# -- Configuration files on a command line, and its other words -------------------------------------------------------
+
+
+FILE_IN_WORD = re.compile(r"^(--config=|-c=?(?=.))")  # an option and its file in one word
+
+
+def config_files(args: Sequence[str]) -> list[Path]:
+    """Files of `--config` on a command line, in their order."""
+    return _divided(args)[0]
+
+
+def files_first(args: Sequence[str]) -> list[str]:
+    """The words of a command line, the files of `--config` in front: flags override files wherever they stand.
+
+    A file with `base` follows the files that it builds on.
+    """
+    files, flags = _divided(args)
+    return [f"--config={part}" for file in files for part in with_bases(file)] + flags
+
+
+def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The files of `--config FILE`, `--config=FILE` and the like, and all other words."""
+    files: list[str] = []
+    flags: list[str] = []
+    left = list(args)
+    while left:
+        word = left.pop(0)
+        if word in ("--config", "-c") and left:
+            files.append(left.pop(0))
+        elif FILE_IN_WORD.match(word):
+            files.append(FILE_IN_WORD.sub("", word))
+        else:
+            flags.append(word)
+    return [Path(file).expanduser() for file in files], flags
+
+
+# -- Before parsing: files that are there, are YAML, and stand in the right order -------------------------------------
+
+
+def check_config_files(args: Sequence[str]) -> None:
+    """Refuses files that are not there, are no YAML, or expand beyond limits, and warns of overlays before their base.
+
+    Args:
+        args: of the command line.
+
+    Raises:
+        ValueError: names the file.
+    """
+    for argument in args:
+        if re.match(r"-(config|ckpt_path|data|defaults|help|model|seed_everything|trainer)\b", argument):
+            raise ValueError(f"{argument}: settings begin with two dashes, -{argument}")
+    for file in config_files(args):
+        if file.is_dir():
+            inside = file / "config.yaml"
+            hint = f"; did you mean {inside}?" if inside.is_file() else ""
+            raise ValueError(f"config={str(file)!r} is a folder, not a file{hint}")
+        if not file.is_file():
+            raise ValueError(f"config={str(file)!r}: there is no such file{_suggested_file(file)}")
+        with_bases(file)
+    _warn_of_early_overlays(config_files(args))
+
+
+def _suggested_file(file: Path) -> str:
+    if all(Path(one).is_file() for one in str(file).split(",")):
+        return "; each file needs a --config of its own"
+    shipped = [one for one in Path("configs").rglob("*.yaml") if file.stem == one.stem]
+    if shipped:
+        return f"; did you mean {shipped[0]}?"
+    return meant(str(file), [str(one) for one in file.parent.glob("*.yaml")])
+
+
+def _warn_of_early_overlays(files: Sequence[Path]) -> None:
+    """Warns of settings that are lost to a later file that names the model: an overlay given before its base."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    try:
+        found = [(file, _settings_of(file)) for file in files]
+    except yaml.YAMLError:  # a tag: the parser refuses it
+        return
+    for number, (file, own) in enumerate(found):
+        for later, others in found[number + 1 :]:
+            lost = [name for name, value in own.items() if name in others and others[name] != value]
+            if "model.model" in others and "model.model" not in own and lost:
+                some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+                log.warning("%s sets %s again, behind %s: the last file wins, overlays come last", later, some, file)
+
+
+def places_of_callback(name: str, args: Sequence[str]) -> str:
+    """Configuration files, and options of the command line, that add a callback to `trainer.callbacks`.
+
+    Args:
+        name: of its class.
+        args: of the command line.
+    """
+    is_named = re.compile(rf"(^|\W){re.escape(name)}($|\W)").search
+    places = []
+    for file in (part for named in config_files(args) for part in with_bases(named)):
+        trainer = (yaml.safe_load(file.read_bytes()) or {}).get("trainer") or {}
+        for key in ("callbacks", "callbacks+"):
+            places += [f"by {key} in {file}"] * sum(map(bool, map(is_named, _class_names(trainer.get(key)))))
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        if option.startswith("--trainer.callbacks") and is_named(option if "=" in option else value):
+            places.append(f"by {option.partition('=')[0]}")
+    return " and ".join(places)
+
+
+def _class_names(callbacks: Any) -> list[str]:
+    """Class paths of callbacks as a file has them: one or a list, each a name or a mapping."""
+    entries = callbacks if isinstance(callbacks, list) else [callbacks]
+    return [str(entry.get("class_path", "")) if isinstance(entry, Mapping) else str(entry) for entry in entries]
+
+
+def _settings_of(file: Path) -> dict[str, Any]:
+    """Full names and values of the settings of a file and its bases."""
+    trees = [yaml.safe_load(without_base(part.read_text(encoding="utf-8"))) for part in with_bases(file)]
+    return {name: value for tree in trees for name, value in _leaves(tree)}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full names and values of the settings of a file; a class with its arguments is one value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and "class_path" not in value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# -- After parsing: classes that are classes, and values where there must be one --------------------------------------
+
+
+_NO_VALUE = "must have a value, got null: leave it out for its default"
+
+
+def check_class_paths(config: Any, setting: str = "") -> None:
+    """Refuses a `class_path` that is not a class, before anything is called.
+
+    jsonargparse checks subclasses; for types that are callables (`model.scheduler`, `data.reward`) it would accept any
+    function as a class and call it with `init_args`.
+
+    Args:
+        config: as parsed.
+        setting: its full name.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if isinstance(config, Namespace):
+        config = vars(config)
+    if isinstance(config, Mapping):
+        path = config.get("class_path")
+        if isinstance(path, str) and not inspect.isclass(pkgutil.resolve_name(path)):
+            raise ValueError(f"{setting}.class_path must be a class, got {path}, which is none; nothing was called")
+        if isinstance(path, str):
+            _check_arguments(path, config.get("init_args"), setting)
+        for name, value in config.items():
+            check_class_paths(value, f"{setting}.{name}" if setting else str(name))
+    elif isinstance(config, (list, tuple)):
+        for number, value in enumerate(config):
+            check_class_paths(value, f"{setting}.{number}")
+
+
+def _check_arguments(path: str, given: Any, setting: str) -> None:
+    """Refuses null for an argument without a default, or of a type without None: jsonargparse passes it in silence.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not isinstance(given, Namespace):
+        return
+    for name, parameter in inspect.signature(pkgutil.resolve_name(path)).parameters.items():
+        if parameter.default is None or name not in given or given[name] is not None:
+            continue
+        if parameter.annotation is parameter.empty and parameter.default is parameter.empty:
+            raise ValueError(f"{setting}.init_args.{name} must be given: {path} has no default for it, got null")
+        if parameter.annotation is not parameter.empty and not _takes_none(parameter.annotation):
+            raise ValueError(f"{setting}.init_args.{name} {_NO_VALUE}")
+
+
+def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
+    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in the place of settings.
+
+    jsonargparse checks neither in configuration files.
+
+    Args:
+        config: as parsed.
+        actions: of the parser: one for each setting, and one for each group of them.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    kinds = {action.dest: getattr(action, "_typehint", None) for action in actions}
+    parents = {name.rpartition(".")[0] for name in kinds}
+    for group in sorted(name for name, kind in kinds.items() if kind is None and name in parents):
+        if not isinstance(value := config.get(group), Namespace):
+            raise ValueError(f"{group} must hold settings (`name: value`), got {json.dumps(value, default=str)}")
+    for action in actions:
+        kind = kinds[action.dest]
+        if kind is None or action.default is None or _takes_none(kind) or action.dest not in config:
+            continue
+        if config[action.dest] is None:
+            raise ValueError(f"{action.dest} {_NO_VALUE}")
+
+
+def _takes_none(kind: Any) -> bool:
+    return any(word in str(kind) for word in ("None", "Optional", "Any"))

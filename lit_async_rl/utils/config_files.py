@@ -1,0 +1,148 @@
+"""Configuration files: YAML within limits, which may build on other files by `base: file.yaml` or a list of files.
+
+The files of `base` are read first, in their order, as if each had been given as an earlier `--config`. Their paths are
+relative to the folder of the file that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+BASE = "base"
+MAX_BYTES = 10_000_000
+MAX_NODES = 1_000_000
+MAX_LEVELS = 100
+
+
+def with_bases(file: Path, built_on_by: Sequence[Path] = ()) -> list[Path]:
+    """A configuration file behind those that it builds on, in the order in which they are read.
+
+    Args:
+        file: is checked before it is read.
+        built_on_by: files that lead to this one.
+
+    Raises:
+        ValueError: a file is no configuration, `base` is not a path or a list of paths, or a file of it is not there
+            or builds on itself.
+        OSError: `file` cannot be read.
+    """
+    if built_on_by and not file.is_file():
+        raise ValueError(f"config={str(built_on_by[-1])!r}: there is no file {file}, which it names as base")
+    if file.resolve() in {other.resolve() for other in built_on_by}:
+        raise ValueError(f"config={str(built_on_by[-1])!r}: base={str(file)!r} builds on itself")
+    check_yaml(file)
+    root = yaml.compose(file.read_bytes(), Loader=yaml.SafeLoader)  # not constructed: tags are left to the parser
+    names = [yaml.safe_load(yaml.serialize(value)) for key, value in root.value if key.value == BASE]
+    names = names[0] if names and isinstance(names[0], list) else names
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config={str(file)!r}: base must be a path or a list of paths, got {names}")
+    bases = [base for name in names for base in with_bases(file.parent / name, [*built_on_by, file])]
+    return [*bases, file]
+
+
+def without_base(text: str) -> str:
+    """The text of a configuration file without its key `base`."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode) or all(key.value != BASE for key, _ in root.value):
+        return text
+    root.value = [(key, value) for key, value in root.value if key.value != BASE]
+    return yaml.serialize(root)
+
+
+def load_config(file: Path) -> dict[str, Any]:
+    """The settings of a configuration file over those of its bases, with `${...}` as written.
+
+    Raises:
+        ValueError: see `with_bases`.
+        OSError: the file cannot be read.
+    """
+    merged = OmegaConf.merge(*(OmegaConf.load(part) for part in with_bases(file)))
+    content: Any = OmegaConf.to_container(merged)
+    content.pop(BASE, None)
+    return {str(name): value for name, value in content.items()}
+
+
+def check_yaml(file: Path) -> None:
+    """Refuses a file that is not YAML with settings, that has a key twice, or that expands beyond limits.
+
+    Raises:
+        ValueError: names the file.
+    """
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"config={str(file)!r} is not a configuration: it has more than {MAX_BYTES:,} bytes")
+    try:
+        text = file.read_bytes().decode()
+        is_mapping = _measure(text)
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config={str(file)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"config={str(file)!r}{line} is not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"config={str(file)!r} cannot be used: {error}") from None
+    if not is_mapping:
+        raise ValueError(f"config={str(file)!r} holds no settings (`name: value`)")
+
+
+def _measure(text: str) -> bool:
+    """Whether a document is a mapping. Counts its nodes as if aliases were expanded, which they are not.
+
+    Raises:
+        ValueError: too many nodes or levels.
+    """
+    sizes: dict[str, int] = {}  # nodes by anchor
+    is_mapping = None
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes inside so far
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        size = 0
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            is_mapping = isinstance(event, yaml.MappingStartEvent) if is_mapping is None else is_mapping
+            open_nodes.append((event.anchor, 1))
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            anchor, size = open_nodes.pop()
+            sizes |= {} if anchor is None else {anchor: size}
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in open_nodes):
+                raise ValueError(f"*{event.anchor} stands within &{event.anchor}")
+            size = sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+            sizes |= {} if event.anchor is None else {event.anchor: 1}
+        if size and open_nodes:
+            anchor, inside = open_nodes.pop()
+            open_nodes.append((anchor, inside + size))
+        if len(open_nodes) > MAX_LEVELS or (open_nodes and open_nodes[-1][1] > MAX_NODES):
+            raise ValueError(f"more than {MAX_LEVELS} levels, or {MAX_NODES:,} values with its aliases written out")
+    return bool(is_mapping)
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    """Refuses a key that is there twice: YAML readers would take the last in silence.
+
+    Raises:
+        ValueError: names key and lines.
+    """
+    nodes = [root]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                name = str(key.value)
+                line = key.start_mark.line + 1
+                if name in lines and name != "<<":
+                    raise ValueError(f"{name} is there twice, in lines {lines[name]} and {line}")
+                lines[name] = line
+                nodes.append(value)

@@ -1,0 +1,106 @@
+"""Messages of jsonargparse in this package's words: each is provoked, so that another wording of the library shows."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_async_rl.cli.app import AsyncRLCLI
+from lit_async_rl.cli.error_report import explain
+
+ROOT = Path(__file__).parents[2]
+BASE = ["--config", "configs/quickstart.yaml"]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(AsyncRLCLI, "instantiate_classes", lambda self: pytest.fail("accepted"))
+
+
+def said(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        AsyncRLCLI(words)
+    assert end.value.code == 2
+    return capsys.readouterr().err.strip()
+
+
+FLAGS = {
+    "--data.group_sise 3": "there is no setting data.group_sise; did you mean data.group_size?",
+    "--data.group_size x": "data.group_size must be of type int, got x",
+    "--data.model x": "data.model cannot be given here: it follows model.model",
+    "--model.kl_estimator k9": "model.kl_estimator must be one of 'token', 'sequence', 'k3', got k9",
+    "--data.engine Embedded": "data.engine must be a RolloutEngine, got Embedded; did you mean EmbeddedEngine?",
+    "--data.engine no_such.Engine": "data.engine=no_such.Engine: there is no module no_such",
+    "--data.engine.num_slots 3": (
+        "data.engine.num_slots is a setting of no class yet: choose one first, --data.engine NAME "
+        "--data.engine.num_slots ..."
+    ),
+    "--data.engine EpisodeEngine --data.engine.environment calculator": (
+        "data.engine.environment must be an Environment, got calculator; did you mean Calculator?"
+    ),
+    "--data.engine VLLMServerEngine --data.engine.servers a:1": "data.engine.servers must be of type list, got a:1",
+    "--data.prompts.num_digit 3": "there is no setting data.prompts.num_digit of SortDigits; did you mean num_digits?",
+    "--data.prompts JsonlPrompts": "data.prompts: JsonlPrompts needs data.prompts.path",
+    "--data.reward my_rewards.py:judge": (
+        "data.reward must be the dotted path of a function or a class, got my_rewards.py:judge; did you mean "
+        "my_rewards.judge?"
+    ),
+    "--data.reward lit_async_rl.rewards.exact_matsh": (
+        "data.reward: there is no exact_matsh in lit_async_rl.rewards; did you mean exact_match?"
+    ),
+    "--data.reward.timeout 3": "there is no setting data.reward.timeout: data.reward is a function",
+    "--model.loss torch.nn.MSELoss": "model.loss must be a PolicyLoss, got torch.nn.MSELoss",
+    "--model.optimizer torch.optim.Adamm": "model.optimizer: there is no Adamm in torch.optim; did you mean Adam?",
+    "--model.scheduler OneCycleLR": "model.scheduler: OneCycleLR needs model.scheduler.max_lr",
+    "--trainer.callbacks+=CollapseAlarm --trainer.callbacks.action stopp": (
+        "trainer.callbacks.action must be an AlarmAction, got stopp; did you mean Stop?"
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_wrong_flag(flags, capsys, tmp_path, monkeypatch):
+    for link in ("configs", "lit_async_rl"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("def judge(prompt, completion):\n    return 1.0\n")
+    assert said(capsys, *BASE, *flags.split()) == f"error: {FLAGS[flags]}"
+
+
+FILES = {
+    "trainer: {group_size: 3}": "there is no setting trainer.group_size; did you mean data.group_size?",
+    "traner: {max_steps: 3}": "there is no setting traner.max_steps; did you mean trainer.max_steps?",
+    "trainer:": "trainer is empty in a configuration file: give it a value, or leave it out",
+    "model: {model: null}": (
+        "model.model is not set: name a model, or a file that does (--config configs/quickstart.yaml)"
+    ),
+    "model: {loss: {class_path: PPOClip, clip_low: 0.1}}": (
+        "model.loss: clip_low must be in init_args, beside class_path: {class_path: ..., init_args: {...}}"
+    ),
+    "trainer: {callbacks: [SampleLogger, {class_path: CollapseAlrm}]}": (
+        "trainer.callbacks must be a Callback, got CollapseAlrm; did you mean CollapseAlarm?"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_wrong_file(text, capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"{text}\n")
+    assert said(capsys, *BASE, "--config", str(tmp_path / "mine.yaml")) == f"error: {FILES[text]}"
+
+
+def test_other_words_of_the_library_are_repeated_with_the_setting():
+    nested = """Parser key "data.engine":
+  Does not validate against any of the Union subtypes
+  Subtypes: [<class 'lit_async_rl.engines.base.RolloutEngine'>, <class 'NoneType'>]
+  Errors:
+    - Problem with given class_path 'lit_async_rl.EmbeddedEngine':
+        Parser key "num_slots":
+          The number is not among friends. Got value: 3
+    - Expected a <class 'NoneType'>
+  Given value type: <class 'jsonargparse._util.NestedArg'>
+  Given value: NestedArg(key='num_slots', val='3')"""
+    expected = "data.engine.num_slots: The number is not among friends. Got value: 3"
+    assert explain(nested, {}) == expected
+    assert explain(nested.replace("lit_async_rl.EmbeddedEngine", "no_such.Engine"), {}) == expected
+    assert explain("Nothing of this is known", {}) == "Nothing of this is known"

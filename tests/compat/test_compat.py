@@ -1,0 +1,276 @@
+"""Configurations, checkpoints and tapes of earlier commits: each works, or one line names the new key.
+
+`make.py` wrote the files, one folder for each commit that is promised. They stand for what users have, so they are
+never edited or written again. A key or name that is to go gets a row in `docs/migration.md`, and an error of one line
+that says `OLD is now NEW`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import runpy
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from benchmarks.staleness import suite as staleness_suites
+from benchmarks.time_to_accuracy import suite as time_suites
+
+ROOT = Path(__file__).parents[2]
+COMMITS = sorted(path.parent for path in Path(__file__).parent.glob("*/frozen.json"))
+FROZEN = {folder: yaml.load((folder / "configurations.yaml").read_bytes(), yaml.CSafeLoader) for folder in COMMITS}
+TRAIN: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="train")["main"]
+TIMES = ("generation_s", "queue_s", "written_at")
+QUICKSTART = ("--config", "configs/quickstart.yaml", "--config", "run.yaml")
+
+
+class Done(BaseException):
+    """Ends a command that has done what the test wants of it; no `except Exception` catches it."""
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory) -> dict[Path, Path]:
+    """For each commit a folder in which the paths of its configurations lead somewhere, as in a clone."""
+    folders = {}
+    for commit, frozen in FROZEN.items():
+        folders[commit] = tmp_path_factory.mktemp(commit.name)
+        for name, text in frozen["files"].items():
+            path = folders[commit] / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (folders[commit] / "lit_async_rl").symlink_to(ROOT / "lit_async_rl")
+    return folders
+
+
+@pytest.fixture(autouse=True)
+def _offline_with_its_own_path(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "path", list(sys.path))  # commands add their folder to it
+
+
+@pytest.fixture(scope="module")
+def parser() -> list:
+    """The command line's parser once it was made: it takes a third of the time of parsing a configuration."""
+    return []
+
+
+@pytest.fixture
+def check(unpacked, parser, monkeypatch, capfd) -> Callable[..., str]:
+    """`check(commit, words)` is the complaint about a command line of that commit, empty if it is still good."""
+    setup_parser, instantiate_classes = LightningCLI.setup_parser, LightningCLI.instantiate_classes
+    builds = []
+
+    def setup(cli: LightningCLI, *arguments) -> None:
+        if not parser:
+            setup_parser(cli, *arguments)
+            parser.append(cli.parser)
+        cli.parser = parser[0]
+
+    def instantiate(cli: LightningCLI) -> None:
+        if builds:
+            instantiate_classes(cli)
+        raise Done
+
+    def checked(commit: Path, words: str | Iterable[str], build: bool = False) -> str:
+        words = words.split() if isinstance(words, str) else list(words)
+        builds[:] = [True] * build
+        monkeypatch.chdir(unpacked[commit])
+        monkeypatch.setattr(LightningCLI, "setup_parser", setup)
+        monkeypatch.setattr(LightningCLI, "instantiate_classes", instantiate)
+        pages = [Path(word).absolute().parent for word in words if word.startswith("pages/")]
+        for page in pages:
+            monkeypatch.syspath_prepend(page)
+        try:
+            TRAIN(words)
+        except Done:
+            return ""
+        except SystemExit as end:
+            said = end.code if isinstance(end.code, str) else capfd.readouterr().err
+            return complaint(said, new_keys())
+        finally:
+            for module in (file for page in pages for file in page.glob("*.py")):
+                sys.modules.pop(module.stem, None)
+        return "the command went on"
+
+    return checked
+
+
+def new_keys() -> set[str]:
+    """The new keys and names of the table in `docs/migration.md`."""
+    rows = re.findall(r"^\| `.+$", (ROOT / "docs" / "migration.md").read_text(), re.M)
+    return {key for row in rows for key in re.findall(r"`([\w.]+)", row.split(" | ")[1])}
+
+
+def complaint(said: str, keys: set[str]) -> str:
+    """What is wrong with the output of a command that refused a configuration; empty if one line names a new key.
+
+    Args:
+        keys: of the migration table.
+    """
+    lines = said.strip().splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    if errors != [len(lines) - 1]:
+        return f"not an error of one line: {said[-2000:]}"
+    named = re.findall(r" is now `?([\w.]*\w)", lines[-1])
+    if not named:
+        return f"does not say `OLD is now NEW`: {lines[-1]}"
+    unknown = set(named) - keys
+    return f"{unknown} not in the table of docs/migration.md: {lines[-1]}" if unknown else ""
+
+
+@pytest.mark.parametrize(
+    ("said", "is_good"),
+    [
+        ("error: data.schedule is now data.admission\n", True),
+        ("Seed set to 0\nerror: data.schedule=free is now `data.admission`: write Bounded", True),
+        ("error: data.schedule: no such setting; did you mean data.scoring?", False),
+        ("error: data.schedule is now data.admision", False),
+        ("error: data.schedule is now data.admission\nand something else", False),
+        ("Traceback (most recent call last):\nValueError: data.schedule is now data.admission", False),
+        ("", False),
+    ],
+)
+def test_a_refusal_is_one_line_that_names_a_key_of_the_migration_table(said, is_good):
+    assert (complaint(said, {"data.admission"}) == "") == is_good
+
+
+@pytest.mark.parametrize("commit", COMMITS, ids=lambda path: path.name)
+def test_nothing_frozen_was_changed(commit):
+    """By a renaming throughout the repository, say."""
+    sums = json.loads((commit / "frozen.json").read_text())["sha256"]
+    found = {path.relative_to(commit).as_posix(): path for path in commit.rglob("*") if path.is_file()}
+    del found["frozen.json"]
+    assert {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()} == sums
+
+
+def commands(kind: str) -> list:
+    """Parameters of a test: commit and command line."""
+    return [
+        pytest.param(commit, words, id=f"{commit.name}-{name}")
+        for commit in COMMITS
+        for name, words in FROZEN[commit][kind].items()
+    ]
+
+
+@pytest.mark.parametrize(("commit", "words"), commands("commands"))
+def test_a_shipped_configuration_is_accepted(commit, words, check):
+    assert check(commit, words) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("commit", "words"), commands("commands_of_the_documentation"))
+def test_a_configuration_of_the_documentation_is_accepted(commit, words, check):
+    assert check(commit, words) == ""
+
+
+def is_built_elsewhere(commit: Path, words: list[str]) -> bool:
+    """Whether these files are shipped today as they were: then `tests/integration/test_configs.py` builds them."""
+    texts = {word: FROZEN[commit]["files"][word] for word in words if word.startswith("configs/")}
+    return all((ROOT / name).is_file() and (ROOT / name).read_text() == text for name, text in texts.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", COMMITS, ids=lambda path: path.name)
+def test_shipped_configurations_that_have_changed_since_can_be_built(commit, check):
+    frozen = FROZEN[commit]
+    complaints = {}
+    for name, line in frozen["commands"].items():
+        words = line.split()
+        needs_downloads = not set(words).isdisjoint(frozen["need_downloads"])
+        if name == "configs/quickstart.yaml" or not (needs_downloads or is_built_elsewhere(commit, words)):
+            complaints[name] = check(commit, words, build=True)
+    assert not {name: said for name, said in complaints.items() if said}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suites", [staleness_suites, time_suites], ids=["staleness", "time_to_accuracy"])
+@pytest.mark.parametrize("commit", COMMITS, ids=lambda path: path.name)
+def test_suites_of_the_benchmarks_can_be_read_and_their_runs_are_accepted(commit, suites, check, unpacked, monkeypatch):
+    monkeypatch.chdir(unpacked[commit])
+    folder = {staleness_suites: "configs/bench/suites", time_suites: "configs/time_to_accuracy/suites"}[suites]
+    names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
+    assert names
+    cells = {}  # a cell of each method or system
+    for name in names:
+        suite = suites.load_suite(name)
+        found = (
+            suite.cells
+            if suites is time_suites
+            else [
+                staleness_suites.Cell(block.regime, method, 4, 1.0, 0)
+                for block in suite.blocks
+                for method in block.methods
+            ]
+        )
+        cells |= {cell.system if suites is time_suites else cell.method: cell for cell in found}
+    complaints = {name: check(commit, cell.arguments()) for name, cell in cells.items()}
+    assert not {name: said for name, said in complaints.items() if said}
+
+
+@pytest.fixture
+def run(request, unpacked, tmp_path, monkeypatch) -> Path:
+    """A copy of the run of a commit, with its configurations; the working folder."""
+    commit = request.param
+    shutil.copytree(commit / "run", tmp_path / "run")
+    (tmp_path / "run" / "configs").symlink_to(unpacked[commit] / "configs")
+    monkeypatch.chdir(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def runs_of_all_commits(test):
+    return pytest.mark.parametrize("run", COMMITS, ids=lambda path: path.name, indirect=True)(test)
+
+
+def saved(run: Path, name: str) -> dict:
+    """A checkpoint of the only run that was made in this folder."""
+    (path,) = run.glob(f"logs/quickstart/*/checkpoints/{name}")
+    return torch.load(path, weights_only=True)
+
+
+@runs_of_all_commits
+def test_a_checkpoint_resumes(run):
+    """With the configuration that the run had saved: it trains on the groups of the checkpoint, and counts on."""
+    recorded, before = rollouts("tape"), torch.load("step=3.ckpt", weights_only=True)
+    TRAIN(["--config", "config.yaml", "--ckpt_path", "step=3.ckpt"])
+    after = saved(run, "epoch=*-step=5.ckpt")
+    assert (before["global_step"], after["global_step"]) == (3, 5)
+    assert (before["version"], after["version"]) == (3, 5)
+    assert {int(one["step"]) for one in after["optimizer_states"][0]["state"].values()} == {5}
+    assert after["callbacks"].keys() == before["callbacks"].keys()
+    tokens = [checkpoint["callbacks"]["ThroughputMonitor"]["total_tokens"] for checkpoint in (before, after)]
+    assert tokens[1] > tokens[0]
+    resumed = rollouts("tape")
+    assert {row["step"] for row in resumed} == {0, 1, 2, 3, 4}
+    assert resumed == recorded, "groups that were finished are not sampled again, and have their rewards"
+
+
+@runs_of_all_commits
+def test_a_tape_replays(run):
+    """With the recorded configuration it leads to the recorded run's checkpoint, up to rounding of another machine."""
+    flags = ["--data.admission", "FromTape", "--data.admission.folder", "tape", "--trainer.callbacks", "null"]
+    TRAIN([*QUICKSTART, *flags])
+    assert saved(run, "epoch=*-step=5.ckpt")["global_step"] == 5
+    recorded, replayed = torch.load("step=3.ckpt", weights_only=True), saved(run, "epoch=*-step=3.ckpt")
+    assert replayed["state_dict"].keys() == recorded["state_dict"].keys()
+    gradients, same = (
+        torch.cat([one["exp_avg"].flatten() for one in checkpoint["optimizer_states"][0]["state"].values()])
+        for checkpoint in (recorded, replayed)
+    )
+    assert gradients.norm() > 0
+    assert (same - gradients).norm() < 0.01 * gradients.norm()
+
+
+def rollouts(folder: str) -> list[dict]:
+    """The rows of a tape, without times."""
+    tables = [pa.ipc.open_file(path.read_bytes()).read_all() for path in sorted(Path(folder).glob("*.arrow"))]
+    rows = pa.concat_tables(tables).to_pylist()
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
