@@ -7,7 +7,6 @@ same validation end early. Needs `pip install optuna`.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import lightning.pytorch as pl
 import optuna
@@ -33,15 +32,13 @@ class Prune(pl.Callback):
 def objective(trial: optuna.Trial, steps: int) -> float:
     """Held-out accuracy after `steps` steps."""
     prune = Prune(trial)
-    settings: dict[str, Any] = {
-        "learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True),
-        "max_staleness": trial.suggest_categorical("max_staleness", [1, 4, 16]),
-    }
     trainer = rl.fit(
         rl.asset("sort_policy"),
         rl.SortDigits(num_digits=8, size=100_000),
         rl.exact_match,
         max_steps=steps,
+        learning_rate=trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True),
+        max_staleness=trial.suggest_categorical("max_staleness", [1, 4, 16]),
         groups_per_step=16,
         sampling=rl.SamplingParams(max_tokens=12),
         validation=rl.Validation(prompts=rl.SortDigits(num_digits=8, size=256, split="held_out"), batch_size=256),
@@ -50,7 +47,6 @@ def objective(trial: optuna.Trial, steps: int) -> float:
         accelerator="cpu",
         enable_progress_bar=False,
         callbacks=[prune],
-        **settings,
     )
     if trainer.global_step < steps:
         raise optuna.TrialPruned

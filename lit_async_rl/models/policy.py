@@ -96,8 +96,13 @@ class CausalPolicy(nn.Module):
             predicts = torch.zeros_like(predicts)
             predicts[0, 0] = True
         if self.packing is not None and group_index is not None:
-            shifted = input_ids[:, :-1], predicts, group_index, None if experts is None else experts[:, :-1]
-            features, rows = self.packing.features(self.causal_lm, *shifted)  # [N, H]
+            features, rows = self.packing.features(  # [N, H]
+                self.causal_lm,
+                input_ids[:, :-1],
+                predicts,
+                group_index,
+                None if experts is None else experts[:, :-1],
+            )
         else:
             rows = None
             with Replaying(None if experts is None else experts.flatten(0, 1)):

@@ -467,11 +467,18 @@ class InMemoryPrompts(RecordPrompts):
         max_prompt_tokens: int | None = None,
         on_bad_prompt: OnBadPrompt = "error",
     ) -> None:
-        fields = "prompt", "answer", "{prompt}"
-        super().__init__(records, *fields, origin, max_prompt_tokens, on_bad_prompt, as_chat)
-        if on_bad_prompt == "error" and isinstance(
-            records, Sequence
-        ):  # a data set may be large, and is checked where it is used
+        super().__init__(
+            records,
+            prompt_field="prompt",
+            answer_field="answer",
+            template="{prompt}",
+            origin=origin,
+            max_prompt_tokens=max_prompt_tokens,
+            on_bad_prompt=on_bad_prompt,
+            as_chat=as_chat,
+        )
+        # a data set may be large, and is checked where it is used
+        if on_bad_prompt == "error" and isinstance(records, Sequence):
             for index in range(len(records)):
                 self[index]
 

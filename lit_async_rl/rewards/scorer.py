@@ -225,8 +225,7 @@ class ScoreSpans:
         """Passes on the span."""
         if not self._number:
             return
-        done = dict(group=self._group, ok=self._is_ok, completions=self._number)
-        self._lane.add("score", self._began, self._seconds, **done)
+        self._lane.add("score", self._began, self._seconds, group=self._group, ok=self._is_ok, completions=self._number)
         self._number = 0
         self._seconds = 0.0
 

@@ -108,8 +108,8 @@ class ReasoningGymReward:
             if not answers:
                 return 0.0
             completion = answers[-1]
-        origin = (prompt.metadata["task"], prompt.metadata["config"], prompt.metadata["entry"])
+        made = prompt.metadata
         try:
-            return float(self._grade(*origin, completion.strip()))
+            return float(self._grade(made["task"], made["config"], made["entry"], completion.strip()))
         except TimeoutError:
             return 0.0

@@ -100,7 +100,8 @@ class _Child:
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError(f"{self.name}: no pipe to the child")
-        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._requests = self._process.stdin.fileno()
+        self._replies = self._process.stdout.fileno()
         os.set_blocking(self._requests, False)
         os.set_blocking(self._replies, False)
         self._numbers = itertools.count(1)

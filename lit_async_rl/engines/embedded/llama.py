@@ -223,7 +223,8 @@ class LlamaForward:
     def _attention(
         self, module: Any, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: SlotCache, index: int
     ) -> Tensor:
-        n, num_tokens, size = *heads.shape[:2], self._head_size
+        n, num_tokens = heads.shape[:2]
+        size = self._head_size
         heads = heads.view(n, num_tokens, -1, size)
         both = self._num_queries + self._num_keys
         rotated = heads[:, :, :both]

@@ -99,8 +99,14 @@ class RowParams:
     greedy: bool = True
 
     def __getitem__(self, rows: slice) -> RowParams:
-        kept = (self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
-        return RowParams(*kept, self.truncates, self.greedy)
+        return RowParams(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            truncates=self.truncates,
+            greedy=self.greedy,
+        )
 
 
 def parts(logits: Float[Tensor, "n V"]) -> list[slice]:
@@ -205,8 +211,14 @@ class RowState:
 
     def params(self, rows: slice | Tensor) -> RowParams:
         """Sampling parameters of the rows."""
-        values = (self.temperature[rows], self.top_p[rows], self.top_k[rows], self.min_p[rows])
-        return RowParams(*values, self._truncates, self._greedy)
+        return RowParams(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            truncates=self._truncates,
+            greedy=self._greedy,
+        )
 
     def open(
         self,

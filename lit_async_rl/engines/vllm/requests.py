@@ -147,7 +147,7 @@ class RequestBook:
                 self._drawn_until = now
 
     def _draw(self, until: float, is_empty: bool = False) -> None:
-        """Records the time since the last call as spent generating, of which a pause takes back what was too much."""
+        """Adds a span for the time since the last call; what a pause took back is subtracted from it."""
         if not (self._running or is_empty) or until <= self._drawn_until:
             return
         seconds = until - self._drawn_until
@@ -155,8 +155,15 @@ class RequestBook:
         self._too_much_s -= back
         num_tokens = self.num_tokens - self._drawn_tokens
         self._drawn_tokens = self.num_tokens
-        done = dict(version=self.version, slots=len(self._running), tokens=num_tokens)
-        self._lane.add("decode", self._drawn_until, seconds - back, self.version, **done)
+        self._lane.add(
+            "decode",
+            self._drawn_until,
+            seconds - back,
+            self.version,
+            version=self.version,
+            slots=len(self._running),
+            tokens=num_tokens,
+        )
         self._drawn_until = until
 
     @property

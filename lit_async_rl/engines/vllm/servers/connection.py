@@ -59,10 +59,10 @@ class ServerConnection:
             # so just when the next request is under way; on a busy machine it does.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=self._headers)
-        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout_s), "allow_redirects": False}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         found = bytearray()
         try:
-            async with self._session.request(method, path, json=body, **options) as answer:
+            async with self._session.request(method, path, json=body, timeout=timeout, allow_redirects=False) as answer:
                 async for piece in answer.content.iter_any():
                     found += piece
                     if len(found) > max_bytes:

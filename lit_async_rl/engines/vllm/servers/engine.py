@@ -129,7 +129,8 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             FileNotFoundError: there is no such model.
             EngineError: a server was not reachable in time, or cannot be used; says why.
         """
-        self._model, config = model, self._read_config(model)
+        config = self._read_config(model)
+        self._model = model
         if self.servers_file is not None:
             self.urls = wait_for_servers_file(self.servers_file, self.startup_timeout_s)
         self._clients = [self._make_client(url) for url in self.urls]
