@@ -11,6 +11,7 @@ from launch import finish, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_async_rl.cli.app import AsyncRLCLI, evaluate, export, main
+from lit_async_rl.utils.config_files import load_config, with_bases
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", "configs/quickstart.yaml"]
@@ -19,7 +20,7 @@ NEEDS_HUB |= {"gsm8k_grpo.yaml": [], "smollm2.yaml": []}  # the latter: lit-asyn
 OTHERS = {"quickstart.yaml", *NEEDS_HUB}
 ADDED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name not in OTHERS and p.parent.name != "suites")
 STRATEGIES = {p.stem for p in (ROOT / "configs/strategies").iterdir()}
-ADDED = [p for p in ADDED if p.parent.name not in ("strategies", "time_to_accuracy")]  # parts
+ADDED = [p for p in ADDED if p.parent.name not in ("strategies", "time_to_accuracy", "sweeps")]  # parts; no overlays
 TINY = [
     *("--data.groups_per_step", "4", "--data.group_size", "4", "--trainer.max_steps", "2", "--num_threads", "1"),
     *("--trainer.val_check_interval", "2", "--data.validation.prompts.init_args.size", "8"),
@@ -43,6 +44,31 @@ def test_added_behind_its_base_it_builds(path, tmp_path):
     base = ["--config", "configs/calculator.yaml"] if path.name == "sampo.yaml" else base
     cli = AsyncRLCLI([*base, "--config", str(path), *logs(tmp_path)])
     assert cli.datamodule.model == cli.config["model"]["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [p for p in ADDED if p.parent.name in ("stabilizers", "systems")], ids=lambda p: p.stem
+)
+def test_a_class_of_an_overlay_has_the_overlays_arguments_whatever_the_base_gave_it(path, tmp_path, monkeypatch):
+    """Where base and overlay name the same class, arguments that the overlay leaves out would be those of the base."""
+    named = {
+        (part, name)
+        for file in with_bases(path)
+        for part, settings in load_config(file).items()
+        if part in ("model", "data")
+        for name, value in settings.items()
+        if isinstance(value, str) or (isinstance(value, dict) and "class_path" in value)
+    }
+    cleared = tmp_path / "cleared.yaml"
+    lines = [
+        f"{part}: {{{', '.join(f'{name}: null' for of, name in named if of == part)}}}" for part in ("model", "data")
+    ]
+    cleared.write_text("\n".join(lines) + "\n")
+    base = ["--config", "configs/calculator.yaml"] if path.name == "sampo.yaml" else BASE
+    over = parsed(monkeypatch, *base, "--config", str(path))
+    alone = parsed(monkeypatch, *base, "--config", str(cleared), "--config", str(path))
+    assert {key: over[".".join(key)] for key in named} == {key: alone[".".join(key)] for key in named}
 
 
 def test_bar_and_checkpoints_can_be_switched_off(tmp_path):
