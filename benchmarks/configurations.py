@@ -37,7 +37,8 @@ ELSEWHERE = {  # overlays of the quick start that are not measured here, and why
     "systems/oapl": "another learning problem: offline regression, see docs/systems.md",
 }
 FSDP2_SIZES = ("--trainer.strategy.init_args.data_parallel_size", "2")
-RECIPE, PLAIN = "quickstart", "stabilizers/plain"  # the quick start as it is, and without its recipe
+RECIPE = "quickstart"  # the quick start as it is, and without its recipe
+PLAIN = "stabilizers/plain"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def table(cells: Iterable[Cell], out: Path) -> tuple[list[list[str]], list[str]]
     rows = []
     for overlay, found in results.items():
         mean, error, seconds = _summary(found)
-        difference, uncertain = mean - plain[0], math.hypot(error, plain[1])
+        difference = mean - plain[0]
+        uncertain = math.hypot(error, plain[1])
         is_below = overlay != PLAIN and difference < -2 * uncertain
         rows.append(
             [overlay, str(len(found)), f"{mean:.3f}", f"{difference:+.3f}", f"{uncertain:.3f}", f"{seconds:.0f}"]

@@ -41,12 +41,14 @@ from lit_async_rl.utils.spans import TRAINER, read_trace
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/smollm2.yaml"
 RUNS = Path("runs/real_model")
-SAMPLES, SHOWN = 4, 12
+SAMPLES = 4
+SHOWN = 12
 
 
 def train(name: str, seed: int, flags: list[str]) -> Path:
     """Trains in a process of its own; returns the run's folder, which has `cost.json`."""
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     folder = RUNS / name / f"seed_{seed}"
     place = ["--trainer.logger.init_args.save_dir", str(RUNS), "--trainer.logger.init_args.name", name]
     version = ["--trainer.logger.init_args.version", folder.name, "--seed_everything", str(seed)]
@@ -131,7 +133,8 @@ def row(run: Path, before: dict[str, Any]) -> list[str]:
     cells = [f"{run.parent.name.replace('_', ' ')}, {run.name.replace('_', ' ')}", str(found["num_problems"])]
     for name in ("sampled", "greedy"):
         cells.append(f"{mean(before[name])[0]:.3f} → {{:.3f}} ± {{:.3f}}".format(*mean(found[name])))
-    load, spans = statistics.fmean(cost["load"]), parts(run)
+    load = statistics.fmean(cost["load"])
+    spans = parts(run)
     times = [f"{cost['cpu_s']:.0f} s", f"{cost['wall_s'] / 60:.1f} min at load {load:.0f}"]
     return [
         *cells,
@@ -146,7 +149,8 @@ def parts(run: Path) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for event in read_trace(run / "timeline/rank0.json"):
         if event["ph"] == "X" and event["tid"] == TRAINER.tid:
-            part, seconds = found.setdefault(event["name"], {"total_s": 0.0, "longest_s": 0.0}), event["dur"] / 1e6
+            part = found.setdefault(event["name"], {"total_s": 0.0, "longest_s": 0.0})
+            seconds = event["dur"] / 1e6
             part["total_s"] = round(part["total_s"] + seconds, 2)
             part["longest_s"] = round(max(part["longest_s"], seconds), 2)
     return found
@@ -154,7 +158,9 @@ def parts(run: Path) -> dict[str, dict[str, float]]:
 
 def report(folder: Path, commit: str) -> dict[str, Any]:
     """The measurement file of all runs below a folder; runs on other problems have a `before.json` of their own."""
-    rows, value, times = [], (0.0, 0.0), {}
+    rows = []
+    value = (0.0, 0.0)
+    times = {}
     rewards: dict[str, list[dict[str, Any]]] = {}
     for kind in sorted(path for path in folder.iterdir() if path.is_dir()):
         own = kind / "before.json"
@@ -194,7 +200,8 @@ def with_known(found: dict[str, Any], file: Path) -> dict[str, Any]:
     """
     if not file.exists():
         return found
-    known, rows = json.loads(file.read_text()), {row[0]: row for row in found["table"]["rows"]}
+    known = json.loads(file.read_text())
+    rows = {row[0]: row for row in found["table"]["rows"]}
     headline = found if any(name.startswith("asynchronous") for name in rows) else known
     rows = {row[0]: row for row in known["table"]["rows"]} | rows
     table = {"columns": found["table"]["columns"], "rows": [rows[name] for name in sorted(rows)]}

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_async_rl.callbacks import ESSLearningRate, GradientClipping
 
-NUM_ACTIONS, NUM_FEATURES = 8, 6
+NUM_ACTIONS = 8
+NUM_FEATURES = 6
 
 
 def network(outputs: int) -> nn.Sequential:
@@ -36,7 +37,8 @@ class ActorCritic(pl.LightningModule):
     def __init__(self, lag: int = 8) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.actor, self.critic = network(NUM_ACTIONS), network(1)
+        self.actor = network(NUM_ACTIONS)
+        self.critic = network(1)
         self.behavior = copy.deepcopy(self.actor).requires_grad_(False)
         self.register_buffer(
             "secret", torch.randn(NUM_FEATURES, NUM_ACTIONS, generator=torch.Generator().manual_seed(1))
@@ -56,7 +58,8 @@ class ActorCritic(pl.LightningModule):
 
         self.stabilizer_signals = {"log_ratio": log_ratio.detach(), "rewards": rewards}
 
-        advantages, ratio = (rewards - values).detach(), log_ratio.exp()
+        advantages = (rewards - values).detach()
+        ratio = log_ratio.exp()
         actor_loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
         actor_optimizer, critic_optimizer = self.optimizers()
         for optimizer, loss in ((critic_optimizer, F.mse_loss(values, rewards)), (actor_optimizer, actor_loss)):

@@ -30,7 +30,8 @@ from lit_async_rl.tasks import Addition, SortDigits
 from lit_async_rl.tasks.calculator import observation
 from lit_async_rl.types import Prompt
 
-PAD, EOS = "<pad>", "<eos>"
+PAD = "<pad>"
+EOS = "<eos>"
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

@@ -48,7 +48,10 @@ class Grid(Generic[C]):
         self, run_cell: Callable[[C, Path], None], out: Path, num_processes: int, cell_timeout_s: float
     ) -> None:
         check_range("", ">= 1", num_processes=num_processes)
-        self.run_cell, self.out, self.num_processes, self.cell_timeout_s = run_cell, out, num_processes, cell_timeout_s
+        self.run_cell = run_cell
+        self.out = out
+        self.num_processes = num_processes
+        self.cell_timeout_s = cell_timeout_s
         # a forked child need not import torch, Lightning and transformers again: seconds saved for each cell
         self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
         self._running: dict[C, tuple[BaseProcess, float]] = {}

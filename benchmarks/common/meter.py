@@ -24,14 +24,16 @@ class Meter:
     @contextlib.contextmanager
     def over(self, owner: Any, name: str) -> Iterator[None]:
         """Context in which the calls of a method are measured."""
-        method, clock = getattr(owner, name), time.thread_time
+        method = getattr(owner, name)
+        clock = time.thread_time
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "is_so", False):
                 return method(*args, **kwargs)
             self._inside.is_so = True
             clock()  # into the processor's cache
-            before, began = clock(), clock()
+            before = clock()
+            began = clock()
             try:
                 return method(*args, **kwargs)
             finally:

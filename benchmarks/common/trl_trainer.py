@@ -33,7 +33,8 @@ class TimedTrainer(GRPOTrainer):
         }
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
+        cpu_began = time.thread_time()
         output = super()._generate(*args, **kwargs)
         self.generation_s += time.perf_counter() - began
         self.generation_cpu_s += time.thread_time() - cpu_began

@@ -35,7 +35,8 @@ def machine(device: str) -> dict[str, float]:
     """Peak of matrix products and of copying, which later checks are compared with."""
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     a = torch.randn(size, size, device=device, dtype=dtype)
-    b, c = torch.randn_like(a), torch.empty_like(a)
+    b = torch.randn_like(a)
+    c = torch.empty_like(a)
     product = timed(lambda: torch.mm(a, b, out=c), device)
     copy = timed(lambda: c.copy_(a), device)
     found = {"matmul_tflops": 2 * size**3 / product / 1e12, "copy_gb_s": 2 * a.nbytes / copy / 1e9}
@@ -81,9 +82,11 @@ def _step(policy: CausalPolicy, batch: tuple[torch.Tensor, ...], amp: torch.dtyp
 def packing(device: str) -> dict[str, float]:
     """Shared-prompt packing, with FlexAttention on a GPU, gives the log-probabilities of plain rows, and is faster."""
     kind = "flex_attention" if device == "cuda" else "sdpa"
-    plain, packed = model(device), model(device, attn_implementation=kind)
+    plain = model(device)
+    packed = model(device, attn_implementation=kind)
     batch = _rows(plain, 4, 8, 256 if device == "cuda" else 64, 64)
-    rows, shared = CausalPolicy(plain), CausalPolicy(packed, packing=SharedPromptPacking())
+    rows = CausalPolicy(plain)
+    shared = CausalPolicy(packed, packing=SharedPromptPacking())
     error = (_step(rows, batch) - _step(shared, batch))[batch[1]].abs().max().item()
     require(error < 1e-3, f"log-probabilities differ by {error:.2g}")
     slow, fast = timed(lambda: _step(rows, batch), device), timed(lambda: _step(shared, batch), device)
@@ -94,8 +97,10 @@ def packing(device: str) -> dict[str, float]:
 def bfloat16(device: str) -> dict[str, float]:
     """A step with weights in float32 and products in bfloat16 stays close to one in float32."""
     lm = model(device)
-    policy, batch = CausalPolicy(lm), _rows(lm, 4, 8, 64, 64)
-    exact, rounded = _step(policy, batch), _step(policy, batch, torch.bfloat16)
+    policy = CausalPolicy(lm)
+    batch = _rows(lm, 4, 8, 64, 64)
+    exact = _step(policy, batch)
+    rounded = _step(policy, batch, torch.bfloat16)
     error = (exact - rounded)[batch[1]].abs().mean().item()
     require(error < 0.05, f"log-probabilities differ by {error:.2g} on average")
     require(all(p.grad is not None and p.grad.isfinite().all().item() for p in lm.parameters()), "a bad gradient")
@@ -109,7 +114,8 @@ def compiled(device: str) -> dict[str, float]:
     if device == "cpu" and shutil.which("g++") is None:
         raise Skip("torch.compile needs g++ on a CPU")
     lm = model(device)
-    policy, batch = CausalPolicy(lm), _rows(lm, 2, 4, 32, 32)
+    policy = CausalPolicy(lm)
+    batch = _rows(lm, 2, 4, 32, 32)
     plain = _step(policy, batch)
     began = time.perf_counter()
     lm.base_model.compile()  # which the policy calls
@@ -148,9 +154,12 @@ def fsdp2(device: str) -> dict[str, float]:
 
 def overlap(device: str) -> dict[str, float]:
     """Sampling and training at once take less than one after the other: on a GPU, streams of their own."""
-    sampler, trained = model(device), model(device)
-    engine, asked = EmbeddedEngine.from_module(sampler, num_slots=32), requests(sampler, 4, 8, 24, 48)
-    policy, batch = CausalPolicy(trained), _rows(trained, 2, 4, 64, 64)
+    sampler = model(device)
+    trained = model(device)
+    engine = EmbeddedEngine.from_module(sampler, num_slots=32)
+    asked = requests(sampler, 4, 8, 24, 48)
+    policy = CausalPolicy(trained)
+    batch = _rows(trained, 2, 4, 64, 64)
 
     def train() -> None:
         for _ in range(4):

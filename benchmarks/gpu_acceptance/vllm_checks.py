@@ -55,7 +55,8 @@ def sleep(device: str) -> dict[str, float]:
     """VLLM frees most of its memory at both levels of sleep, and then samples from the new weights."""
     if device == "cpu":
         raise Skip("vLLM's CPU build has no sleep mode")
-    lm, numbers = model(device, small=True), {}
+    lm = model(device, small=True)
+    numbers = {}
     for level in (1, 2):
         engine = _started(lm, kv_cache_memory_gb=2.0, sleep_level=level)
         try:

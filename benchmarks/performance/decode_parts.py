@@ -61,7 +61,8 @@ def main() -> None:
         [GenerationRequest(id=n, prompt_ids=tuple(p), num_samples=8, sampling=sampling) for n, p in enumerate(prompts)]
     )
     engine.poll(0.0)
-    meters, tokens = {part: Meter() for part in PARTS}, []
+    meters = {part: Meter() for part in PARTS}
+    tokens = []
     with contextlib.ExitStack() as stack:
         for part, places in PARTS.items():
             for owner, name in places:

@@ -53,7 +53,8 @@ def measure(seed: int, num_steps: int) -> dict[str, float]:
         cli.trainer.callbacks.append(check)
         began = time.thread_time(), time.process_time()
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-        thread, process = time.thread_time() - began[0], time.process_time() - began[1]
+        thread = time.thread_time() - began[0]
+        process = time.process_time() - began[1]
     return {
         "share_of_trainer_thread": check.seconds / thread,
         "share_of_process": check.seconds / process,

@@ -23,7 +23,9 @@ from lit_async_rl.simulation.environment import Sleeping
 from lit_async_rl.simulation.latency import Constant, Latency, LogNormal
 from lit_async_rl.simulation.run import SimulatedRun
 
-NUM_SLOTS, GROUPS, GROUP_SIZE = 8, 8, 4
+NUM_SLOTS = 8
+GROUPS = 8
+GROUP_SIZE = 4
 
 
 def main() -> None:

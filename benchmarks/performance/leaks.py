@@ -58,10 +58,12 @@ class Watch(pl.Callback):
 def report(readings: list[Reading]) -> str:
     """Growth of memory, and the range of the others after the first quarter."""
     quarter = max(1, len(readings) // 4)
-    early, late = readings[quarter : 2 * quarter], readings[-quarter:]
+    early = readings[quarter : 2 * quarter]
+    late = readings[-quarter:]
     before, after = (sum(r.resident_mb for r in some) / len(some) for some in (early, late))
     settled = readings[quarter:]
-    threads, files = {r.num_threads for r in settled}, {r.num_files for r in settled}
+    threads = {r.num_threads for r in settled}
+    files = {r.num_files for r in settled}
     return (
         f"{readings[-1].step} steps: {before:.1f} MB to {after:.1f} MB ({after / before - 1:+.2%}), "
         f"{min(threads)} to {max(threads)} threads, {min(files)} to {max(files)} open files"

@@ -59,9 +59,11 @@ def main() -> None:
             ids = torch.randint(0, args.vocab_size, (num_tokens // 64, 65), device=args.device)
             mask = torch.ones_like(ids, dtype=torch.bool)
             policy(ids[:1, :2], mask[:1, :2]).logprobs.sum().backward()  # gradients exist before it is measured
-            before, began = begin_peak(args.device), time.process_time()
+            before = begin_peak(args.device)
+            began = time.process_time()
             policy(ids, mask).logprobs.sum().backward()
-            peak, cpu_s = end_peak(args.device) - before, time.process_time() - began
+            peak = end_peak(args.device) - before
+            cpu_s = time.process_time() - began
             line += f"{f'{peak / 1e6:.0f} MB, {cpu_s:.1f} s':>22}"
             results.append({"chunk": chunk, "tokens": num_tokens, "peak_bytes": peak, "cpu_s": cpu_s})
         print(line, flush=True)

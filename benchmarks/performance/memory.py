@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lit_async_rl as rl
 from benchmarks.common.measurement import measurement, write_measurement
 
-TARGET, NUM_STEPS = 7e9, 4
+TARGET = 7e9
+NUM_STEPS = 4
 PARTS = {  # with variables of the environment
     "full": {},
     "lora": {},
@@ -133,7 +134,8 @@ def rss() -> int:
 
 def measure(model: str, lora: bool) -> dict[str, float]:
     """Four steps, and a checkpoint after the last."""
-    before, folder = rss(), Path(tempfile.mkdtemp())
+    before = rss()
+    folder = Path(tempfile.mkdtemp())
     probe = Probe(before)
     numbers = [(a, b) for a in range(2, 12) for b in range(2, 12)]
     prompts = [
@@ -153,7 +155,8 @@ def measure(model: str, lora: bool) -> dict[str, float]:
         logger=rl.CSVLog(str(folder)),
     )
     saver = next(c for c in trainer.callbacks if isinstance(c, ModelCheckpoint))
-    saver.dirpath, saver._every_n_train_steps = str(folder / "checkpoints"), NUM_STEPS
+    saver.dirpath = str(folder / "checkpoints")
+    saver._every_n_train_steps = NUM_STEPS
     pauses: list[tuple[float, float]] = []
     save = saver.on_train_batch_end
 
@@ -186,7 +189,8 @@ def table(found: dict[str, Any], commit: str, date: str) -> dict[str, Any]:
     """The measurement file."""
     full = found["full"] | {"lora_checkpoint": found["lora"]["checkpoint"]}
     full["states"] = sum(full[name] for name in ("weights", "gradients", "moments", "engine", "monitor"))
-    number, rows = full["num_parameters"], []
+    number = full["num_parameters"]
+    rows = []
     full["formula"] = 16 * number + full["engine"] + full["activations"]
     full |= {f"{part}_peak": found[part]["pass_peak"] for part in ("returned", "shared")}
     for name, text in ROWS.items():

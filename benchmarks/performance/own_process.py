@@ -30,7 +30,8 @@ WORKLOADS = {
     "the quick start": ("--config", "configs/quickstart.yaml"),
     "completions of 3 to 120 digits": ("--config", "configs/time_to_accuracy/lengths.yaml", *RECIPE),
 }
-OWN, NOT_OWN = ("--data.engine.own_process", "true"), ("--data.engine.own_process", "false")
+OWN = ("--data.engine.own_process", "true")
+NOT_OWN = ("--data.engine.own_process", "false")
 SYSTEMS = {
     "synchronous": (*NOT_OWN, "--data.max_staleness", "0"),
     "`max_staleness` 4": (*NOT_OWN, "--data.max_staleness", "4"),
@@ -61,7 +62,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("own_process.json"))
     args = parser.parse_args()
     workloads = [name for name, flags in WORKLOADS.items() if "lengths" not in flags[1] or POLICY.is_dir()]
-    rows, speedups = [], []
+    rows = []
+    speedups = []
     for workload in workloads:
         seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
         for _ in range(args.rounds):

@@ -97,13 +97,15 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     waves = -(-args.groups_per_step * args.group_size // args.num_slots)
-    generate_s, fill = waves * args.latency_s, -(-args.group_size // args.num_slots) * args.latency_s
+    generate_s = waves * args.latency_s
+    fill = -(-args.group_size // args.num_slots) * args.latency_s
     print(f"T_gen {generate_s:.2f} s, fill {fill:.2f} s")
     print(f"{'T_train':>8}{'drain':>8}{'synchronous':>14}{'periodic':>10}{'bound':>8}{'periodic / bound':>18}")
     for train_s in args.train_s:
         drain = train_s / args.groups_per_step
         bound = max(generate_s, train_s) + fill + drain
-        before, after = step_s(args, train_s, stream=False), step_s(args, train_s, stream=True)
+        before = step_s(args, train_s, stream=False)
+        after = step_s(args, train_s, stream=True)
         print(f"{train_s:>8.2f}{drain:>8.2f}{before:>14.2f}{after:>10.2f}{bound:>8.2f}{after / bound:>18.3f}")
 
 

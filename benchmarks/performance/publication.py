@@ -34,31 +34,39 @@ from lit_async_rl.rollouts.engine_listener import EngineCalls
 ROOT = Path(__file__).parents[2]
 CASES = {"LoRA, bfloat16 engine": (True, "bfloat16"), "LoRA, float32 engine": (True, "float32")}
 CASES |= {"all weights, bfloat16 engine": (False, "bfloat16")}
-SLOTS, NUM_UPDATES, STEP_S = 96, 8, 0.5
+SLOTS = 96
+NUM_UPDATES = 8
+STEP_S = 0.5
 
 
 def measure(model: str, lora: bool, dtype: str) -> dict[str, float]:
     """Medians over updates: `cpu_ms` with an idle engine, `wait_ms` beside a busy one."""
-    lm, target = load_policy(model), r".*layers\.(1[5-9]|2\d)\..*_proj"
+    lm = load_policy(model)
+    target = r".*layers\.(1[5-9]|2\d)\..*_proj"
     policy = CausalPolicy(add_lora(lm, LoRA(rank=16, alpha=32, target_modules=target)) if lora else lm)
     engine = EmbeddedEngine(num_slots=SLOTS, dtype=dtype, self_check=False)
     engine.setup(model)
-    calls, known, stopped = EngineCalls(engine, 600.0), dict[str, int](), threading.Event()
+    calls = EngineCalls(engine, 600.0)
+    known = dict[str, int]()
+    stopped = threading.Event()
 
     def publish(version: int) -> None:
         calls.load_weights(version, stream_weights(policy, adapters=engine.takes_adapters, known=known))
 
     def keep_busy() -> None:
-        sampling, number = SamplingParams(max_tokens=16), 0
+        sampling = SamplingParams(max_tokens=16)
+        number = 0
         while not stopped.is_set():
             prompt = tuple(range(100 + number, 140 + number))
             engine.submit([GenerationRequest(id=number, prompt_ids=prompt, num_samples=SLOTS, sampling=sampling)])
-            left, number = SLOTS, number + 1
+            left = SLOTS
+            number = number + 1
             while left and not stopped.is_set():
                 left -= len(engine.poll(0.1))
 
     publish(0)
-    cpu, waits = [], []
+    cpu = []
+    waits = []
     for version in range(1, NUM_UPDATES + 1):
         began = time.process_time()
         publish(version)

@@ -53,12 +53,14 @@ def interactions(page: Path) -> dict[str, dict[str, float]]:
         browser.show(driver, page)
         time.sleep(1.0)
         for name, action in browser.INTERACTIONS.items():
-            used, waited = [main_thread_ms(driver)], []
+            used = [main_thread_ms(driver)]
+            waited = []
             for _ in range(5):
                 waited.append(float(driver.execute_async_script(browser.TIMED, action)))
                 used.append(main_thread_ms(driver))
             work = [after - before for before, after in itertools.pairwise(used)]
-            first, later = (waited[0], work[0]), (statistics.median(waited[1:]), statistics.median(work[1:]))
+            first = (waited[0], work[0])
+            later = (statistics.median(waited[1:]), statistics.median(work[1:]))
             taken[name] = {"first": first[0], "later": later[0], "first_cpu": first[1], "later_cpu": later[1]}
         if problems := browser.errors(driver):
             raise RuntimeError(f"errors on the console: {problems}")
@@ -74,14 +76,17 @@ def main_thread_ms(driver: Any) -> float:
 def measure(steps: int, rollouts: int) -> dict[str, Any]:
     """Makes the run and measures the report."""
     with tempfile.TemporaryDirectory() as made:
-        folder, page = Path(made, "run"), Path(made, "report.html")
+        folder = Path(made, "run")
+        page = Path(made, "report.html")
         folder.mkdir()
         make(folder, steps, rollouts)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         code = "import sys; from lit_async_rl.cli.console import main; main(sys.argv[1:])"
-        began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.monotonic()
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code, "report", str(folder), "--out", str(page)], check=True)
-        wall_s, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall_s = time.monotonic() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         answers = interactions(page)
         return {
             "run_mb": round(size / 1e6),

@@ -21,7 +21,8 @@ import browser  # noqa: E402
 
 from lit_async_rl.report import write_report  # noqa: E402
 
-WIDTH, STEPS = 1140, 12
+WIDTH = 1140
+STEPS = 12
 OVERLAYS = {"asynchronous": [], "synchronous": ["--config", "configs/quickstart_sync.yaml"]}
 
 

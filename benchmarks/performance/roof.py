@@ -88,7 +88,8 @@ class Shape:
 
     def decoding(self, rows: int, prompt: int, completion: int) -> Work:
         """Prompts, and all decode steps: each reads the weights once, and the KV cache of every row once."""
-        flops, num_bytes = 2.0 * self.body * rows * prompt, float(self.item * self.body)
+        flops = 2.0 * self.body * rows * prompt
+        num_bytes = float(self.item * self.body)
         for position in range(prompt, prompt + completion):
             flops += rows * (2 * self.body + 2 * self.head + 4 * self.layers * self.width * position)
             num_bytes += self.item * (self.body + self.head + 2 * rows * self.layers * self.kv_width * position)
@@ -126,7 +127,8 @@ def probe(device: str, dtype: torch.dtype) -> tuple[float, float]:
 
 def measure(lm: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, tuple[float, Work]]:
     """Seconds and minimum work of each phase."""
-    shape, policy = Shape.of(lm), CausalPolicy(lm)
+    shape = Shape.of(lm)
+    policy = CausalPolicy(lm)
     sizes = (args.rows, args.prompt, args.completion)
     ids = torch.randint(3, 90, (args.rows, args.prompt + args.completion), device=args.device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -193,7 +195,8 @@ def main() -> None:
         config = LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=[], pad_token_id=0)
         lm = LlamaForCausalLM(config).to(args.device, dtype)
         for phase, (seconds, work) in measure(lm, args).items():
-            of_rate, of_bandwidth = work.flops / rate / seconds, work.num_bytes / bandwidth / seconds
+            of_rate = work.flops / rate / seconds
+            of_bandwidth = work.num_bytes / bandwidth / seconds
             print(
                 f"{name:>6} {phase:>27} {1e3 * seconds:9.1f} {work.flops / 1e9:9.2f} {of_rate:8.0%} "
                 f"{work.num_bytes / 1e6:9.1f} {of_bandwidth:7.0%} {max(of_rate, of_bandwidth):9.0%}",

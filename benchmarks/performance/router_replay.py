@@ -27,7 +27,9 @@ from lit_async_rl.losses.aggregation import TokenMean
 from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import Prompt, RolloutBatch, RolloutGroup
 
-VOCABULARY, PROMPT_TOKENS, SAMPLES = 512, 16, 8
+VOCABULARY = 512
+PROMPT_TOKENS = 16
+SAMPLES = 8
 UPDATE = 0.005  # change of the weights by an update, relative to their size
 CASES = {
     "the same weights": ("float32", False),

@@ -27,7 +27,8 @@ from lit_async_rl.tasks import SortDigits
 
 def rule_cost(num_groups: int, num_rounds: int = 2, seed: int = 0) -> float:
     """Microseconds per group, with `num_groups` in a round and as many ahead."""
-    admission, rng = Admission(num_groups, 1), random.Random(seed)
+    admission = Admission(num_groups, 1)
+    rng = random.Random(seed)
     began = time.process_time()
     for _ in range(num_rounds):
         indices = [admission.admit() for _ in range(admission.num_admissible)]

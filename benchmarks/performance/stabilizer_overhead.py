@@ -93,7 +93,8 @@ class FixedBatches(pl.LightningDataModule):
 def measure(model: str, make: Callable[[], pl.Callback], accelerator: str, random_init: bool, **size: int) -> float:
     """Median seconds in the stabilizer's hooks over median seconds of a step, after warm-up steps."""
     pl.seed_everything(0, verbose=False)
-    module, callback = PolicyModule(model, random_init=random_init), make()
+    module = PolicyModule(model, random_init=random_init)
+    callback = make()
     data = FixedBatches(vocab_size=module.policy.lm.config.vocab_size, **size)
     with tempfile.TemporaryDirectory() as folder:
         profiler = SynchronizingProfiler(folder, filename="profile")

@@ -119,7 +119,8 @@ class Run:
 
     def age(self) -> tuple[float, float]:
         """Mean and maximum age of the data in optimizer steps."""
-        log, every = self.steps(), self.data_setting("weight_sync_steps")
+        log = self.steps()
+        every = self.data_setting("weight_sync_steps")
         since = log["step"] % every
         mean, most = (log[f"sample/staleness_{name}"] * every + since for name in ("mean", "max"))
         return float(mean.mean()), float(most.max())

@@ -37,7 +37,8 @@ from lit_async_rl.rewards.scorer import ScoreSpans
 from lit_async_rl.utils.spans import Lane, SpanRecorder, TraceWriter
 
 Watch = TypeVar("Watch", bound=pl.Callback)
-WARM_UP, DIRECT_RUNS = 5, 3  # steps, runs
+WARM_UP = 5  # steps, runs
+DIRECT_RUNS = 3
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 OWN = (
     *((Timeline, hook) for hook in HOOKS),
@@ -66,7 +67,9 @@ class Alternation(pl.Callback):
 
     def __init__(self, timeline: Any, stretch: int) -> None:
         self.shares: list[float] = []
-        self._timeline, self._stretch, self._order = timeline, stretch, random.Random(0)
+        self._timeline = timeline
+        self._stretch = stretch
+        self._order = random.Random(0)
         self._seconds: dict[bool, float] = {}
         self._began = 0.0
         self._lane: Any = None
@@ -150,7 +153,8 @@ def direct_share(steps: int) -> float:
         step_s = one_run(steps, lambda _: Clock()).seconds / steps
     total_s = step_s * (steps + WARM_UP)
     for name, spent in meter.spent.items():
-        each, calls = 1e6 * sum(spent) / len(spent), len(spent) / (steps + WARM_UP)
+        each = 1e6 * sum(spent) / len(spent)
+        calls = len(spent) / (steps + WARM_UP)
         print(f"{name}: {sum(spent) / total_s:.3%} of a step, {calls:.1f} calls of {each:.1f} us", flush=True)
     return sum(map(sum, meter.spent.values())) / total_s
 
@@ -182,8 +186,10 @@ def main() -> None:
 
 def summary(direct: list[float], shares: list[float], pairs: int) -> dict[str, Any]:
     """Summary for docs/measurements."""
-    value, unit = round(100 * statistics.median(direct), 2), "% of a step's processor time, in the timeline's own code"
-    (low, high), median = interval(shares), 100 * statistics.median(shares)
+    value = round(100 * statistics.median(direct), 2)
+    unit = "% of a step's processor time, in the timeline's own code"
+    (low, high) = interval(shares)
+    median = 100 * statistics.median(shares)
     rows = [
         ["in the timeline's own code, median of three runs", f"{value} %"],
         ["in the timeline's own code, lowest and highest", f"{min(direct):.2%}, {max(direct):.2%}".replace("%", " %")],

@@ -79,10 +79,12 @@ def as_measurement(name: str, workload: str, results: dict[str, Any], rounds: in
     """
     segments = results["segments"]
     walls = {system: [s["tokens"] / s["wall_s"] for s in found] for system, found in segments.items()}
-    base, rows = next(iter(walls.values())), []
+    base = next(iter(walls.values()))
+    rows = []
     for system, found in walls.items():
         ratios = sorted(one / other for one, other in zip(found, base, strict=True))
-        row, span = results[system], f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        row = results[system]
+        span = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         seconds = [round(row[key] / 1e3, 1) for key in ("step_ms", "generation_cpu_ms", "training_cpu_ms")]
         rows.append([NAMES[system], round(row["tokens_per_s"], 1), round(row["ratio"], 2), span, *seconds])
     columns = [workload, "trained tokens per second", "ratio", "over rounds", "step, s"]

@@ -40,7 +40,8 @@ def make_model(workload: str, folder: Path, smollm2: str) -> str:
     config.eos_token_id = [1, 2, 3]
     torch.manual_seed(0)
     lm = LlamaForCausalLM(config)
-    lm.generation_config.eos_token_id, lm.generation_config.pad_token_id = [1, 2, 3], 0
+    lm.generation_config.eos_token_id = [1, 2, 3]
+    lm.generation_config.pad_token_id = 0
     lm.save_pretrained(folder)
     AutoTokenizer.from_pretrained(shipped).save_pretrained(folder)
     return str(folder)
@@ -51,7 +52,8 @@ def make_prompts(workload: str, model: str, number: int) -> list[str]:
     if workload != "smollm2":
         digits = SortDigits(8, size=number)
         return [digits[n].text for n in range(number)]
-    tokenizer, task = AutoTokenizer.from_pretrained(model), MentalArithmetic()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    task = MentalArithmetic()
     questions = [str(task[n].messages[0]["content"]) for n in range(len(task))]  # type: ignore[index]
     texts = []
     for n in range(number):

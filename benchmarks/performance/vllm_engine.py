@@ -77,19 +77,23 @@ def update_costs(lm: PreTrainedModel, engine: VLLMEngine, args: argparse.Namespa
         while not stopped.is_set() or running:
             while running < 2 * num_seqs and not stopped.is_set():
                 engine.submit([GenerationRequest(id=number, prompt_ids=(5, 6, 7), num_samples=1, sampling=sampling)])
-                number, running = number + 1, running + 1
+                number = number + 1
+                running = running + 1
             running -= len(engine.poll(0.1))
 
     producer = threading.Thread(target=keep_busy, daemon=True)
     producer.start()
-    began, num_before, tokens_before = time.monotonic(), len(engine.update_pauses_s), engine.num_tokens
+    began = time.monotonic()
+    num_before = len(engine.update_pauses_s)
+    tokens_before = engine.num_tokens
     publishing = []
     for version in range(1, args.num_updates + 1):
         time.sleep(args.step_s)
         called = time.monotonic()
         engine.load_weights(version, lm.named_parameters())
         publishing.append(time.monotonic() - called)
-    seconds, num_tokens = time.monotonic() - began, engine.num_tokens - tokens_before
+    seconds = time.monotonic() - began
+    num_tokens = engine.num_tokens - tokens_before
     stopped.set()
     producer.join(60)
     pauses = sorted(engine.update_pauses_s[num_before:])
@@ -111,7 +115,8 @@ def main() -> None:
     parser.add_argument("--kv_cache_memory_gb", type=float, default=1.0)
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
-    num_seqs, results = args.num_prompts * args.num_samples, []
+    num_seqs = args.num_prompts * args.num_samples
+    results = []
     for name in args.models:
         lm = build(name, args.device, args.dtype)
         engine = start(lm, args, num_seqs)

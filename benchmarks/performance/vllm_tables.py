@@ -109,7 +109,8 @@ def throughput(args: argparse.Namespace) -> dict[str, list[float]]:
     for lengths, requests in workloads(args).items():
         num_tokens = sum(request.num_samples * request.sampling.max_tokens for request in requests)
         sample(requests)  # warms up
-        num_runs, rates = 1, found.setdefault(lengths, [])
+        num_runs = 1
+        rates = found.setdefault(lengths, [])
         while len(rates) < args.repeats:
             began = processor_seconds()
             for _ in range(num_runs):
@@ -144,7 +145,8 @@ def show(values: Sequence[float]) -> str:
 def updates_of(model: str, args: argparse.Namespace) -> list[list[Any]]:
     """Rows of the table of updates, of all kinds."""
     own = argparse.Namespace(model=model, dtype="bfloat16", steps=args.steps)
-    engine, rows = vllm_updates.started(own), []
+    engine = vllm_updates.started(own)
+    rows = []
     try:
         for kind, rate, settings in vllm_updates.CASES:
             transfer = vllm_updates.Staging(dtype=own.dtype, **settings)
@@ -169,7 +171,8 @@ def write(args: argparse.Namespace, name: str, value: float, unit: str, columns:
 
 def measure_rates(name: str, model: str, args: argparse.Namespace) -> None:
     """The table of throughput of one model."""
-    found, rows = rates_of(model, args), []
+    found = rates_of(model, args)
+    rows = []
     for lengths in found["vllm"]:
         rows.append([lengths, *(show(found[engine][lengths]) for engine in ENGINES)])
         ratio = statistics.median(found["vllm"][lengths]) / statistics.median(found["plain"][lengths])
@@ -212,7 +215,8 @@ def main() -> None:
         os._exit(0)  # the kernel ends vLLM's processes
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            model, label = save(name, folder), args.label or Path(name).name
+            model = save(name, folder)
+            label = args.label or Path(name).name
             if args.only != "updates":
                 measure_rates(label, model, args)
             if args.only != "throughput":

@@ -69,7 +69,8 @@ def keep_busy(engine: VLLMEngine, number: int) -> int:
 def count_bytes(args: argparse.Namespace, kind: str, rate: float, transfer: Staging) -> dict:
     """The bytes of some updates of one kind, without an engine; the first one is whole for all of them."""
     policy, optimizer = prepare(args.model, kind, rate)
-    sizes, staging_s = [], []
+    sizes = []
+    staging_s = []
     for step in range(args.steps + 1):
         train_step(policy, optimizer, step)
         transfer.stage(stream_weights(policy, adapters=transfer.takes_adapters))

@@ -20,7 +20,8 @@ class CellRecorder(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._began, self._tokens = 0.0, 0
+        self._began = 0.0
+        self._tokens = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = time.process_time()

@@ -56,7 +56,8 @@ def compare(runs: pd.DataFrame, baseline: str | None = None) -> pd.DataFrame:
         `difference` with half the width of its 95 % interval (Student's t), `p` of the paired t-test, and `q`, the
         same after the Benjamini-Hochberg correction for all comparisons of the table.
     """
-    best, rows = at_best_rate(runs), []
+    best = at_best_rate(runs)
+    rows = []
     for (regime, lag), group in best.groupby(["regime", "lag"]):
         finals = group.pivot(index="seed", columns="method", values="final")
         name = baseline or naive_method(best, str(regime))
@@ -78,7 +79,8 @@ def compare(runs: pd.DataFrame, baseline: str | None = None) -> pd.DataFrame:
 
 def comparison_table(runs: pd.DataFrame, regime: str) -> str:
     """Markdown table of a regime: accuracy at the best rate, difference to the uncorrected method, robustness, cost."""
-    best, compared = at_best_rate(runs), compare(runs)
+    best = at_best_rate(runs)
+    compared = compare(runs)
     areas = robustness(runs[runs["seed"] < FIRST_SEARCH_SEED]).set_index(KEY)["robustness"]
     reference = synchronous(runs, regime)["final"].mean()
     head = "method | lag | seeds | accuracy at the best rate | of synchronous | difference | p | q | over rates | CPU s"

@@ -52,7 +52,8 @@ def kept_by_other_engines(method: str) -> str:
 
 def decision() -> str:
     """What to use, by situation."""
-    tails, clip = "heavy_tails", "a clip (PPO, M2PO, DPPO) that you want to keep"
+    tails = "heavy_tails"
+    clip = "a clip (PPO, M2PO, DPPO) that you want to keep"
     rows = [
         ["a few versions old", "VCPO: `configs/stabilizers/vcpo.yaml`",
          f"{kept(tails, 'vcpo', 4)} at lag 4; without correction {kept(tails, 'uncorrected', 4)}"],

@@ -52,7 +52,8 @@ class MismatchedEngine(EmbeddedEngine):
         super().__init__(**settings)
         self.takes_changes = False  # what is changed are all weights, merged
         self.takes_adapters = False
-        self.int8, self.sigma = int8, sigma
+        self.int8 = int8
+        self.sigma = sigma
         self._noise = torch.Generator().manual_seed(self.seed)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -44,7 +44,8 @@ def paired(name: str, regime: str, baseline: str) -> str:
         if (lag, method) in against.index:
             o = against.loc[(lag, method)]
             other = [f"{pm(o['difference'], o['half'], 3)} ({o['seeds']} pairs)", f"{o['p']:.3f}", f"{o['q']:.3f}"]
-        accuracy, worst = pm(*interval(group["final"]), 3), f"{group['final'].min():.3f}"
+        accuracy = pm(*interval(group["final"]), 3)
+        worst = f"{group['final'].min():.3f}"
         cosine = pm(*interval(group["cosine"]))
         rows.append([str(method), str(lag), str(len(group)), accuracy, worst, cosine, *other])
     head = ["method", "lag", "seeds", "accuracy", "worst seed", "cosine", f"difference to {baseline}", "p", "q"]
@@ -72,7 +73,8 @@ def very_stale() -> str:
     runs = runs_of("very_stale")
     if runs is None:
         return _not_run("very_stale")
-    reference, stale = synchronous(runs, "very_stale")["final"], runs[runs["lag"] > 0]
+    reference = synchronous(runs, "very_stale")["final"]
+    stale = runs[runs["lag"] > 0]
     rows = []
     for (method, scale), group in stale.groupby(["method", "learning_rate_scale"]):
         share = gain_share(group["final"], float(group["start"].mean()), reference)
@@ -91,7 +93,8 @@ def gac_search() -> str:
         cells = []
         for scale in scales:
             found = group[group["learning_rate_scale"] == scale]
-            accuracy, cosine = found["final"].mean(), found["cosine"].mean()
+            accuracy = found["final"].mean()
+            cosine = found["cosine"].mean()
             cells += [f"{accuracy:.3f} ({len(found)})", f"{cosine:.2f}"] if len(found) else ["", ""]
         rows.append([str(method), *cells])
     head = [part for scale in scales for part in (f"accuracy, rate × {scale:g}", "cosine")]

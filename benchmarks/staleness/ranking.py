@@ -52,7 +52,8 @@ def equal_tuning() -> str | None:
         return None
     tables = []
     for (regime, lag), found in runs[runs["lag"] > 0].groupby(KEY[::2]):
-        searched, counted = found[found["seed"] >= FIRST_SEARCH_SEED], tuned_alike(found)
+        searched = found[found["seed"] >= FIRST_SEARCH_SEED]
+        counted = tuned_alike(found)
         title = f"Lag {lag} (`{regime}`)"
         if counted.empty:
             tables += [f"{title}, the search alone:", searched_rates(searched)]

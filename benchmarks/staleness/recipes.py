@@ -38,9 +38,14 @@ from lit_async_rl.training.objective import Objective
 from lit_async_rl.training.optimizer import Cosine, OneCycle, RateSchedule, StableDecay
 from lit_async_rl.types import Prompt, Rollout, RolloutGroup
 
-NUM_GROUPS, GROUP_SIZE, MAX_TOKENS, MAX_NORM = 32, 8, 12, 0.5
-SETTLED, WINDOW = 15, 5  # falls of the smoothed reward count once its window lies behind this step
-NUM_HELD_OUT, NUM_SAMPLES = 512, 4  # of each held-out prompt: a standard error of 0.006
+NUM_GROUPS = 32
+GROUP_SIZE = 8
+MAX_TOKENS = 12
+MAX_NORM = 0.5
+SETTLED = 15  # falls of the smoothed reward count once its window lies behind this step
+WINDOW = 5
+NUM_HELD_OUT = 512  # of each held-out prompt: a standard error of 0.006
+NUM_SAMPLES = 4
 SCHEDULES: dict[str, RateSchedule] = {
     "cosine": Cosine(warmup=0.1),
     "one_cycle": OneCycle(),
@@ -122,7 +127,8 @@ def mean_reward(groups: list[RolloutGroup]) -> float:
 def largest_fall(rewards: list[float]) -> float:
     """Largest fall of the running mean of the rewards below its maximum so far."""
     smooth = [statistics.fmean(rewards[max(0, n + 1 - WINDOW) : n + 1]) for n in range(len(rewards))]
-    highest, fall = 0.0, 0.0
+    highest = 0.0
+    fall = 0.0
     for value in smooth[SETTLED + WINDOW - 1 :]:
         highest = max(highest, value)
         fall = max(fall, highest - value)
@@ -146,13 +152,15 @@ def train(args: argparse.Namespace) -> Result:
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = CausalPolicy(load_policy(path, dtype="float32", device="cpu"), 4096, SharedPromptPacking())
     sampler: Any = load_policy(path, dtype="float32", device="cpu").requires_grad_(False)
-    loss_of, schedule = objective(args.recipe, args.cap), SCHEDULES[args.schedule]
+    loss_of = objective(args.recipe, args.cap)
+    schedule = SCHEDULES[args.schedule]
     aggregation = SequenceMean() if args.recipe.startswith("vcpo") else TokenMean()
     parameters = list(policy.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), weight_decay=0.0)
     stream = PromptStream(SortDigits(num_digits=8, size=100000), seed=args.seed)
     versions: deque[dict[str, torch.Tensor]] = deque(maxlen=args.lag + 1)
-    rewards, ess = [], []
+    rewards = []
+    ess = []
     for step in range(args.num_steps):
         versions.append({name: value.detach().clone() for name, value in policy.lm.state_dict().items()})
         sampler.load_state_dict(versions[0])

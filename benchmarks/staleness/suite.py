@@ -43,7 +43,8 @@ class Cell:
     def of(cls, folder: Path) -> Cell:
         """Inverse of `folder`."""
         settings = dict(part.split("=") for part in folder.name.split(","))
-        regime, method = folder.parent.parent.name, folder.parent.name
+        regime = folder.parent.parent.name
+        method = folder.parent.name
         return cls(regime, method, int(settings["lag"]), float(settings["lr"]), int(settings["seed"]))
 
     def arguments(self) -> list[str]:

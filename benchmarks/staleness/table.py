@@ -117,9 +117,12 @@ def merged(known: pd.DataFrame | None, new: pd.DataFrame) -> pd.DataFrame:
 
 def collect(name: str, out: Path, tables: Path) -> None:
     """Adds what a grid has finished to its table in the folder `tables`, and where that is from."""
-    path, sources = tables / f"{name}.parquet", tables / SOURCES
+    path = tables / f"{name}.parquet"
+    sources = tables / SOURCES
     found = json.loads(sources.read_text()) if sources.is_file() else {}
-    known, new, commits = read_table(path) if path.is_file() else None, read_cells(out), [checked_out()]
+    known = read_table(path) if path.is_file() else None
+    new = read_cells(out)
+    commits = [checked_out()]
     if known is not None and not cells_of(known) <= cells_of(new):
         commits = [c for c in found[name]["commit"].split(", ") if c not in commits] + commits
     write_table(merged(known, new), path)

@@ -25,7 +25,8 @@ OFF = ("checkpoint", "samples", "gradients", "verdict", "summary", "progress")  
 
 def run_cell(cell: Cell, out: Path) -> None:
     """Trains one cell, then evaluates its snapshots."""
-    folder, workload = out / cell.folder, workloads()[cell.workload]
+    folder = out / cell.folder
+    workload = workloads()[cell.workload]
     every_n_steps = max(1, round(workload.snapshot_steps * cell.num_steps / workload.num_steps))
     with recorded(folder, cell.arguments()) as result:
         quiet = [part for name in OFF for part in (f"--defaults.{name}", "null")]

@@ -135,7 +135,8 @@ def rows_of(table: pd.DataFrame, name: str) -> list[list[Any]]:
 
 def write_documents(table: pd.DataFrame, suite: str, command: str, commit: str, machine: str, root: Path) -> None:
     """Writes a picture to `docs/assets` and a measurement to `docs/measurements` under `root`."""
-    names, (workload, system, said) = comparable(table), HEADLINES[suite]
+    names = comparable(table)
+    (workload, system, said) = HEADLINES[suite]
     file = "time_to_accuracy" if suite == "tools" else f"time_to_accuracy_{suite.replace('.', '_')}"
     save(picture(table, names), str(root / f"docs/assets/{file}.png"))
     summary = summarize(table, workload, workloads()[workload].reference)

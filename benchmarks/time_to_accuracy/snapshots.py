@@ -39,7 +39,8 @@ class Recorder(pl.Callback):
         self._tokens = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._began, self._cpu = time.monotonic(), cpu_s()
+        self._began = time.monotonic()
+        self._cpu = cpu_s()
         self._keep(trainer, pl_module, 0.0)
 
     def on_train_batch_end(

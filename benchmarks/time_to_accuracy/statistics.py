@@ -33,7 +33,8 @@ def time_to(curve: pd.DataFrame, level: float, by: str = "wall_s") -> float:
         level: accuracy.
         by: column to read.
     """
-    values, at = smoothed(curve).to_numpy(), curve[by].to_numpy(dtype=float)
+    values = smoothed(curve).to_numpy()
+    at = curve[by].to_numpy(dtype=float)
     lost = np.flatnonzero(values < level - SLACK)
     first = np.flatnonzero(values >= level)
     first = first[first > lost[-1]] if len(lost) else first
@@ -59,7 +60,8 @@ def level_at(reference: Sequence[pd.DataFrame], share: float) -> float:
 
 def ratio(reference: Sequence[float], other: Sequence[float]) -> float:
     """S: ratio of medians; 0 where the other system does not get there, nan where neither does or it begins there."""
-    above, below = float(np.median(reference)), float(np.median(other))
+    above = float(np.median(reference))
+    below = float(np.median(other))
     if math.isinf(above) or below == 0:
         return math.nan
     return 0.0 if math.isinf(below) else above / below
@@ -87,7 +89,8 @@ def difference(reference: Sequence[float], other: Sequence[float], seed: int = 0
 
 def _resampled(first: Sequence[float], second: Sequence[float], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """`NUM_RESAMPLED` rows of each, in the order in which one row after the other would be drawn."""
-    n, m = len(first), len(second)
+    n = len(first)
+    m = len(second)
     below = np.broadcast_to(np.repeat([n, m], [n, m]), (NUM_RESAMPLED, n + m))
     at = np.random.default_rng(seed).integers(0, below)
     return np.asarray(first)[at[:, :n]], np.asarray(second)[at[:, n:]]

@@ -81,7 +81,8 @@ class Cell:
 
     def arguments(self) -> list[str]:
         """Arguments of `scripts/train.py` for the same run."""
-        workload, system = workloads()[self.workload], systems()[self.system]
+        workload = workloads()[self.workload]
+        system = systems()[self.system]
         configs = [part for path in (*workload.configs, *system.configs) for part in ("--config", path)]
         steps = ["--trainer.max_steps", str(self.num_steps), "--seed_everything", str(self.seed)]
         seeds = ["--data.intake.seed", str(self.seed)]

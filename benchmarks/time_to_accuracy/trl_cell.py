@@ -72,7 +72,9 @@ def settings_of(cli: AsyncRLCLI, every_n_steps: int, seed: int) -> dict[str, Any
     Raises:
         ValueError: the run's settings are none that TRL has.
     """
-    model, data, objective = cli.model, cli.datamodule, cli.model.objective
+    model = cli.model
+    data = cli.datamodule
+    objective = cli.model.objective
     same = type(objective.loss) is PPOClip and type(data.aggregation) is TokenMean and data.reward is exact_match
     if not same or objective.correction or objective.baseline:
         raise ValueError("TRL is compared with PPOClip, TokenMean, exact_match and nothing else")

@@ -21,13 +21,15 @@ class Recorder(TrainerCallback):
     """Times of all steps, and copies of the policy, which are written when the run has ended."""
 
     def __init__(self, trainer: TimedTrainer, settings: dict[str, Any]) -> None:
-        self.trainer, self.settings = trainer, settings
+        self.trainer = trainer
+        self.settings = settings
         self.rows: list[Row] = []
         self.snapshots: list[tuple[Row, dict[str, Any]]] = []
         self.began = self.cpu = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.began, self.cpu = time.monotonic(), time.process_time()
+        self.began = time.monotonic()
+        self.cpu = time.process_time()
         self.keep(self.now(0))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -37,7 +39,8 @@ class Recorder(TrainerCallback):
                 group["betas"] = (beta1, group["betas"][1])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        row, step = self.now(state.global_step), state.global_step
+        row = self.now(state.global_step)
+        step = state.global_step
         self.rows.append(row)
         if step % self.settings["every_n_steps"] == 0 or step == self.settings["max_steps"]:
             self.keep(row)

@@ -58,9 +58,11 @@ class Notes(Logger):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.steps = folder, {}
+        self.folder = folder
+        self.steps = {}
 
-    name, version = "notes", 0
+    name = "notes"
+    version = 0
 
     @property
     def save_dir(self) -> str:

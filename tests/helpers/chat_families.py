@@ -135,7 +135,8 @@ def build(family: Family) -> PreTrainedTokenizerFast:
             tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.plain])
-    begin, end = family.bos or family.eos, family.eos
+    begin = family.bos or family.eos
+    end = family.eos
     around = {"": "$A", "bos": f"{begin} $A", "eos": f"$A {end}", "both": f"{begin} $A {end}"}[family.adds]
     if family.adds:
         named = [(token, tokenizer.token_to_id(token)) for token in {begin, end}]

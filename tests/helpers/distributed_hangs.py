@@ -14,7 +14,8 @@ from sharded_training import make_strategy
 
 class Hang(pl.Callback):
     def __init__(self, rank: int, where: str) -> None:
-        self.rank, self.where = rank, where
+        self.rank = rank
+        self.where = where
 
     def hang_in(self, where, trainer) -> None:
         if where == self.where and trainer.global_step == 2 and trainer.global_rank == self.rank:

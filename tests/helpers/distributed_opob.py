@@ -30,8 +30,12 @@ from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.types import RolloutBatch
 
 MODEL = asset("small_sort_policy")
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-STEPS, GROUPS, SIZE, LENGTH = 2, 2, 4, 12
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS = 2
+GROUPS = 2
+SIZE = 4
+LENGTH = 12
 BLOCKS = {LlamaDecoderLayer}
 
 
@@ -42,7 +46,8 @@ def parts(num_parts: int) -> list[RolloutBatch]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for step in range(STEPS):
-        rows, num_rows = GROUPS * SIZE, (num_parts - 1) * GROUPS * SIZE
+        rows = GROUPS * SIZE
+        num_rows = (num_parts - 1) * GROUPS * SIZE
         for part in range(num_parts):
             empty = part == num_parts - 1
             shape = (1 if empty else rows, LENGTH)

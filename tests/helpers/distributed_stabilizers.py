@@ -26,7 +26,8 @@ from lit_async_rl.stabilizers.alignment import CappedResidual
 from lit_async_rl.stabilizers.rollback import RollBack
 from lit_async_rl.stabilizers.signals import SignalCollector
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 WATCHED = ("gac/cosine", "gac/norm", "gac/regime", "ess/ratio", "ess/lr_scale", "grad/norm")
 
 
@@ -71,7 +72,8 @@ def full_weights(module: nn.Module, root: nn.Module) -> Tensor:
 def run(module: Regression, accumulate: int, data_ranks: int, **kwargs: Any) -> dict[str, Any]:
     probe = Probe()
     gac = GradientAlignmentControl(low=0.1, high=0.97, residual=CappedResidual(), max_consecutive_skips=1)
-    ess, clipping = ESSLearningRate(), GradientClipping(0.5)
+    ess = ESSLearningRate()
+    clipping = GradientClipping(0.5)
     rows = Subset(Rows(2 * 6 * ROWS, scale=0.7), range(RANK % data_ranks, 2 * 6 * ROWS, data_ranks))
     data = DataLoader(rows, batch_size=ROWS // data_ranks)
     settings = dict(accumulate_grad_batches=accumulate, devices=WORLD, use_distributed_sampler=False)

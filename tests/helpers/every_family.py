@@ -26,7 +26,12 @@ from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.models.self_check import check_policy, full_logprobs, random_tokens
 from lit_async_rl.models.weights import stream_weights
 
-VOCAB, HIDDEN, HEADS, LAYERS, WINDOW, POSITIONS = 64, 32, 4, 4, 8, 64
+VOCAB = 64
+HIDDEN = 32
+HEADS = 4
+LAYERS = 4
+WINDOW = 8
+POSITIONS = 64
 HEAD_SIZE = HIDDEN // HEADS
 TABLE = Path(__file__).parents[2] / "docs/model_types.json"
 
@@ -164,7 +169,8 @@ def examine(kind: type[PreTrainedConfig], folder: Path) -> dict[str, str]:
         lm = load(tiny_config(kind), folder)
     except ValueError as error:
         return dict.fromkeys(PARTS, _named(error, kind.model_type, kind.__name__))
-    found, packed = {}, SharedPromptPacking(row_tokens=40)
+    found = {}
+    packed = SharedPromptPacking(row_tokens=40)
     policies = (partial(_assert_policy, packing=packing) for packing in (None, packed))
     checks = dict(zip(PARTS, (*policies, partial(_decode, folder=folder)), strict=True))
     for part in PARTS:

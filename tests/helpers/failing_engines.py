@@ -24,7 +24,10 @@ class Watch(pl.Callback):
 class FailingEngine(EmbeddedEngine):
     """Fails in one method when some tokens were sampled, as often as `failures` says, counted over all restarts."""
 
-    where, how, failures, after = "step", "crash", [0], 100
+    where = "step"
+    how = "crash"
+    failures = [0]
+    after = 100
 
     def _maybe_fail(self, where: str) -> None:
         if where == self.where and self.failures[0] > 0 and self.num_tokens > self.after:

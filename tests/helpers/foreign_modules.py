@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-ROWS, TOKENS, WIDTH = 6, 4, 3
+ROWS = 6
+TOKENS = 4
+WIDTH = 3
 
 
 class Rows(Dataset):

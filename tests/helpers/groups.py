@@ -23,7 +23,8 @@ from lit_async_rl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 
 
 def group(rewards, lengths=None, index=0, reasons=None) -> RolloutGroup:
-    lengths, reasons = lengths or [3] * len(rewards), reasons or ["stop"] * len(rewards)
+    lengths = lengths or [3] * len(rewards)
+    reasons = reasons or ["stop"] * len(rewards)
     rollouts = [
         Rollout(
             token_ids=(1,) * n,

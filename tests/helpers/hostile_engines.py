@@ -139,7 +139,8 @@ class HostileEngine(SimulatedEngine):
 
     def __init__(self) -> None:
         super().__init__(Constant(0.002), num_slots=2, tokens_per_s=1e6)
-        self._num_given, self._is_done = 0, False
+        self._num_given = 0
+        self._is_done = False
 
     def _hang(self, where: str) -> None:
         if [where] == self.hangs[:1] and self._num_given >= self.num_good:

@@ -36,10 +36,14 @@ class MisbehavingServer:
         self.max_model_len = 256
         self.answer: Callable[[dict, dict], web.Response] | None = None  # in place of the right one to a request
         self.logprobs: list[float] | None = None  # of the tokens of a prompt; None is as the trainer has them
-        self.outcome, self.delay_s, self.num_bad_loads = outcome, 0.005, num_bad_loads
+        self.outcome = outcome
+        self.delay_s = 0.005
+        self.num_bad_loads = num_bad_loads
         self._spoilt = WeakSet()  # connections that brought an error; uvicorn closes them, sooner or later
         self.hangs = False  # as after SIGSTOP: nothing is answered
-        self.tag, self.is_asleep, self.num_loads = "default", False, 0
+        self.tag = "default"
+        self.is_asleep = False
+        self.num_loads = 0
         self.calls: list[str] = []  # that change it, with their queries
         self.served: Counter[int] = Counter()  # answers per request, by the first token of its prompt
         self._going_on = asyncio.Event()
@@ -122,7 +126,8 @@ class MisbehavingServer:
         body = await request.json()
         if not body:
             return web.json_response({}, status=400)
-        number, params = body["token_ids"][0], body["sampling_params"]
+        number = body["token_ids"][0]
+        params = body["sampling_params"]
         if "prompt_logprobs" in params:
             return self._scored(body["token_ids"])
         outcome = self.outcome(number) if not body["cache_salt"].endswith("proof") else "ok"
@@ -134,7 +139,8 @@ class MisbehavingServer:
         if outcome == "error":
             return web.json_response({"error": {"message": "out of luck"}}, status=500)
         self.served[number] += 1
-        length, token = params["max_tokens"], number + (number == 1)  # 1 would end it
+        length = params["max_tokens"]  # 1 would end it
+        token = number + (number == 1)
         choice = {
             "finish_reason": "abort" if outcome == "abort" else "length",
             "token_ids": [token] * length,

@@ -17,10 +17,14 @@ class Instant(RolloutEngine):
     """Its turns are one token long and finished at once; its second `submit` raises `error`, if there is one."""
 
     in_flight_weight_updates = True
-    max_model_len, busy_s, num_tokens = 1000, 0.0, 0
+    max_model_len = 1000
+    busy_s = 0.0
+    num_tokens = 0
 
     def __init__(self, error=None):
-        self.error, self.finished, self.num_submits = error, [], 0
+        self.error = error
+        self.finished = []
+        self.num_submits = 0
 
     def setup(self, model):
         pass
@@ -39,7 +43,8 @@ class Instant(RolloutEngine):
 
     def poll(self, timeout_s):
         time.sleep(min(timeout_s, 0.01))
-        finished, self.finished = self.finished, []
+        finished = self.finished
+        self.finished = []
         return finished
 
     def abort(self, request_ids):
@@ -68,12 +73,14 @@ def playing(answer, error=None, **settings) -> EpisodeEngine:
 
 
 def request(number: int, num_samples: int = 1) -> GenerationRequest:
-    ids, sampling = CODEC.encode(PROMPT), SamplingParams(max_tokens=4)
+    ids = CODEC.encode(PROMPT)
+    sampling = SamplingParams(max_tokens=4)
     return GenerationRequest(id=number, prompt_ids=ids, num_samples=num_samples, sampling=sampling, prompt=PROMPT)
 
 
 def poll_for(engine: EpisodeEngine, seconds: float, until=lambda found: False) -> list[Completion]:
-    found, deadline = [], time.monotonic() + seconds
+    found = []
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not until(found):
         found += engine.poll(0.02)
     return found

@@ -105,7 +105,8 @@ def start(script: Path, arguments: list[str], num_processes: int, anew: bool = F
     own = [shared | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if num_processes > 1 else {} for rank in ranks]
     if not anew:
         return [Rank(script, arguments, os.environ | variables) for variables in own]
-    command, pipes = [sys.executable, script, *arguments], dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [sys.executable, script, *arguments]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return [subprocess.Popen(command, env=os.environ | variables, text=True, **pipes) for variables in own]
 
 

@@ -79,7 +79,8 @@ def event(category: str, name: str, begin: float, seconds: float, **args: object
 
 def step_events(step: int, lag: int, more: int = 0) -> list[str]:
     """One second of the pipeline: the engine beside the trainer, or in turns with it where `lag` is 0."""
-    begin, version = float(step), max(0, step - lag)
+    begin = float(step)
+    version = max(0, step - lag)
     events = [event("engine", "prefill", begin, 0.05, version=version, slots=64, tokens=512)]
     decode = 0.85 if lag else 0.45
     parts = 4 + more

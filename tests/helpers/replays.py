@@ -41,7 +41,8 @@ def full_logprobs(lm, prompt_ids, completion_ids, temperature=1.0) -> torch.Tens
 def replayed_logprobs(lms, prompt_ids, completion: Completion) -> torch.Tensor:
     """Each token under the version it is tagged with, after the keys and values that older versions left."""
     cache = DynamicCache()
-    ids, found = torch.tensor([prompt_ids]), []
+    ids = torch.tensor([prompt_ids])
+    found = []
     for token, version in zip(completion.token_ids, completion.versions, strict=True):
         logits = lms[version](input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
         found.append(logits.float().log_softmax(-1)[token])
@@ -65,7 +66,8 @@ def own_engine(lm, tmp_path, **kwargs) -> EmbeddedEngine:
 
 
 def collect(engine, num, timeout_s=60.0) -> list[Completion]:
-    found, deadline = [], time.monotonic() + timeout_s
+    found = []
+    deadline = time.monotonic() + timeout_s
     while len(found) < num:
         assert time.monotonic() < deadline, f"{len(found)} of {num} completions"
         found += engine.poll(1.0)

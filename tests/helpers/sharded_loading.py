@@ -86,7 +86,8 @@ def main(strategy: str, folder: str, output: str) -> None:
     )
     ids = torch.arange(24).reshape(2, 12) % 60
     mask = torch.ones_like(ids, dtype=torch.bool)
-    own, plain_ones = module.policy(ids, mask).logprobs, CausalPolicy(plain)(ids, mask).logprobs
+    own = module.policy(ids, mask).logprobs
+    plain_ones = CausalPolicy(plain)(ids, mask).logprobs
     result["logprob_error"] = float((own - plain_ones).abs().max() / plain_ones.abs().max())
     Path(f"{output}.{RANK}").write_text(json.dumps(result))
 

@@ -25,7 +25,8 @@ from lit_async_rl.losses import Reinforce
 from lit_async_rl.models.lora import LoRA
 from lit_async_rl.models.sharding import FSDPStrategy, Sharding
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS = 10
 
 
@@ -72,7 +73,8 @@ def run(
     **extra: Any,
 ):
     pl.seed_everything(0, verbose=False)
-    record, clip = Record(), GradientClipping(0.5)
+    record = Record()
+    clip = GradientClipping(0.5)
     data = make_data(
         schedule="fixed_lag",
         max_staleness=staleness,
@@ -138,7 +140,8 @@ class Precision(pl.Callback):
 
 def run_mixed(strategy: str) -> list[dict[str, Any]]:
     """bfloat16 where the strategy's own way to it is."""
-    precision, fsdp2 = Precision(), strategy in ("fsdp2", "tp")
+    precision = Precision()
+    fsdp2 = strategy in ("fsdp2", "tp")
     sharding = Sharding(compute_dtype="bfloat16" if fsdp2 else None)
     module = make_module(sharding=sharding, learning_rate=1e-6)  # what differs are roundings
     settings = dict(strategy=make_strategy(strategy), devices=WORLD, precision="32-true" if fsdp2 else "bf16-mixed")

@@ -11,7 +11,8 @@ from slow_references import Batch, Result, dual, ppo, token_wise, unclipped
 def harmful(batch: Batch) -> list[tuple[int, int]]:
     chosen = []
     for row, t in batch.all_tokens():
-        log_ratio, advantage = batch.log_ratio(row, t), batch.advantages[row][t]
+        log_ratio = batch.log_ratio(row, t)
+        advantage = batch.advantages[row][t]
         if (advantage > 0 and log_ratio > 0) or (advantage < 0 and log_ratio < 0):
             chosen.append((row, t))
     return chosen
@@ -37,7 +38,8 @@ def water_level(values: list[float], budget: float) -> float:
     """By bisection."""
     if not values or sum(values) / len(values) <= budget:
         return math.inf
-    low, high = 0.0, max(values)
+    low = 0.0
+    high = max(values)
     for _ in range(200):
         middle = (low + high) / 2
         if sum(min(value, middle) for value in values) / len(values) < budget:
@@ -49,7 +51,8 @@ def water_level(values: list[float], budget: float) -> float:
 
 def m2po_adaptive_clip(batch: Batch, loss: Any) -> Result:
     bound = math.sqrt(water_level([batch.log_ratio(*place) ** 2 for place in harmful(batch)], loss.budget))
-    low, high = math.exp(-bound), math.exp(min(bound, 50.0))
+    low = math.exp(-bound)
+    high = math.exp(min(bound, 50.0))
     return token_wise(lambda _, b, r, t: ppo(math.exp(b.log_ratio(r, t)), b.advantages[r][t], low, high))(batch, loss)
 
 
@@ -57,7 +60,8 @@ def _terms(batch: Batch, low: float, high: float) -> list[tuple[float, float, fl
     """(A, mu, min(r A, clip(r, low, high) A)) of every token."""
     terms = []
     for row, t in batch.all_tokens():
-        ratio, advantage = math.exp(batch.log_ratio(row, t)), batch.advantages[row][t]
+        ratio = math.exp(batch.log_ratio(row, t))
+        advantage = batch.advantages[row][t]
         term = min(ratio * advantage, min(max(ratio, low), high) * advantage)
         terms.append((advantage, math.exp(batch.behavior[row][t]), term))
     return terms
@@ -65,7 +69,8 @@ def _terms(batch: Batch, low: float, high: float) -> list[tuple[float, float, fl
 
 def bapo_bounds(batch: Batch, loss: Any) -> tuple[float, float]:
     """The paper's loop, with every sum computed anew."""
-    low, high = loss.low_start, loss.high_start
+    low = loss.low_start
+    high = loss.high_start
 
     def share() -> float:
         positive = abs(sum(mu * term for a, mu, term in _terms(batch, 0.0, high) if a > 0))
@@ -86,12 +91,14 @@ def bapo(batch: Batch, loss: Any) -> Result:
 
 
 def bapo_released_bounds(batch: Batch, loss: Any) -> tuple[float, float]:
-    low, high = loss.low_start, loss.high_start
+    low = loss.low_start
+    high = loss.high_start
 
     def enough() -> bool:
         positive = negative = 0.0
         for row, t in batch.all_tokens():
-            ratio, advantage = math.exp(batch.log_ratio(row, t)), batch.advantages[row][t]
+            ratio = math.exp(batch.log_ratio(row, t))
+            advantage = batch.advantages[row][t]
             if advantage >= 0:
                 positive += min(ratio, high) * advantage
             else:

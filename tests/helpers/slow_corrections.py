@@ -35,13 +35,15 @@ def row_wise(rule: Callable[[Any, list[float], int], tuple[float, bool]]) -> Cal
     """A reference of a correction from a rule for the n-th trained token of a row with these log-ratios."""
 
     def reference(correction: Any, log_ratio: Matrix, mask: list[list[bool]]) -> tuple[Matrix, list[list[bool]]]:
-        weights, rejected = [[0.0] * len(row) for row in mask], [[False] * len(row) for row in mask]
+        weights = [[0.0] * len(row) for row in mask]
+        rejected = [[False] * len(row) for row in mask]
         for row, trains in enumerate(mask):
             places = [t for t, counts in enumerate(trains) if counts]
             values = [log_ratio[row][t] for t in places]
             for n, t in enumerate(places):
                 weight, drop = rule(correction, values, n)
-                weights[row][t], rejected[row][t] = 0.0 if drop else weight, drop
+                weights[row][t] = 0.0 if drop else weight
+                rejected[row][t] = drop
         return weights, rejected
 
     return reference

@@ -47,10 +47,12 @@ def token_wise(rule: TokenRule) -> Callable[[Batch, Any], Result]:
     """A reference from a rule that gives a token's loss and its derivative."""
 
     def reference(batch: Batch, loss: Any) -> Result:
-        values, grads = batch.zeros(), batch.zeros()
+        values = batch.zeros()
+        grads = batch.zeros()
         for row, t in batch.all_tokens():
             value, slope = rule(loss, batch, row, t)
-            values[row][t], grads[row][t] = value, batch.cotangents[row][t] * slope
+            values[row][t] = value
+            grads[row][t] = batch.cotangents[row][t] * slope
         return values, grads
 
     return reference
@@ -90,7 +92,8 @@ def ppo_clip(loss, batch, row, t):
 
 @token_wise
 def mini_rl(loss, batch, row, t):
-    ratio, advantage = math.exp(batch.log_ratio(row, t)), batch.advantages[row][t]
+    ratio = math.exp(batch.log_ratio(row, t))
+    advantage = batch.advantages[row][t]
     if (advantage > 0 and ratio > 1 + loss.clip_high) or (advantage < 0 and ratio < 1 - loss.clip_low):
         return 0.0, 0.0
     return weighted(ratio, batch, row, t)
@@ -98,7 +101,8 @@ def mini_rl(loss, batch, row, t):
 
 @token_wise
 def aspo(loss, batch, row, t):
-    ratio, advantage = math.exp(batch.log_ratio(row, t)), batch.advantages[row][t]
+    ratio = math.exp(batch.log_ratio(row, t))
+    advantage = batch.advantages[row][t]
     weight = min(1 / ratio, loss.cap) if advantage > 0 else ratio
     cut = (advantage > 0 and ratio > 1 + loss.clip_high) or (advantage < 0 and ratio < 1 - loss.clip_low)
     return -weight * advantage, 0.0 if cut else -weight * advantage
@@ -125,7 +129,8 @@ def importance_weight(loss, ratio):
 
 def centering(loss, head):
     """mu_v w_v - alpha pi_v of each recorded token, which is what its log pi counts in the expected score."""
-    p, q = [math.exp(log_p) for log_p, _ in head], [math.exp(log_q) for _, log_q in head]
+    p = [math.exp(log_p) for log_p, _ in head]
+    q = [math.exp(log_q) for _, log_q in head]
     rho = max(1 - math.fsum(q), 1e-6) / max(1 - math.fsum(p), 1e-6)
     alpha = rho * importance_weight(loss, 1 / rho)
     both = zip(p, q, strict=True)
@@ -134,7 +139,8 @@ def centering(loss, head):
 
 @token_wise
 def score_centering(loss, batch, row, t):
-    head, advantage = batch.head[row][t], batch.advantages[row][t]
+    head = batch.head[row][t]
+    advantage = batch.advantages[row][t]
     counts = centering(loss, head)
     expected = sum(count * log_p for count, (log_p, _) in zip(counts, head, strict=True))
     value, slope = weighted(importance_weight(loss, math.exp(batch.log_ratio(row, t))), batch, row, t)
@@ -165,7 +171,8 @@ def cispo(loss, batch, row, t):
 
 @token_wise
 def sapo(loss, batch, row, t):
-    ratio, advantage = math.exp(batch.log_ratio(row, t)), batch.advantages[row][t]
+    ratio = math.exp(batch.log_ratio(row, t))
+    advantage = batch.advantages[row][t]
     tau = loss.tau_positive if advantage > 0 else loss.tau_negative
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     return -4 / tau * gate * advantage, -ratio / math.cosh(tau * (ratio - 1) / 2) ** 2 * advantage
@@ -184,7 +191,8 @@ def kimi_regression(loss, batch, row, t):
 
 
 def unclipped(batch: Batch, row: int, t: int, keep: bool, kl: float) -> tuple[float, float]:
-    log_ratio, advantage = batch.log_ratio(row, t), batch.advantages[row][t]
+    log_ratio = batch.log_ratio(row, t)
+    advantage = batch.advantages[row][t]
     gain = math.exp(log_ratio) * advantage if keep else 0.0
     return -gain + kl * log_ratio**2, -gain + 2 * kl * log_ratio
 
@@ -210,7 +218,8 @@ def ipo(loss, batch, row, t):
 
 @token_wise
 def dppo_binary_kl(loss, batch, row, t):
-    p, q = math.exp(batch.proximal[row][t]), math.exp(batch.logprobs[row][t])
+    p = math.exp(batch.proximal[row][t])
+    q = math.exp(batch.logprobs[row][t])
     divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     advantage = batch.advantages[row][t]
     away = (advantage > 0 and q > p) or (advantage < 0 and q < p)

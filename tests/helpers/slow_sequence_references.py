@@ -23,7 +23,8 @@ def pnpo(loss, batch, row, t):
 
 
 def gspo(batch: Batch, loss: Any) -> Result:
-    values, grads = batch.zeros(), batch.zeros()
+    values = batch.zeros()
+    grads = batch.zeros()
     for row in range(len(batch.mask)):
         tokens = batch.tokens(row)
         for t in tokens:

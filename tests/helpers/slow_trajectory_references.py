@@ -10,7 +10,8 @@ from slow_references import Batch, Result
 
 def squared(batch: Batch, rule: Callable[[int], tuple[float, float]], scale: float = 1.0) -> Result:
     """scale * residual^2 in equal shares, residual and its derivative to log pi of the completion from `rule`."""
-    values, grads = batch.zeros(), batch.zeros()
+    values = batch.zeros()
+    grads = batch.zeros()
     for row in range(len(batch.mask)):
         tokens = batch.tokens(row)
         if tokens:

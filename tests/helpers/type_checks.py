@@ -62,5 +62,6 @@ def _checked(fn: types.FunctionType, hints: dict[str, Any]) -> Callable[..., Any
     """The function with its arguments and result checked; to those who inspect it, it is the one that was written."""
     named = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     functools.update_wrapper(named, fn)
-    named.__kwdefaults__, named.__annotations__ = fn.__kwdefaults__, hints
+    named.__kwdefaults__ = fn.__kwdefaults__
+    named.__annotations__ = hints
     return functools.update_wrapper(ONCE(named), fn)

@@ -25,7 +25,11 @@ class Server:
     """A server in a session of its own; it ends with the test process, however that ends."""
 
     def __init__(self, model: str, log: Path, port: int | None = None, plain: bool = False, key: str = "") -> None:
-        self.port, self.model, self.log, self.plain, self.key = port or free_port(), model, log, plain, key
+        self.port = port or free_port()
+        self.model = model
+        self.log = log
+        self.plain = plain
+        self.key = key
         self.address = f"127.0.0.1:{self.port}"
         self.start()
 

@@ -41,7 +41,8 @@ class StepClock(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step > self._step:
-            self._step, self._trainer = trainer.global_step, trainer
+            self._step = trainer.global_step
+            self._trainer = trainer
             groups = trainer.datamodule.last_step_groups  # type: ignore[attr-defined]
             self.tokens += sum(group.num_tokens for group in groups)
             self.segments.end_of_step()

@@ -24,8 +24,11 @@ class Segments:
     """
 
     def __init__(self, warmup: int, steps: int, num_segments: int, read: Callable[[], Totals], output: str) -> None:
-        self.warmup, self.steps, self.num_segments = warmup, steps, num_segments
-        self.read, self.output = read, Path(output)
+        self.warmup = warmup
+        self.steps = steps
+        self.num_segments = num_segments
+        self.read = read
+        self.output = Path(output)
         self.num_steps = 0
         self.found: list[Totals] = []
         self._began: Totals | None = None
