@@ -127,7 +127,13 @@ def main(steps: int = 60) -> list[Step]:
 
             ages = (version - batch.versions)[batch.loss_mask]
             records.append(
-                Step(step, version, float(batch.rewards.mean()), float(ages.float().mean()), int(ages.max()))
+                Step(
+                    step,
+                    version,
+                    float(batch.rewards.mean()),
+                    mean_staleness=float(ages.float().mean()),
+                    max_staleness=int(ages.max()),
+                )
             )
             print("  ".join(f"{name} {value:.4g}" for name, value in records[-1]._asdict().items()), flush=True)
 

@@ -139,7 +139,7 @@ def main() -> None:
             share = (
                 ""
                 if args.task == "tool"
-                else f", accuracy {accuracy(lm, tokenizer, held_out, args.num_digits + 4):.3f}"
+                else f", accuracy {accuracy(lm, tokenizer, held_out, max_tokens=args.num_digits + 4):.3f}"
             )
             print(f"step {step + 1}: loss {loss.item():.3f}{share}", flush=True)
     lm.save_pretrained(args.out)

@@ -84,7 +84,7 @@ def packing(device: str) -> dict[str, float]:
     kind = "flex_attention" if device == "cuda" else "sdpa"
     plain = model(device)
     packed = model(device, attn_implementation=kind)
-    batch = _rows(plain, 4, 8, 256 if device == "cuda" else 64, 64)
+    batch = _rows(plain, 4, 8, prompt=256 if device == "cuda" else 64, new=64)
     rows = CausalPolicy(plain)
     shared = CausalPolicy(packed, packing=SharedPromptPacking())
     error = (_step(rows, batch) - _step(shared, batch))[batch[1]].abs().max().item()
@@ -98,7 +98,7 @@ def bfloat16(device: str) -> dict[str, float]:
     """A step with weights in float32 and products in bfloat16 stays close to one in float32."""
     lm = model(device)
     policy = CausalPolicy(lm)
-    batch = _rows(lm, 4, 8, 64, 64)
+    batch = _rows(lm, 4, 8, prompt=64, new=64)
     exact = _step(policy, batch)
     rounded = _step(policy, batch, torch.bfloat16)
     error = (exact - rounded)[batch[1]].abs().mean().item()
@@ -115,7 +115,7 @@ def compiled(device: str) -> dict[str, float]:
         raise Skip("torch.compile needs g++ on a CPU")
     lm = model(device)
     policy = CausalPolicy(lm)
-    batch = _rows(lm, 2, 4, 32, 32)
+    batch = _rows(lm, 2, 4, prompt=32, new=32)
     plain = _step(policy, batch)
     began = time.perf_counter()
     lm.base_model.compile()  # which the policy calls
@@ -159,7 +159,7 @@ def overlap(device: str) -> dict[str, float]:
     engine = EmbeddedEngine.from_module(sampler, num_slots=32)
     asked = requests(sampler, 4, 8, 24, 48)
     policy = CausalPolicy(trained)
-    batch = _rows(trained, 2, 4, 64, 64)
+    batch = _rows(trained, 2, 4, prompt=64, new=64)
 
     def train() -> None:
         for _ in range(4):

@@ -79,8 +79,8 @@ def workloads(args: argparse.Namespace) -> dict[str, list[GenerationRequest]]:
 
     mixed = [prompt for prompt in prompts for _ in range(args.num_samples)] * args.num_batches
     return {
-        "equal": [request(n, prompt, args.num_samples, args.new_tokens) for n, prompt in enumerate(prompts)],
-        "mixed": [request(n, prompt, 1, rng.randint(4, args.new_tokens)) for n, prompt in enumerate(mixed)],
+        "equal": [request(n, prompt, args.num_samples, length=args.new_tokens) for n, prompt in enumerate(prompts)],
+        "mixed": [request(n, prompt, 1, length=rng.randint(4, args.new_tokens)) for n, prompt in enumerate(mixed)],
     }
 
 
@@ -135,7 +135,7 @@ def main() -> None:
                 "engine": lambda engine=engine, requests=requests: engine.run(requests),
             }
             num_tokens = sum(r.num_samples * r.sampling.max_tokens for r in requests)
-            rates = compare(runs, num_tokens, args.repeats, clock)
+            rates = compare(runs, num_tokens, args.repeats, clock=clock)
             ratio = rates["engine"] / rates["generate"]
             print(f"{name:>9} {lengths:>8} {rates['generate']:15.0f} {rates['engine']:13.0f} {ratio:6.2f}", flush=True)
             results.append({"model": name, "lengths": lengths, **rates, "ratio": ratio})

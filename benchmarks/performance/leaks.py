@@ -36,7 +36,7 @@ def read(step: int) -> Reading:
     gc.collect()
     with open("/proc/self/statm", encoding="ascii") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return Reading(step, resident, threading.active_count(), len(os.listdir("/proc/self/fd")))
+    return Reading(step, resident, threading.active_count(), num_files=len(os.listdir("/proc/self/fd")))
 
 
 class Watch(pl.Callback):

@@ -87,8 +87,8 @@ def main() -> None:
                 make_large() if large else asset("sort_policy"),
                 Reinforce(),
                 CurrentProximal(),
-                SequenceTruncatedIS(cap=8.0),
-                baseline,
+                correction=SequenceTruncatedIS(cap=8.0),
+                baseline=baseline,
                 learning_rate=1e-6,
                 random_init=large,
             )

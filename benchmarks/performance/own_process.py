@@ -81,8 +81,8 @@ def main() -> None:
             "own_process",
             round(statistics.median(speedups[0]), 2),
             "times the steps per second of an engine in the trainer's process, quick start at max_staleness 4",
-            ["workload", "run", "seconds of a step", "times as fast as synchronous"],
-            rows,
+            columns=["workload", "run", "seconds of a step", "times as fast as synchronous"],
+            rows=rows,
             command=f"python benchmarks/performance/own_process.py --rounds {args.rounds}",
             machine=f"{args.machine}; one thread each, medians of {args.rounds} rounds of {args.num_steps} steps, "
             "the interval is the range",

@@ -135,7 +135,9 @@ def summary(found: dict[str, Any], steps: int, rollouts: int) -> dict[str, Any]:
     command = f"python benchmarks/performance/report.py --steps {steps} --rollouts {rollouts}"
     machine = f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})"
     columns = ["of the report", "measured"]
-    return measurement("report", found["wall_s"], "seconds", columns, rows, command=command, machine=machine)
+    return measurement(
+        "report", found["wall_s"], "seconds", columns=columns, rows=rows, command=command, machine=machine
+    )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Shape:
         body = sum(p.numel() for p in lm.model.layers.parameters())
         kv_width = head_dim * c.num_key_value_heads
         head = c.hidden_size * c.vocab_size
-        return cls(body, head, c.num_hidden_layers, c.hidden_size, kv_width, lm.dtype.itemsize)
+        return cls(body, head, c.num_hidden_layers, width=c.hidden_size, kv_width=kv_width, item=lm.dtype.itemsize)
 
     def training(self, rows: int, prompt: int, completion: int) -> Work:
         """Forward and backward pass: three times the forward's 2 FLOPs per weight and token, causal attention."""

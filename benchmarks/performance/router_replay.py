@@ -112,7 +112,7 @@ def measure(seed: int, num_tokens: int) -> dict[str, list[float]]:
     for name, (dtype, updates) in CASES.items():
         before = make_policy(seed)
         after = updated(before) if updates else before
-        batch = sample(before, after, dtype, num_tokens)
+        batch = sample(before, after, dtype, num_tokens=num_tokens)
         found[name] = [*mismatch(after, batch, replay=False), *mismatch(after, batch, replay=True)]
     return found
 

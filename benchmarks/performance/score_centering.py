@@ -62,7 +62,7 @@ def batch_of(completions: list[Completion]) -> RolloutBatch:
 
 def step(policy: CausalPolicy, loss: PolicyLoss, batch: RolloutBatch) -> None:
     """Forward and backward pass."""
-    objective = Objective(loss, BehaviorProximal(), None, None, 0.0, 0.0)
+    objective = Objective(loss, BehaviorProximal(), None, baseline=None, kl_coefficient=0.0, entropy_coefficient=0.0)
     value, _ = objective(policy, None, batch, 1)
     value.backward()
     policy.zero_grad()

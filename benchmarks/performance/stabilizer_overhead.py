@@ -145,7 +145,7 @@ def main() -> None:
             shares[name] = {}
             for size in args.models:
                 model, random_init, shape = sizes[size]
-                shares[name][size] = measure(model, make, args.accelerator, random_init, **shape)
+                shares[name][size] = measure(model, make, args.accelerator, random_init=random_init, **shape)
             each = "   ".join(f"{size} {share:7.2%}" for size, share in shares[name].items())
             print(f"{name:28} {each}", flush=True)
     if args.output is not None:

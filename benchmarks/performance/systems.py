@@ -159,8 +159,11 @@ def main() -> None:
     parser.add_argument("--only_table", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/systems"))
     args = parser.parse_args()
-    paces = {s: Run(args.out, s, None, args.pace_steps, args.pace_steps) for s in args.systems}
-    runs = {s: [Run(args.out, s, n, args.num_steps, args.val_steps) for n in args.seeds] for s in args.systems}
+    paces = {s: Run(args.out, s, None, num_steps=args.pace_steps, val_steps=args.pace_steps) for s in args.systems}
+    runs = {
+        s: [Run(args.out, s, n, num_steps=args.num_steps, val_steps=args.val_steps) for n in args.seeds]
+        for s in args.systems
+    }
     if not args.only_table:
         by_seed = [run for several in zip(*runs.values(), strict=True) for run in several]
         for run in paces.values() if args.pace else by_seed:

@@ -199,7 +199,7 @@ def summary(direct: list[float], shares: list[float], pairs: int) -> dict[str, A
     command = f"python benchmarks/performance/timeline.py --pairs {pairs}"
     machine = f"{os.cpu_count()} cores shared with other work (load {os.getloadavg()[0]:.0f})"
     columns = ["of a step's processor time", "measured"]
-    return measurement("timeline", value, unit, columns, rows, command=command, machine=machine)
+    return measurement("timeline", value, unit, columns=columns, rows=rows, command=command, machine=machine)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def start(args: argparse.Namespace, name: str, workload: dict[str, Any], model: 
         }
     else:
         command = [sys.executable, str(WORKERS / "our_run.py")]
-        arguments = our_arguments(args, workload, model, folder / name)
+        arguments = our_arguments(args, workload, model, folder=folder / name)
         arguments += ["--data.max_staleness", name, "--trainer.max_steps", str(max_steps)]
         settings = {"arguments": arguments}
     command += ["--settings", json.dumps({**settings, "segments": rounds})]
@@ -131,7 +131,7 @@ def take_turns(args: argparse.Namespace, workload: dict[str, Any], model: str, f
     workers: dict[str, subprocess.Popen] = {}
     try:
         for name in args.systems:
-            workers[name] = start(args, name, workload, model, folder)
+            workers[name] = start(args, name, workload, model=model, folder=folder)
             wait_for_stop(workers[name], folder / f"{name}.log")
         for n in range(args.rounds):
             for name in args.systems[n % len(args.systems) :] + args.systems[: n % len(args.systems)]:
@@ -167,7 +167,7 @@ def main() -> None:
             model = make_model(name, folder / "model", args.smollm2)
             lines = [json.dumps({"prompt": text}) + "\n" for text in make_prompts(name, model, args.num_prompts)]
             (folder / "prompts.jsonl").write_text("".join(lines))
-            segments = take_turns(args, WORKLOADS[name], model, folder)
+            segments = take_turns(args, WORKLOADS[name], model, folder=folder)
         base = segments["trl"] if "trl" in segments else next(iter(segments.values()))
         results[name] = {system: summarize(system, found, base) for system, found in segments.items()}
         print(f"\n{name:16}" + "".join(f"{title:>12}" for title in COLUMNS.values()))

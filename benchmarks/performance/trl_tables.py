@@ -93,8 +93,8 @@ def as_measurement(name: str, workload: str, results: dict[str, Any], rounds: in
         name,
         rows[-1][2],
         f"times the trained tokens per second of {rows[0][0]} ({workload}, {rows[-1][0]})",
-        columns,
-        rows,
+        columns=columns,
+        rows=rows,
         interval=[round(ratios[0], 2), round(ratios[-1], 2)],
         command=f"OMP_NUM_THREADS=1 python benchmarks/performance/trl.py --workloads {workload} --systems "
         + f"{' '.join(walls)} --rounds {rounds}",

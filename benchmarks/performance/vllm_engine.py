@@ -120,11 +120,11 @@ def main() -> None:
     for name in args.models:
         lm = build(name, args.device, args.dtype)
         engine = start(lm, args, num_seqs)
-        for row in rates(lm, engine, args, num_seqs):
+        for row in rates(lm, engine, args, num_seqs=num_seqs):
             shown = "  ".join(f"{key} {row[key]:.0f}" for key in ("generate", "embedded", "vllm"))
             print(f"{name:>5} {row['lengths']:>6} lengths, tokens/s: {shown}", flush=True)
             results.append({"model": name, **row})
-        costs = update_costs(lm, engine, args, num_seqs)
+        costs = update_costs(lm, engine, args, num_seqs=num_seqs)
         print(f"{name:>5} updates: " + "  ".join(f"{key} {value:.3g}" for key, value in costs.items()), flush=True)
         results.append({"model": name, **costs})
         engine.close()

@@ -165,7 +165,7 @@ def write(args: argparse.Namespace, name: str, value: float, unit: str, columns:
     name = re.sub(r"\W", "_", name)
     command = "python benchmarks/performance/vllm_tables.py " + " ".join(sys.argv[1:])
     machine = f"2 cores that did other work at the same time (load {os.getloadavg()[2]:.0f}), one thread"
-    found = measurement(name, value, unit, columns, rows, command=command, machine=machine)
+    found = measurement(name, value, unit, columns=columns, rows=rows, command=command, machine=machine)
     write_measurement(args.folder / f"{name}.json", found)
 
 
@@ -179,7 +179,7 @@ def measure_rates(name: str, model: str, args: argparse.Namespace) -> None:
         print(*rows[-1], flush=True)
     unit = "times the tokens per processor second of `LLM.generate`, in the last row"
     columns = [f"lengths of completions, {name}", *ENGINES.values()]
-    write(args, f"vllm_throughput_{name}", round(ratio, 2), unit, columns, rows)
+    write(args, f"vllm_throughput_{name}", round(ratio, 2), unit=unit, columns=columns, rows=rows)
 
 
 def measure_updates(name: str, model: str, args: argparse.Namespace) -> None:
@@ -188,7 +188,7 @@ def measure_updates(name: str, model: str, args: argparse.Namespace) -> None:
     whole, delta = (next(row[1] for row in reversed(rows) if row[0].startswith(kind)) for kind in ("whole", "delta"))
     columns = [f"update of {name}, bfloat16", "bytes", "staging, processor s", "pause, ms", "`load_weights`, ms"]
     unit = "times fewer bytes at learning rate 1e-5"
-    write(args, f"vllm_updates_{name}", round(whole / delta, 1), unit, columns, rows)
+    write(args, f"vllm_updates_{name}", round(whole / delta, 1), unit=unit, columns=columns, rows=rows)
 
 
 def main() -> None:

@@ -135,9 +135,9 @@ def main() -> None:
     for kind, rate, settings in CASES:
         transfer = Staging(dtype=args.dtype, **settings)
         if engine is not None:
-            found = measure(engine, args, kind, rate, transfer)
+            found = measure(engine, args, kind, rate=rate, transfer=transfer)
         elif transfer.delta:
-            found = count_bytes(args, kind, rate, transfer)
+            found = count_bytes(args, kind, rate, transfer=transfer)
         else:
             continue
         print({name: value for name, value in found.items() if name != "rows"}, flush=True)

@@ -72,9 +72,9 @@ def main() -> None:
     length = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens)
     ids = rounded.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, **length)
     right = logprobs(exact, ids)
-    rows: list[list[Any]] = [["none", 0.0, error_with(rounded, SCALED[0], 1.0, ids, right)]]
+    rows: list[list[Any]] = [["none", 0.0, error_with(rounded, SCALED[0], 1.0, ids=ids, right=right)]]
     for name in SCALED:
-        errors = [error_with(lm, name, args.factor, ids, right) for lm in (exact, rounded)]
+        errors = [error_with(lm, name, args.factor, ids=ids, right=right) for lm in (exact, rounded)]
         rows.append([f"`{name}`", *errors])
         print(*rows[-1], flush=True)
     columns = [f"tensor scaled by {args.factor:g}", "error in float32, nats", "error in bfloat16, nats"]
@@ -82,8 +82,8 @@ def main() -> None:
         "wrong_weights",
         round(min(row[1] for row in rows[1:]), 5),
         "nats, smallest error in float32",
-        columns,
-        [[name, f"{a:.2g}", f"{b:.2g}"] for name, a, b in rows],
+        columns=columns,
+        rows=[[name, f"{a:.2g}", f"{b:.2g}"] for name, a, b in rows],
         command="python benchmarks/performance/wrong_weights.py " + " ".join(sys.argv[1:]),
         machine=f"one of {os.cpu_count()} cores",
     )

@@ -29,7 +29,7 @@ from benchmarks.staleness.table import all_runs, cells_of, read_table, write_tab
 
 def train(suite: Suite, out: Path, num_processes: int, known: pd.DataFrame | None) -> pd.DataFrame:
     """Trains block by block, as a block may use the learning rates found by an earlier one; returns all runs."""
-    grid = Grid(run_cell, out, num_processes, suite.cell_timeout_s)
+    grid = Grid(run_cell, out, num_processes, cell_timeout_s=suite.cell_timeout_s)
     done = set() if known is None else cells_of(known)
     for block in suite.blocks:
         best = {}
@@ -51,7 +51,7 @@ def main() -> None:
     out = args.out or Path("runs/bench", args.suite)
     try:
         suite = load_suite(args.suite)
-        table = train(suite, out, args.num_processes, read_table(args.known) if args.known else None)
+        table = train(suite, out, args.num_processes, known=read_table(args.known) if args.known else None)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:

@@ -65,7 +65,7 @@ def accuracy_by_lag(table: pd.DataFrame, methods: list[str]) -> Figure:
         for n, method in enumerate(methods):
             chosen = rows[(rows["lag"] == lag) & (rows["method"] == method)]
             if len(chosen):
-                _band(axis, chosen, "step", "accuracy", method, f"C{n % 10}")
+                _band(axis, chosen, "step", y="accuracy", label=method, color=f"C{n % 10}")
         axis.set(title=f"lag {lag}", xlabel="optimizer step", ylim=(0, 1))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -81,7 +81,14 @@ def signals_by_lag(table: pd.DataFrame, method: str) -> Figure:
         for n, lag in enumerate(sorted(rows["lag"].unique())):
             chosen = rows[rows["lag"] == lag].sort_values("step")
             smooth = chosen.groupby("seed")[name].transform(lambda v: v.rolling(SMOOTH, min_periods=1).mean())
-            _band(axis, chosen.assign(**{name: smooth}).dropna(subset=[name]), "step", name, f"lag {lag}", f"C{n}")
+            _band(
+                axis,
+                chosen.assign(**{name: smooth}).dropna(subset=[name]),
+                "step",
+                y=name,
+                label=f"lag {lag}",
+                color=f"C{n}",
+            )
         axis.set(title=title, xlabel="optimizer step")
         axis.grid(alpha=0.3)
     if (rows["kl"].dropna() > 0).any():
@@ -164,7 +171,7 @@ def effect(table: pd.DataFrame, without: str, with_it: str, lag: int, signals: S
                 smooth = rows.groupby("seed")[name].transform(lambda v: v.rolling(SMOOTH, min_periods=1).mean())
                 rows = rows.assign(**{name: smooth})
             if len(rows):
-                _band(axis, rows, "step", name, method, color)
+                _band(axis, rows, "step", y=name, label=method, color=color)
         axis.set(title=TITLES[name], xlabel="optimizer step")
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 1)

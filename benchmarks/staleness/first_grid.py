@@ -67,8 +67,8 @@ def decision() -> str:
         ["sampled by an engine in bfloat16 or INT8", "VCPO where it is stale, too; nothing where it is fresh",
          f"lag 32: {kept_by_other_engines('vcpo')}, without correction {kept_by_other_engines('uncorrected')}"],
         [f"stale, with {clip}", "a third of the learning rate",
-         f"PPO-clip, lag 32: {kept(tails, 'ppo_clip', 32, 0.3)} instead of {kept(tails, 'ppo_clip', 32)}; "
-         f"M2PO: {kept(tails, 'm2po', 32, 0.3)} instead of {kept(tails, 'm2po', 32)}"],
+         f"PPO-clip, lag 32: {kept(tails, 'ppo_clip', 32, scale=0.3)} instead of {kept(tails, 'ppo_clip', 32)}; "
+         f"M2PO: {kept(tails, 'm2po', 32, scale=0.3)} instead of {kept(tails, 'm2po', 32)}"],
         ["stale, and nothing about the loss may change", "`AdaptiveStaleness`: a bound by effective sample size",
          f"{kept('mixed_lag', 'uncorrected+adaptive_staleness', 16)} instead of "
          f"{kept('mixed_lag', 'uncorrected', 16)}"],
@@ -109,8 +109,10 @@ def gac_before() -> str:
     for regime, lag, method, scale in TRIED_WITH_GAC:
         variants = [f"{method}+{kind}" for kind in ("gradient_alignment_control", "gac_project")]
         known = set(old().loc[(old()["regime"] == regime) & (old()["lag"] == lag), "method"])
-        shown = [kept(regime, v, lag, scale) if v in known else "not run" for v in variants]
-        rows.append([f"{method}, {regime}, lag {lag}, rate × {scale:g}", kept(regime, method, lag, scale), *shown])
+        shown = [kept(regime, v, lag, scale=scale) if v in known else "not run" for v in variants]
+        rows.append(
+            [f"{method}, {regime}, lag {lag}, rate × {scale:g}", kept(regime, method, lag, scale=scale), *shown]
+        )
     return markdown(["", "without", "GAC", "GAC, projection only"], rows)
 
 

@@ -25,7 +25,7 @@ class NormControl(GradientAlignmentControl):
         kept = [step.kept for step in steps]
         for step in steps:
             step.kept = 1.0  # nothing is projected, the reference is updated as ever
-        super()._update(space, gradients, reference, steps)
+        super()._update(space, gradients, reference, steps=steps)
         for step, share in zip(steps, kept, strict=True):
             step.kept = share
         for gradient, group in zip(gradients, space.group_of, strict=True):

@@ -58,18 +58,46 @@ def objective(recipe: str, cap: float) -> Objective:
     """The loss of a recipe; `cap` truncates sequence weights, or is the bound of the dual clip or of CISPO."""
     match recipe:
         case "plain":
-            return Objective(PPOClip(clip_high=0.28), BehaviorProximal(), None, None, 0.0, 0.0)
+            return Objective(
+                PPOClip(clip_high=0.28),
+                BehaviorProximal(),
+                None,
+                baseline=None,
+                kl_coefficient=0.0,
+                entropy_coefficient=0.0,
+            )
         case "dual_clip":
-            return Objective(PPOClip(clip_high=0.28, dual_clip=cap), BehaviorProximal(), None, None, 0.0, 0.0)
+            return Objective(
+                PPOClip(clip_high=0.28, dual_clip=cap),
+                BehaviorProximal(),
+                None,
+                baseline=None,
+                kl_coefficient=0.0,
+                entropy_coefficient=0.0,
+            )
         case "cispo":
-            return Objective(CISPO(clip_high=cap - 1), BehaviorProximal(), None, None, 0.0, 0.0)
+            return Objective(
+                CISPO(clip_high=cap - 1),
+                BehaviorProximal(),
+                None,
+                baseline=None,
+                kl_coefficient=0.0,
+                entropy_coefficient=0.0,
+            )
         case "vcpo_score":
             baseline = OptimalBaseline(norms=Norms.SCORE)
         case "vcpo_last_block":
             baseline = OptimalBaseline(last_blocks=1)
         case _:
             raise ValueError(f"recipe={recipe!r}: there is no such recipe")
-    return Objective(Reinforce(), CurrentProximal(), SequenceTruncatedIS(cap=cap), baseline, 0.0, 0.0)
+    return Objective(
+        Reinforce(),
+        CurrentProximal(),
+        SequenceTruncatedIS(cap=cap),
+        baseline=baseline,
+        kl_coefficient=0.0,
+        entropy_coefficient=0.0,
+    )
 
 
 @torch.no_grad()
@@ -166,7 +194,7 @@ def train(args: argparse.Namespace) -> Result:
         sampler.load_state_dict(versions[0])
         prompts = [stream.next() for _ in range(NUM_GROUPS)]
         version = step - len(versions) + 1
-        groups = rollouts(sampler, tokenizer, prompts, GROUP_SIZE, version, step * NUM_GROUPS)
+        groups = rollouts(sampler, tokenizer, prompts, num=GROUP_SIZE, version=version, first=step * NUM_GROUPS)
         rewards.append(mean_reward(groups))
         made: dict[str, Any] = dict(advantage=GroupMeanStd(), aggregation=aggregation, keep_groups_whole=True)
         (batch,) = collate_step(groups, **made, num_micro_batches=1, pad_token_id=0, temperature=1.0)
@@ -181,7 +209,9 @@ def train(args: argparse.Namespace) -> Result:
             group["betas"] = (group["betas"][0] if momentum is None else momentum, args.beta2)
         optimizer.step()
     held_out = SortDigits(num_digits=8, size=NUM_HELD_OUT, split="held_out")
-    last = rollouts(policy.lm, tokenizer, [held_out[n] for n in range(NUM_HELD_OUT)], NUM_SAMPLES, args.num_steps)
+    last = rollouts(
+        policy.lm, tokenizer, [held_out[n] for n in range(NUM_HELD_OUT)], num=NUM_SAMPLES, version=args.num_steps
+    )
     return Result(rewards, ess, mean_reward(last))
 
 

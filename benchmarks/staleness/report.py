@@ -42,7 +42,7 @@ def write_report(table: pd.DataFrame, out: Path, command: str) -> str:
     else:
         for regime, rows in summary.groupby("regime", sort=False):
             if set(rows[rows["learning_rate_scale"] == 1.0]["lag"]) - {0} and not synchronous(runs, regime).empty:
-                lines += [f"## {regime}", *_regime(table, runs, summary, regime, out)]
+                lines += [f"## {regime}", *_regime(table, runs, summary, regime=regime, out=out)]
                 said += [f"{regime}:", *words(runs, summary, regime)]
             else:
                 compared = comparison_table(runs, regime)
@@ -131,7 +131,9 @@ def _effects(table: pd.DataFrame, out: Path) -> list[str]:
         if both:
             lag = sorted(both)[len(both) // 2]
             name = f"effect_{method.replace('+', '_')}"
-            figures.save(figures.effect(rows, without, method, lag, signals), str(out / PICTURES / f"{name}.png"))
+            figures.save(
+                figures.effect(rows, without, method, lag=lag, signals=signals), str(out / PICTURES / f"{name}.png")
+            )
             lines += [f"{method} against {without}, {regime}, lag {lag}:", f"![{method}]({PICTURES}/{name}.png)"]
     return lines
 

@@ -45,7 +45,9 @@ class Cell:
         settings = dict(part.split("=") for part in folder.name.split(","))
         regime = folder.parent.parent.name
         method = folder.parent.name
-        return cls(regime, method, int(settings["lag"]), float(settings["lr"]), int(settings["seed"]))
+        return cls(
+            regime, method, int(settings["lag"]), learning_rate_scale=float(settings["lr"]), seed=int(settings["seed"])
+        )
 
     def arguments(self) -> list[str]:
         """Arguments of `scripts/train.py` for the same run.
@@ -90,7 +92,7 @@ class Block:
         for seed, lag, method in product(self.seeds, self.lags, self.methods):
             scales = self.learning_rate_scales
             for scale in (best[self.regime, method, lag],) if isinstance(scales, str) else scales:
-                cells.append(Cell(self.regime, method, lag, float(scale), seed))
+                cells.append(Cell(self.regime, method, lag, learning_rate_scale=float(scale), seed=seed))
         return cells
 
 

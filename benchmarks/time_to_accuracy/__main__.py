@@ -40,7 +40,7 @@ def main() -> None:
     try:
         suite = load_suite(args.suite)
         if not args.report_only:
-            Grid(run_cell, out, args.num_processes, suite.cell_timeout_s).run(suite.cells)
+            Grid(run_cell, out, args.num_processes, cell_timeout_s=suite.cell_timeout_s).run(suite.cells)
         table = read_runs(out)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -49,7 +49,7 @@ def main() -> None:
     table.to_parquet(out / "curves.parquet", compression="zstd", index=False)
     command = f"python scripts/time_to_accuracy.py --suite {args.suite}"
     if args.documents:
-        write_documents(table, args.suite, command, args.documents, args.machine, Path())
+        write_documents(table, args.suite, command, commit=args.documents, machine=args.machine, root=Path())
     print(write_report(table, out, command))
     print(f"\nreport: {out / 'report.html'}")
 

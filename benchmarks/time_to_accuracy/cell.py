@@ -36,7 +36,7 @@ def run_cell(cell: Cell, out: Path) -> None:
         recorder = Recorder(every_n_steps)
         try:
             if systems()[cell.system].is_trl:
-                recorder.snapshots, recorder.loads = trl_cell.run(cli, every_n_steps, cell.seed, folder)
+                recorder.snapshots, recorder.loads = trl_cell.run(cli, every_n_steps, cell.seed, folder=folder)
             else:
                 callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
                 callbacks.append(recorder)

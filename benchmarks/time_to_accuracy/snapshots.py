@@ -56,7 +56,7 @@ class Recorder(pl.Callback):
 
     def _keep(self, trainer: AnyTrainer, pl_module: AnyModule, wall_s: float) -> None:
         state = {name: tensor.detach().clone() for name, tensor in pl_module.state_dict().items()}
-        self.snapshots.append(Snapshot(trainer.global_step, wall_s, self._tokens, state))
+        self.snapshots.append(Snapshot(trainer.global_step, wall_s, self._tokens, state=state))
         self.loads.append(os.getloadavg()[0])
 
 

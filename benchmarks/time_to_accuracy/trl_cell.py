@@ -61,7 +61,7 @@ def run(cli: AsyncRLCLI, every_n_steps: int, seed: int, folder: Path) -> tuple[l
     for row in rows:
         state = {LM + name: tensor for name, tensor in load_file(work / f"{row['step']}.safetensors").items()}
         kept = {name: state[name] for name in cli.model.state_dict()}
-        found.append(Snapshot(int(row["step"]), float(row["wall_s"]), int(float(row["tokens"])), kept))
+        found.append(Snapshot(int(row["step"]), float(row["wall_s"]), int(float(row["tokens"])), state=kept))
     shutil.rmtree(work)
     return found, [float(row["load"]) for row in rows]
 

@@ -86,7 +86,7 @@ def what_to_turn(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, 
     is_spare = num_busy_threads(data, pl_module, num_ranks) + num_ranks <= num_cores()
     return Settings(
         engine=_engine_setting(data, load.num_unfinished / max(1, load.num_steps), is_spare),
-        trainer=_trainer_setting(data, pl_module, 1 - load.num_tokens / max(1, load.num_positions), is_spare),
+        trainer=_trainer_setting(data, pl_module, 1 - load.num_tokens / max(1, load.num_positions), is_spare=is_spare),
         reward=_reward_setting(data, load.scoring_cpu_share, is_spare),
         weight_sync=Setting(name="data.weight_sync_steps", present=sync_steps, suggested=2 * sync_steps),
         staleness=_staleness_setting(data),
@@ -389,7 +389,9 @@ class BottleneckVerdict(pl.Callback):
         return f"training is collapsing: {self.collapse}; {stabilizing_setting(trainer, pl_module)}"
 
     def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule, load: StepLoad) -> Verdict:
-        settings = what_to_turn(rollout_data(trainer, "BottleneckVerdict"), pl_module, load, trainer.num_devices)
+        settings = what_to_turn(
+            rollout_data(trainer, "BottleneckVerdict"), pl_module, load, num_ranks=trainer.num_devices
+        )
         self.verdict = diagnose(self._totals(trainer) - load.began, settings)
         return self.verdict
 

@@ -126,7 +126,9 @@ class EngineCheck(pl.Callback):
             copies = self._copies[version]
             is_current = self._is_current(trainer, module) and version == module.version
             if found and (is_current or copies is not None):
-                self._judge(trainer, data, version, self._compare(trainer, module, batch, mask, copies))
+                self._judge(
+                    trainer, data, version, sums=self._compare(trainer, module, batch, mask=mask, copies=copies)
+                )
                 del self._copies[version]
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -184,8 +186,15 @@ class EngineCheck(pl.Callback):
         few = batch.select(rows, length).replace(loss_mask=mask[:, :length])
         mask = few.loss_mask
         with with_weights(module.policy, copies), trainer.precision_plugin.train_step_context():
-            asked = (few.input_ids, mask, few.temperature, False, few.group_index)
-            stats = on_support(module.policy(*asked, head_ids=few.head_ids), few)
+            stats = module.policy(
+                few.input_ids,
+                mask,
+                few.temperature,
+                entropy_grad=False,
+                group_index=few.group_index,
+                head_ids=few.head_ids,
+            )
+            stats = on_support(stats, few)
         log_ratio = torch.where(mask, stats.logprobs - few.behavior_logprobs, 0.0)
         if copies is not None:  # those of the present weights are the step's own
             self.replayed.append((log_ratio[mask], few.behavior_logprobs[mask]))

@@ -94,7 +94,7 @@ def statistics(sums: Float64[Tensor, " 8"]) -> FreshStatistics:
         slope = (product - middle * difference) / spread
         slope_error = math.sqrt(max(0.0, square - difference**2) / spread / n)
     ratio_error = math.sqrt(max(0.0, ratio_square - ratio**2) / n)
-    return FreshStatistics(n, ratio, ratio_error, difference, slope, slope_error)
+    return FreshStatistics(n, ratio, ratio_error, log_ratio=difference, slope=slope, slope_error=slope_error)
 
 
 class FreshDataMonitor(pl.Callback):

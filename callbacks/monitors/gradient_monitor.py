@@ -64,7 +64,7 @@ class GradientMonitor(pl.Callback):
         if copies:
             self._previous.keep(space, gradients, index)
         elif self.cosine:
-            gp, pp = self._sketched(space, gradients, index, gg)
+            gp, pp = self._sketched(space, gradients, index, gg=gg)
         if (c := cosine(gg, gp, pp)) is not None:
             pl_module.log(f"grad/cosine{suffix}", c)
 

@@ -85,7 +85,7 @@ class LiveView(Progress):
         if trainer.global_step > self.num_steps:
             self.staleness = self._tokens
             self._tokens = {}
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch=batch, batch_idx=batch_idx)
         self.phase = WAITS
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:

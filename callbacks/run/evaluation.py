@@ -76,8 +76,13 @@ class Evaluation(pl.Callback):
         timeout_s: float = 600.0,
         end_wait_s: float = 60.0,
     ) -> None:
-        counts = dict(every_n_steps=every_n_steps, num_samples=num_samples, max_concurrent=max_concurrent)
-        check_range("Evaluation", "integer >= 1", **counts)
+        check_range(
+            "Evaluation",
+            "integer >= 1",
+            every_n_steps=every_n_steps,
+            num_samples=num_samples,
+            max_concurrent=max_concurrent,
+        )
         check_range("Evaluation", ">= 0", max_block_s=max_block_s, end_wait_s=end_wait_s)
         check_range("Evaluation", "positive", timeout_s=timeout_s)
         if not datasets or not all(len(source) for source in datasets.values()):
@@ -152,7 +157,7 @@ class Evaluation(pl.Callback):
         length = data.engine.max_model_len
         max_tokens = sampling.max_tokens
         why = f"the engine's max_model_len={length} leaves besides Evaluation's sampling.max_tokens={max_tokens}"
-        return make_questions(self.datasets, data.codec, length - max_tokens, why)
+        return make_questions(self.datasets, data.codec, length - max_tokens, why=why)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -214,7 +214,7 @@ class SampleLogger(pl.Callback):
                 row = [trainer.global_step, group.index, group.prompt.text, rollout.text, group.prompt.answer]
                 rows.append([*row, rollout.reward, *_range(rollout.versions)])
                 if self._folder is not None:
-                    more.append(sample_row(group, sample, data.codec, trained, self.max_tokens))
+                    more.append(sample_row(group, sample, data.codec, trained=trained, max_tokens=self.max_tokens))
         self._append(
             "samples.jsonl", [dict(zip(COLUMNS, a, strict=True)) | b for a, b in zip(rows, more, strict=False)]
         )
@@ -250,7 +250,7 @@ class SampleLogger(pl.Callback):
         """To trackers, at the step of the metrics of the same rollouts: it counts from 0 there, and from 1 in files."""
         step = step_in_trackers(trainer)
         for logger in trainer.loggers:
-            log_table(logger, "samples", COLUMNS, [[step, *row[1:]] for row in rows], step)
+            log_table(logger, "samples", COLUMNS, rows=[[step, *row[1:]] for row in rows], step=step)
 
 
 def _range(versions: Sequence[int]) -> tuple[int | None, int | None]:

@@ -82,14 +82,15 @@ class WeightSync(pl.Callback):
             raise ValueError(f"data.model={data.model!r}, but model.model={module.model!r}: prompts need its tokenizer")
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
-        averaging = data.advantage, data.aggregation
-        check_data_compatibility(module.objective.loss, *averaging, data.sampling.head, data.engine)
+        check_data_compatibility(
+            module.objective.loss, data.advantage, data.aggregation, data.sampling.head, data.engine
+        )
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
         if data.tape is None:
             compared = data.advantage if module.objective.baseline is None else None  # it takes the advantage's place
-            check_signal(compared, data.group_size, data.sampling.temperature, is_sampled)
+            check_signal(compared, data.group_size, data.sampling.temperature, is_sampled=is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
         wanted = data.micro_batches_per_step
         present = trainer.accumulate_grad_batches

@@ -121,7 +121,7 @@ class ESSLearningRate(SignalCallback):
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            if chosen_index(trainer, pl_module, optimizer, self.optimizer) is not None:
+            if chosen_index(trainer, pl_module, optimizer, choice=self.optimizer) is not None:
                 self._rate_of(raw_optimizer(optimizer))
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:

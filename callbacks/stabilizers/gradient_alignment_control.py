@@ -131,7 +131,7 @@ class GradientAlignmentControl(pl.Callback):
         steps = [AlignedStep.of(*row) for row in products.tolist()]
         for group, step in enumerate(steps):
             self._decide(step, skips, group)
-        self._update(space, gradients, self._references.of(space, index), steps)
+        self._update(space, gradients, self._references.of(space, index), steps=steps)
         space.drop(group for group, step in enumerate(steps) if step.regime >= Regime.SKIP)
         return self._metrics(steps, skips)
 
@@ -210,14 +210,14 @@ class GradientAlignmentControl(pl.Callback):
             self.num_dropped = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        check_choice(trainer, pl_module, self.optimizer, "GradientAlignmentControl")
+        check_choice(trainer, pl_module, self.optimizer, owner="GradientAlignmentControl")
         self._references = ReferenceGradients()
         self._spaces = GradSpaces(self._spaces.per_parameter_group)
         tolerate_dropped_gradients(trainer)
         self._has_trained = True
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        index = chosen_index(trainer, pl_module, optimizer, self.optimizer)
+        index = chosen_index(trainer, pl_module, optimizer, choice=self.optimizer)
         if index is None:
             return
         unscale_gradients(trainer, optimizer)

@@ -75,13 +75,13 @@ class GradientClipping(pl.Callback):
         return {"grad/norm": norm, "grad/clip_scale": scale, "grad/num_dropped": float(self.dropped.total)}
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        check_choice(trainer, pl_module, self.optimizer, "GradientClipping")
+        check_choice(trainer, pl_module, self.optimizer, owner="GradientClipping")
         self._spaces = GradSpaces()
         self.dropped.begin()
         tolerate_dropped_gradients(trainer)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        index = chosen_index(trainer, pl_module, optimizer, self.optimizer)
+        index = chosen_index(trainer, pl_module, optimizer, choice=self.optimizer)
         if index is None:
             return
         unscale_gradients(trainer, optimizer)

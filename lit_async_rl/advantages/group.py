@@ -292,7 +292,7 @@ class TurnReturns(TurnAdvantageEstimator):
         """Returns minus their mean at the same turn."""
         to_go = [returns(own, self.gamma) for own in turns]
         places = [range(len(own)) for own in turns]
-        return _relative(to_go, places, self.standardize, self.eps)
+        return _relative(to_go, places, self.standardize, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class GiGPO(TurnAdvantageEstimator):
         whole = standardized(totals, self.eps) if self.standardize else centered(totals)
         to_go = [returns(own, self.gamma) for own in turns]
         states = [[turn.state for turn in own] for own in turns]
-        steps = _relative(to_go, states, self.standardize, self.eps)
+        steps = _relative(to_go, states, self.standardize, eps=self.eps)
         return [[value + self.omega * step for step in row] for value, row in zip(whole, steps, strict=True)]
 
 

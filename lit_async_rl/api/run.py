@@ -110,7 +110,7 @@ def fit(
     limit_rendezvous(trainer, data.limits.start_timeout_s, comparable(sections))
     with CtrlC():
         with run_folders(trainer, ckpt_path):
-            stopped_at = run(trainer, module, data, ckpt_path)
+            stopped_at = run(trainer, module, data, ckpt_path=ckpt_path)
         print_summary(trainer)
         upload_report(trainer)
         if stopped_at and trainer.is_global_zero:
@@ -140,8 +140,8 @@ def run(trainer: pl.Trainer, module: PolicyModule, data: RolloutDataModule, ckpt
     validates = data.validation.source is not None
     with data.kept_open():
         if validates:
-            _validate(trainer, module, data, ckpt_path)
-        stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path)
+            _validate(trainer, module, data, ckpt_path=ckpt_path)
+        stopped_at = _fit_until_stopped(trainer, module, data, ckpt_path=ckpt_path)
         if validates and stopped_at is None:
             _validate(trainer, module, data)
     return stopped_at

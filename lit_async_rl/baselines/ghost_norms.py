@@ -338,7 +338,9 @@ class GhostTape:
         coefficients = torch.where(mask, coefficients.detach(), 0.0)
         columns = _used_columns(coefficients)
         hidden = self._hidden.detach() if rows is None else gathered(self._hidden.detach(), rows)
-        norms, hidden_grads, taken = self._head_pass(hidden, coefficients, input_ids, temperature, columns, support)
+        norms, hidden_grads, taken = self._head_pass(
+            hidden, coefficients, input_ids, temperature=temperature, columns=columns, support=support
+        )
         if rows is not None:
             hidden_grads = packed(hidden_grads, columns, rows)
         names = list(self._records)

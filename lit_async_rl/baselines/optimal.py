@@ -176,12 +176,15 @@ class OptimalBaseline:
         elif tape is None:
             norms = per_trajectory_squared_norms(policy, logprobs, coefficients)
         else:
-            arguments = coefficients, batch.input_ids, mask, batch.temperature, stats.rows, _support(batch)
-            norms = tape.squared_norms(*arguments)
+            norms = tape.squared_norms(
+                coefficients, batch.input_ids, mask, batch.temperature, stats.rows, _support(batch)
+            )
         log_weights = norms.log()
         if self.flavour is not Flavour.CONSISTENT:
             log_weights = log_weights + 2 * sequence_log_ratio(logprobs.detach() - batch.behavior_logprobs, mask)
-        rows = optimal_advantages(log_weights, batch.rewards, batch.group_index, self.divide_by_std, self.eps)
+        rows = optimal_advantages(
+            log_weights, batch.rewards, batch.group_index, divide_by_std=self.divide_by_std, eps=self.eps
+        )
         return masked(rows[:, None].expand_as(logprobs), mask)
 
 

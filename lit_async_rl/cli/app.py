@@ -236,7 +236,7 @@ def main(args: Sequence[str] | None = None) -> None:
         trainer = cli.trainer
         ckpt_path = cli.config["ckpt_path"]
         with run_folders(trainer, ckpt_path):
-            stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path)
+            stopped_at = api.run(trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path)
         api.print_summary(trainer)
         api.upload_report(trainer)
         if stopped_at and trainer.is_global_zero:
@@ -287,7 +287,7 @@ def export(args: Sequence[str] | None = None) -> None:
         check_writable(Path(cli.config["out"]), "out")
         lm = cli.model.policy.causal_lm
         weights = {name: tensor.detach().contiguous() for name, tensor in stream_weights(cli.model.policy)}
-        export_model(lm, cli.datamodule.codec.tokenizer, cli.config["out"], weights)
+        export_model(lm, cli.datamodule.codec.tokenizer, cli.config["out"], weights=weights)
         print(f"version {cli.model.version} written to {cli.config['out']}")
 
 

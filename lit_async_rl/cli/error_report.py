@@ -182,7 +182,9 @@ def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], set
         pairs = [(name if not setting else f"{setting}.{name}", value) for name, value in config.items()]
     else:
         pairs = [(setting, value) for value in config] if isinstance(config, list) else []
-    return next((found for name, value in pairs if (found := find_setting(value, class_path, arguments, name))), "")
+    return next(
+        (found for name, value in pairs if (found := find_setting(value, class_path, arguments, setting=name))), ""
+    )
 
 
 def _same_class(path: str, class_path: str) -> bool:

@@ -72,7 +72,7 @@ def fetch(out: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             lm, tokenizer = read_gguf(find_gguf(Path(scratch)))
         for folder, dtype in missing.items():
-            _save(lm, tokenizer, folder, dtype)
+            _save(lm, tokenizer, folder, dtype=dtype)
     for folder in folders:
         print(f"{folder}: {QUESTION} {_answer(str(folder))}")
 

@@ -49,7 +49,7 @@ class Correction(ABC):
         usable = loss_mask & (log_ratio.isfinite() | ~loss_mask).all(-1, keepdim=True)
         output = self.weigh(masked(log_ratio, usable), usable)
         for name, values in vars(output).items():
-            check_token_shape(f"model.correction={type(self).__name__}", name, values, tuple(loss_mask.shape))
+            check_token_shape(f"model.correction={type(self).__name__}", name, values, shape=tuple(loss_mask.shape))
         rejected = loss_mask & (output.rejected | ~usable)
         return CorrectionOutput(weights=masked(output.weights, loss_mask & ~rejected), rejected=rejected)
 

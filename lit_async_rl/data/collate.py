@@ -67,7 +67,14 @@ def collate_step(
     weights = iter(of_rollouts)
     units = [
         [
-            _Row(group.prompt_ids, rollout, row, next(weights), group.index, group.max_staleness)
+            _Row(
+                group.prompt_ids,
+                rollout,
+                row,
+                token_weight=next(weights),
+                group_index=group.index,
+                max_staleness=group.max_staleness,
+            )
             for rollout, row in zip(group.rollouts, rows, strict=True)
         ]
         for group, rows in zip(groups, advantages, strict=True)

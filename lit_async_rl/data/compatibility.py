@@ -205,7 +205,7 @@ def check_step(
             "FixedLength or GroupMean."
         )
     if intake.stream_groups:
-        check_streamable(advantage, aggregation, num_groups, num_micro_batches)
+        check_streamable(advantage, aggregation, num_groups, micro_batches_per_step=num_micro_batches)
 
 
 def check_signal(advantage: AdvantageEstimator | None, group_size: int, temperature: float, is_sampled: bool) -> None:

@@ -131,13 +131,19 @@ class RolloutDataModule(pl.LightningDataModule):
         self.validation = validation
         self.keep_groups_whole = False
         compatibility.check_max_staleness(self.admission, max_staleness)
-        compatibility.check_engine(engine, reward, self.admission, sampling)
+        compatibility.check_engine(engine, reward, self.admission, sampling=sampling)
         engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
         compatibility.check_limits(reward, scoring.timeout_s)
         compatibility.check_sleep(engine, max_staleness, self.intake)
         compatibility.check_intake(self.intake, self.admission, replay is not None)
         compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
-        compatibility.check_step(self.advantage, self.aggregation, self.intake, groups_per_step, micro_batches_per_step)
+        compatibility.check_step(
+            self.advantage,
+            self.aggregation,
+            self.intake,
+            num_groups=groups_per_step,
+            num_micro_batches=micro_batches_per_step,
+        )
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self.stream = PromptStream(self.prompts, seed=self.intake.seed)
         self.configured_bound = max_staleness
@@ -147,7 +153,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.intake.use_grader(self._grader)
         # without spans: the reward workers' lanes of a timeline are those of training
         make_scorer = partial(scoring.make_scorer, reward, records_spans=False)
-        self.held_out = HeldOut(validation, self.val_sampling, make_scorer, self._grader)
+        self.held_out = HeldOut(validation, self.val_sampling, make_scorer, grader=self._grader)
 
     def _make_source(self, engine: RolloutEngine) -> None:
         """Makes the parts that serve a single fit."""
@@ -405,8 +411,8 @@ class HeldOut:
         max_tokens = self._sampling.max_tokens
         why = f"the model's context of {length} tokens leaves besides validation's sampling.max_tokens={max_tokens}"
         # where no prompt can fit, the setting is wrong and not the prompts: the engine of validation refuses it
-        usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why)
-        return PromptFeed(usable, self._settings.batch_size, rank, num_ranks)
+        usable = UsableSubset(source, codec.encode, length - max_tokens if length > max_tokens else None, why=why)
+        return PromptFeed(usable, self._settings.batch_size, rank, num_ranks=num_ranks)
 
     def score(
         self,
@@ -423,7 +429,7 @@ class HeldOut:
         """
         if self._scorer is None:  # kept, because isolated rewards have a process for each of its threads
             self._scorer = self._make_scorer()
-        return score_all(self._scorer, completions, on_progress, token_ids)
+        return score_all(self._scorer, completions, on_progress, token_ids=token_ids)
 
     def close(self) -> None:
         """Ends the scorer's threads. Safe to call twice."""

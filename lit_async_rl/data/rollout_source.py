@@ -298,7 +298,7 @@ class RolloutSource:
             stream.source,
             codec.encode,
             length - sampling.max_tokens,
-            f"the engine's max_model_len={length} leaves besides sampling.max_tokens={sampling.max_tokens}",
+            why=f"the engine's max_model_len={length} leaves besides sampling.max_tokens={sampling.max_tokens}",
         )
         usable.check()
         stream.usable = usable
@@ -349,7 +349,7 @@ class RolloutSource:
         producer = self._started()
         if not isinstance(producer, Producer):
             raise SetupError("Evaluation needs an engine, and data.admission=FromTape has none")
-        producer.evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan)
+        producer.evaluation = EvaluationRun(producer.listener, producer.scorer, producer.book.codec, plan=plan)
         producer.evaluation.submit()
         return producer.evaluation
 
@@ -398,7 +398,7 @@ class RolloutSource:
         if isinstance(producer, Producer):
             producer.rest()
         if streamed is not None:
-            return self._streamed_batches(streamed, groups, step, num_places)
+            return self._streamed_batches(streamed, groups, step, num_places=num_places)
         if self.replay is not None:
             self._replay_before = self.replay.snapshot()
             groups = self.replay.mix(groups, self.groups_per_step, producer.version)

@@ -53,7 +53,14 @@ class Scoring:
 
     def make_scorer(self, reward: Reward | None, records_spans: bool = True) -> Scorer:
         """A scorer with these settings; None where the engine scores."""
-        scorer = Scorer(reward, self.workers, self.timeout_s, self.tries, self.backoff_s, records_spans)
+        scorer = Scorer(
+            reward,
+            self.workers,
+            self.timeout_s,
+            max_tries=self.tries,
+            backoff_s=self.backoff_s,
+            records_spans=records_spans,
+        )
         scorer.keeps_rewards = self.resume_rewards == "keep"
         return scorer
 

@@ -339,12 +339,12 @@ def _meet(limit_s: float, settings: Mapping[str, str]) -> None:
     num_ranks = dist.get_world_size()
     store.set(str(rank), json.dumps(settings))
     ends_at = time.monotonic() + limit_s
-    _wait_for(store, "", ends_at, limit_s)
+    _wait_for(store, "", ends_at, limit_s=limit_s)
     found = [json.loads(store.get(str(other))) for other in range(num_ranks)]
     store.set(f"{rank} has read", "")
-    _wait_for(store, " has read", ends_at, limit_s)  # rank 0, which holds the store, may end now
+    _wait_for(store, " has read", ends_at, limit_s=limit_s)  # rank 0, which holds the store, may end now
     for other in range(num_ranks):
-        _check_same(rank, settings, other, found[other])
+        _check_same(rank, settings, other, theirs=found[other])
 
 
 def _wait_for(store: Any, suffix: str, ends_at: float, limit_s: float) -> None:

@@ -211,6 +211,22 @@ class RolloutEngine(ABC):
 # -- Base class of engines around another engine ----------------------------------------------------------------------
 
 
+ABILITIES = (
+    "records_heads",
+    "records_entropy",
+    "records_experts",
+    "records_spans",
+    "startup_timeout_s",
+    "update_timeout_s",
+    "takes_adapters",
+    "takes_changes",
+    "sleep_level",
+    "self_check",
+    "has_model",
+    "uses_probe",
+)
+
+
 class EngineWrapper(RolloutEngine):
     """Has the settings and abilities of the engine that it wraps, and hands on whatever a subclass does not change.
 
@@ -222,18 +238,11 @@ class EngineWrapper(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
-        self.records_heads = engine.records_heads
-        self.records_entropy = engine.records_entropy
-        self.records_experts = engine.records_experts
-        self.records_spans = engine.records_spans
-        self.startup_timeout_s = engine.startup_timeout_s
-        self.update_timeout_s = engine.update_timeout_s
-        self.takes_adapters = engine.takes_adapters
-        self.takes_changes = engine.takes_changes
-        self.sleep_level = engine.sleep_level
-        self.self_check = engine.self_check
-        self.has_model = engine.has_model
-        self.uses_probe = engine.uses_probe
+        kinds = type(self).__mro__
+        for name in ABILITIES:
+            # what a subclass states about itself stands, such as `records_heads = False`
+            if not any(name in vars(kind) for kind in kinds[: kinds.index(EngineWrapper)]):
+                setattr(self, name, getattr(engine, name))
         self.dtype = engine.dtype
 
     def check_sampling(self, setting: str, sampling: SamplingParams, num_samples: int) -> None:

@@ -44,7 +44,7 @@ def find_fault(
         _bad_sequences(completion)
         or _bad_reason(completion, ("stop", "length", "abort") if is_partial else ("stop", "length"))
         or _bad_tokens(completion, vocab_size)
-        or _bad_length(completion, request, max_model_len, is_partial)
+        or _bad_length(completion, request, max_model_len, is_partial=is_partial)
         or _bad_logprobs(completion)
         or _bad_head(completion, request.sampling.head, vocab_size)
         or _bad_experts(completion, request)

@@ -138,10 +138,10 @@ def write_folder(
     """
     num_bytes = number = 0
     for shard in shards:
-        num_bytes += _write(folder, number, dict(shard), metadata)
+        num_bytes += _write(folder, number, dict(shard), metadata=metadata)
         number += 1
     if not number and metadata is not None:  # nothing has changed, which is to be said, too
-        num_bytes = _write(folder, 0, {}, metadata)
+        num_bytes = _write(folder, 0, {}, metadata=metadata)
     return num_bytes
 
 

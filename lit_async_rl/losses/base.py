@@ -137,7 +137,7 @@ class PolicyLoss(ABC):
         clean = inputs.cleaned()
         output = self.token_loss(clean)
         for name, values in vars(output).items():
-            check_token_shape(f"model.loss={type(self).__name__}", name, values, tuple(clean.loss_mask.shape))
+            check_token_shape(f"model.loss={type(self).__name__}", name, values, shape=tuple(clean.loss_mask.shape))
         return LossOutput(
             per_token=masked(output.per_token, clean.loss_mask),
             clipped=torch.where(clean.loss_mask, output.clipped, inputs.loss_mask),

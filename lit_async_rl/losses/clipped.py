@@ -46,7 +46,7 @@ def clipped_surrogate(
     ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: Bound, high: Bound
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Returns -min(r A, clip(r, low, high) A), and the mask of clipped tokens, whose gradient is 0."""
-    cut = moved_away(ratio, advantages, low, high)
+    cut = moved_away(ratio, advantages, low, high=high)
     clipped = ratio.detach().clamp(low, high)  # type: ignore[arg-type]  # the stubs know numbers or tensors, no union
     return -torch.where(cut, clipped, ratio) * advantages, cut
 
@@ -81,7 +81,7 @@ class PPOClip(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-min(r A, clip(r) A), for A < 0 at most -c A."""
-        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         if self.dual_clip is not None:
             ceiling = -self.dual_clip * inputs.advantages
             too_high = (inputs.advantages < 0) & (loss > ceiling)
@@ -117,7 +117,7 @@ class MiniRL(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-M sg(r) A log pi."""
         ratio = inputs.ratio
-        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         return LossOutput(per_token=surrogate(torch.where(cut, 0.0, ratio), inputs), clipped=cut)
 
 
@@ -150,7 +150,7 @@ class ASPO(PolicyLoss):
         """-r A where A <= 0, -sg(min(1 / r, cap)) pi / sg(pi) A where A > 0, with PPO's cut."""
         ratio = inputs.ratio.detach()
         weights = torch.where(inputs.advantages > 0, (1 / ratio).clamp(max=self.cap), ratio)
-        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         one = (inputs.logprobs - inputs.logprobs.detach()).exp()  # carries the gradient of log pi
         one = torch.where(cut, 1.0, one)
         capped = (inputs.advantages > 0) & (1 / ratio > self.cap)
@@ -183,7 +183,7 @@ class OPSM(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """PPO-clip, with 0 at the A < 0 tokens of completions that drifted by more than `delta`."""
-        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         drift = -geometric_log_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.loss_mask)
         dropped = (inputs.advantages < 0) & (drift > self.delta)[:, None]
         return LossOutput(per_token=torch.where(dropped, 0.0, loss), clipped=cut | dropped)
@@ -237,7 +237,7 @@ class SAT(PolicyLoss):
         factor = self.shrinkage(inputs)
         low = 1 - self.clip_low * factor
         high = 1 + self.clip_high * factor
-        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, low, high)
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, low, high=high)
         return LossOutput(per_token=loss, clipped=cut)
 
 
@@ -282,7 +282,7 @@ class ESTR(PolicyLoss):
             raise ValueError("ESTR needs the entropy of the sampling distribution: set data.sampling.head: 0")
         if inputs.behavior_entropy.isnan().any():  # nothing is farther than NaN: that would be PPO-clip
             raise ValueError("ESTR needs the entropy of the sampling distribution, which the engine has not recorded")
-        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         outside = inputs.log_ratio.detach().square() > self.tau * (inputs.behavior_entropy + self.eps)
         return LossOutput(per_token=torch.where(outside, 0.0, loss), clipped=cut | outside)
 
@@ -357,7 +357,7 @@ class PNPO(PolicyLoss):
         """-min(s A, clip(s) A)."""
         prefix = safe_exp(mean_up_to(inputs.log_ratio.detach(), inputs.loss_mask))
         one = (inputs.logprobs - inputs.logprobs.detach()).exp()  # carries the gradient of log pi
-        loss, cut = clipped_surrogate(prefix * one, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        loss, cut = clipped_surrogate(prefix * one, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         return LossOutput(per_token=loss, clipped=cut)
 
 
@@ -435,7 +435,7 @@ class BAPO(PolicyLoss):
         """(c_low, c_high) for this micro-batch, the same on every rank. A collective: all ranks call."""
         lows = _grid(self.low_start, self.low_stop, self.low_step)
         highs = _grid(self.high_start, self.high_stop, self.high_step)
-        positive, negative = _contributions(inputs, inputs.behavior_logprobs.exp(), lows, highs)
+        positive, negative = _contributions(inputs, inputs.behavior_logprobs.exp(), lows, highs=highs)
         path = [(0, j) for j in range(len(highs))] + [(i, len(highs) - 1) for i in range(1, len(lows))]
         for i, j in path:
             if positive[j] >= self.target_share * abs(positive[j] - negative[i]):
@@ -488,7 +488,7 @@ class BAPOReleased(PolicyLoss):
         """(c_low, c_high) for this micro-batch, the same on every rank. A collective: all ranks call."""
         lows = _grid(self.low_start, self.low_stop, self.low_step)
         highs = _grid(self.high_start, self.high_stop, self.high_step)
-        positive, negative = _contributions(inputs, torch.ones_like(inputs.logprobs), lows, highs)
+        positive, negative = _contributions(inputs, torch.ones_like(inputs.logprobs), lows, highs=highs)
         path = [(i, 0) for i in range(len(lows))] + [(len(lows) - 1, j) for j in range(1, len(highs))]
         for i, j in path:
             if positive[j] >= self.target_ratio * negative[i]:

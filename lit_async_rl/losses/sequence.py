@@ -37,7 +37,7 @@ class GSPO(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-min(s A, clip(s) A)."""
         ratio = safe_exp(inputs.geometric_log_ratio)
-        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         return LossOutput(per_token=loss, clipped=cut)
 
 
@@ -64,7 +64,7 @@ class GSPOToken(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-min(s_t A, clip(s_t) A)."""
         ratio = safe_exp(inputs.geometric_log_ratio).detach() * (inputs.logprobs - inputs.logprobs.detach()).exp()
-        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         return LossOutput(per_token=loss, clipped=cut)
 
 

@@ -194,7 +194,7 @@ class M2POAdaptiveClip(PolicyLoss):
         ratio = inputs.ratio
         squares = gather_over_ranks(inputs.log_ratio.detach().square()[_harmful(inputs)])
         bound = math.sqrt(water_level(squares, self.budget))
-        loss, cut = clipped_surrogate(ratio, inputs.advantages, math.exp(-bound), math.exp(min(bound, 80.0)))
+        loss, cut = clipped_surrogate(ratio, inputs.advantages, math.exp(-bound), high=math.exp(min(bound, 80.0)))
         return LossOutput(per_token=loss, clipped=cut)
 
 

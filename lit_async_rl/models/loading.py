@@ -254,8 +254,10 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
 
 def is_hub_name(model: str) -> bool:
     """Whether `model` can only be the name of a repository on the hub: it is no folder, and not written as a path."""
+    if not model:  # None from Python, which the model's own loader refuses
+        return False
     is_path = model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1
-    return bool(model) and not is_path and not Path(model).exists()
+    return not is_path and not Path(model).exists()
 
 
 @functools.cache

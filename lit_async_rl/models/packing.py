@@ -122,8 +122,8 @@ def _segments(ids: Sequence[list[int]], rows: list[int], lengths: Sequence[int])
     """Common prefix of the rows, then the remainder of each row."""
     columns = zip(*(ids[row][: lengths[row]] for row in rows), strict=False)  # as many as the shortest has
     shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
-    tails = [_Segment((row,), shared, lengths[row], branch) for branch, row in enumerate(rows, start=1)]
-    return [_Segment(tuple(rows), 0, shared, 0), *tails]
+    tails = [_Segment((row,), shared, lengths[row], branch=branch) for branch, row in enumerate(rows, start=1)]
+    return [_Segment(tuple(rows), 0, shared, branch=0), *tails]
 
 
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -179,7 +179,9 @@ class SharedPromptPacking:
         Raises:
             ValueError: the input is longer than the model's attention window.
         """
-        rows = pack(input_ids.cpu(), needed.cpu(), group_index.tolist(), self.row_tokens).to(input_ids.device)
+        rows = pack(input_ids.cpu(), needed.cpu(), group_index.tolist(), row_tokens=self.row_tokens).to(
+            input_ids.device
+        )
         check_length(lm, int(rows.position.max()) + 1)
         with Replaying(None if experts is None else experts.flatten(0, 1)[rows.source.flatten()]):
             hidden = body(lm)(

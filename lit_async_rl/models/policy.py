@@ -110,7 +110,7 @@ class CausalPolicy(nn.Module):
             features = hidden[:, :-1][predicts]
         targets = input_ids[:, 1:][predicts]  # [N]
         wanted = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
-        stats = self._chunked_stats(features, targets, wanted, temperature, entropy_grad)
+        stats = self._chunked_stats(features, targets, wanted, temperature=temperature, entropy_grad=entropy_grad)
         logprobs, entropy, head = (_scatter(values, predicts, mask) for values in stats)
         return TokenStats(logprobs=logprobs, entropy=entropy, head=head, rows=rows)
 
@@ -131,7 +131,7 @@ class CausalPolicy(nn.Module):
         self, features: Tensor, targets: Tensor, head_ids: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, ...]:
         if len(targets) <= self.chunk_tokens:
-            return self._stats(features, targets, head_ids, temperature, entropy_grad)
+            return self._stats(features, targets, head_ids, temperature=temperature, entropy_grad=entropy_grad)
         parts = zip(*(values.split(self.chunk_tokens) for values in (features, targets, head_ids)), strict=True)
         chunks = [checkpoint(self._stats, *part, temperature, entropy_grad, use_reentrant=False) for part in parts]
         return tuple(torch.cat(values) for values in zip(*chunks, strict=True))

@@ -174,4 +174,4 @@ def check_policy(policy: CausalPolicy, bound: float) -> None:
             with named(lm, what, "trainer"):
                 stats = policy(ids, mask, group_index=index)
             found = [values[part] for values, part in zip(stats.logprobs, mask, strict=True)]
-            compare(lm, what, found, plain, bound, "trainer")
+            compare(lm, what, found, plain=plain, bound=bound, side="trainer")

@@ -94,7 +94,7 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
             layer = name.removesuffix(".weight")
             down = factors.pop(layer + LORA_A, None)
             up = factors.pop(layer + LORA_B, None)
-            received[name] = _copy(tensor, own[name], down, up)
+            received[name] = _copy(tensor, own[name], down, up=up)
     missing = trained.keys() - received.keys() - unchanged
     if problem or missing:
         raise ValueError(problem or f"the policy's weights lack what the engine's model has: {min(missing)!r}")

@@ -267,13 +267,13 @@ class RecordPrompts(PromptSource):
         record = self._records[index]
         answer = None
         if self.answer_field is not None:
-            answer = self._text(record, "answer_field", self.answer_field, index)
+            answer = self._text(record, "answer_field", self.answer_field, index=index)
         metadata = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
         if isinstance(record.get(self.prompt_field), list):
             return Prompt(messages=self._messages(record, index), answer=answer, metadata=metadata)
-        text = self._text(record, "prompt_field", self.prompt_field, index)
+        text = self._text(record, "prompt_field", self.prompt_field, index=index)
         try:
-            text = fill_template(self.template, text, record, self.answer_field)
+            text = fill_template(self.template, text, record, hidden=self.answer_field)
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from None
         if self.as_chat:
@@ -334,7 +334,16 @@ class JsonlPrompts(RecordPrompts):
         records = jsonl_records(path)
         self._lines = list(records)
         values = list(records.values())
-        super().__init__(values, prompt_field, answer_field, template, path, max_prompt_tokens, on_bad_prompt, as_chat)
+        super().__init__(
+            values,
+            prompt_field,
+            answer_field,
+            template=template,
+            origin=path,
+            max_prompt_tokens=max_prompt_tokens,
+            on_bad_prompt=on_bad_prompt,
+            as_chat=as_chat,
+        )
         for index in range(len(self) if on_bad_prompt == "error" else 0):
             self[index]
 
@@ -372,7 +381,16 @@ class ParquetPrompts(RecordPrompts):
         as_chat: bool = False,
     ) -> None:
         records = parquet_records(path)
-        super().__init__(records, prompt_field, answer_field, template, path, max_prompt_tokens, on_bad_prompt, as_chat)
+        super().__init__(
+            records,
+            prompt_field,
+            answer_field,
+            template=template,
+            origin=path,
+            max_prompt_tokens=max_prompt_tokens,
+            on_bad_prompt=on_bad_prompt,
+            as_chat=as_chat,
+        )
 
 
 class HuggingFacePrompts(RecordPrompts):
@@ -411,7 +429,14 @@ class HuggingFacePrompts(RecordPrompts):
         records = load_dataset(path, name, split)
         origin = f"path={path!r}, split={split!r}"
         super().__init__(
-            records, prompt_field, answer_field, template, origin, max_prompt_tokens, on_bad_prompt, as_chat
+            records,
+            prompt_field,
+            answer_field,
+            template=template,
+            origin=origin,
+            max_prompt_tokens=max_prompt_tokens,
+            on_bad_prompt=on_bad_prompt,
+            as_chat=as_chat,
         )
 
 

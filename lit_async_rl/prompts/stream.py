@@ -134,7 +134,7 @@ class UsableSubset(PromptSource):
     """
 
     def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
-        usable = UsablePrompts(source, encode, max_tokens, why)
+        usable = UsablePrompts(source, encode, max_tokens, why=why)
         self._source = source
         self._numbers = [number for number in range(len(source)) if number in usable]
 

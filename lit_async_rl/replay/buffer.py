@@ -178,7 +178,9 @@ class ReplayBuffer:
         replayed: list[RolloutGroup] = []
         if len(self._prompts) >= self.min_prompts:
             size = max(len(group.rollouts) for group in fresh)
-            replayed = self.sample(groups_per_step - len(fresh), size, version, {_key(group) for group in fresh})
+            replayed = self.sample(
+                groups_per_step - len(fresh), size, version, exclude={_key(group) for group in fresh}
+            )
         self._replayed_ages = [version - _version(r, g) for g in replayed for r in g.rollouts]
         for group in fresh:
             self.add(group)
@@ -191,7 +193,9 @@ class ReplayBuffer:
             ids = rollout.token_ids
             self._counts["duplicates" if (key, ids) in self._order else "added"] += 1
             self._remove(key, ids)
-            stored = _Stored(group.prompt, group.prompt_ids, group.index, rollout, _version(rollout, group))
+            stored = _Stored(
+                group.prompt, group.prompt_ids, group.index, rollout=rollout, version=_version(rollout, group)
+            )
             self._prompts.setdefault(key, {})[ids] = stored
             self._order[key, ids] = None
             self._evict(key)

@@ -67,7 +67,7 @@ class TapeFile:
 def tape_file(path: Path, rows: int | None = None) -> TapeFile | None:
     """Parses a file name; None if it is not a tape file."""
     match = NAME.fullmatch(path.name)
-    return None if match is None else TapeFile(path, int(match[1]), int(match[2]), match[3], rows)
+    return None if match is None else TapeFile(path, int(match[1]), int(match[2]), checksum=match[3], rows=rows)
 
 
 def tape_files(folder: Path) -> list[TapeFile]:
@@ -138,7 +138,7 @@ def _read_manifest(folder: Path) -> list[TapeFile] | None:
             rows = None
         if file is None or not (rows is None or isinstance(rows, int)) or file.path.parent != folder:
             raise ValueError(f"{path}, line {number} is damaged: {line[:80]!r}")
-        files.append(TapeFile(file.path, file.first, file.last, file.checksum, rows))
+        files.append(TapeFile(file.path, file.first, file.last, checksum=file.checksum, rows=rows))
     return sorted(files, key=lambda file: file.first)
 
 
@@ -379,7 +379,7 @@ def _steps_of(file: TapeFile, only_first: bool = False) -> list[TapeStep]:
             head = grouped[0][0]
             sampling = head.get("sampling")  # older tapes have no such column
             settings = None if sampling is None else {str(k): float(v) for k, v in json.loads(sampling).items()}
-            steps.append(TapeStep(step, head["policy_version"], tuple(map(from_rows, grouped)), settings))
+            steps.append(TapeStep(step, head["policy_version"], tuple(map(from_rows, grouped)), sampling=settings))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file.path} holds an invalid rollout: {describe(error)}") from error
     return steps
@@ -545,4 +545,4 @@ class TapeWriter:
             return []
         rows = len(self._rows)
         self._rows = []
-        return [TapeFile(path, first, last, checksum(data), rows)]
+        return [TapeFile(path, first, last, checksum=checksum(data), rows=rows)]

@@ -125,7 +125,7 @@ class RunData:
         self._tape_size = size
         try:
             known = self._samples.steps()
-            self._of_tape = tape_groups(self._tape, token_texts(self.folder), known, self._max_bytes // 2)
+            self._of_tape = tape_groups(self._tape, token_texts(self.folder), known, max_bytes=self._max_bytes // 2)
             self._notes = []
         except (ValueError, OSError) as error:
             self._of_tape = []
@@ -361,7 +361,7 @@ def tape_groups(folder: Path, texts: Texts | None, known_steps: set[int], max_by
             continue
         of_step = min(share, left)
         for group in step.groups:
-            rows = [_row(step, group, sample, texts) for sample in range(len(group.rollouts))]
+            rows = [_row(step, group, sample, texts=texts) for sample in range(len(group.rollouts))]
             size = sum(len(row["completion"]) + 12 * len(row["tokens"] or ()) + 200 for row in rows)
             if size > left or (of_step < share and size > of_step):
                 break

@@ -102,8 +102,8 @@ def check_references(
         if not is_wanted():
             break
         try:
-            marks = score(reward, prompt, own, wait)
-            wrong = 0.0 if other is None else score(reward, prompt, other[1], wait)
+            marks = score(reward, prompt, own, wait=wait)
+            wrong = 0.0 if other is None else score(reward, prompt, other[1], wait=wait)
         except (RewardError, StalledError) as error:
             faults.append(Fault(prompt, f"cannot be graded ({_cause(error)})"))
             continue
@@ -162,7 +162,7 @@ class ReferenceCheck:
             references = references_of(self._reward) or self._reward.ask_references()
             for setting, prompts in sources if references is not None else ():
                 faults = check_references(
-                    self._reward, references, prompts, awaiter.wait, lambda: not self._is_closed.is_set()
+                    self._reward, references, prompts, wait=awaiter.wait, is_wanted=lambda: not self._is_closed.is_set()
                 )
                 if faults and not self._is_closed.is_set():
                     self._say(setting, faults, len(prompts))

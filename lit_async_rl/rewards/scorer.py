@@ -319,7 +319,9 @@ class Scorer:
         A job for which `is_wanted()` is false when it starts is dropped. A timeline shows `group`. A reward with a
         parameter `token_ids` gets those of the completion.
         """
-        self._jobs.put(_Job(prompt, completion, done, give_up, is_wanted, group, token_ids))
+        self._jobs.put(
+            _Job(prompt, completion, done, give_up=give_up, is_wanted=is_wanted, group=group, token_ids=token_ids)
+        )
 
     def _next(self, number: int) -> _Job | None:
         """Waits for a job."""
@@ -341,7 +343,9 @@ class Scorer:
             self._running[number] = (self.clock.now(), job)
             failure: RewardError | None = None
             try:
-                reward = score(self.reward, job.prompt, job.completion, self._awaiter.wait, job.token_ids)
+                reward = score(
+                    self.reward, job.prompt, job.completion, wait=self._awaiter.wait, token_ids=job.token_ids
+                )
             except RewardError as error:
                 failure = error
             except StalledError:

@@ -73,7 +73,7 @@ class EngineCalls:
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
         limit = self._limit("load_weights")
-        feed(lambda fed: self.engine.load_weights(version, fed), weights, limit, lasts)
+        feed(lambda fed: self.engine.load_weights(version, fed), weights, limit, lasts=lasts)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.ask("submit", lambda: self.engine.submit(requests))

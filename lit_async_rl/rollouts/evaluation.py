@@ -113,7 +113,7 @@ def make_questions(
     datasets: dict[str, PromptSource], codec: TextCodec, max_tokens: int | None = None, why: str = ""
 ) -> list[Question]:
     """All usable prompts of all data sets; `max_tokens` and `why` are those of `UsablePrompts`, which may raise."""
-    usable = [(name, UsableSubset(source, codec.encode, max_tokens, why)) for name, source in datasets.items()]
+    usable = [(name, UsableSubset(source, codec.encode, max_tokens, why=why)) for name, source in datasets.items()]
     prompts = [(name, source[n]) for name, source in usable for n in range(len(source))]
     return [Question(dataset=name, prompt=prompt, prompt_ids=codec.encode(prompt)) for name, prompt in prompts]
 

@@ -230,7 +230,7 @@ class Intake:
             kept = group_filter(group)
             if kept is None:
                 self.num_dropped += 1
-                self._count(group_filter.fate, number, _length(group), group.generation_s)
+                self._count(group_filter.fate, number, _length(group), seconds=group.generation_s)
                 self.pass_rates.measure(number, pass_rate)
                 return None
             group = kept
@@ -239,7 +239,7 @@ class Intake:
 
     def trained(self, group: RolloutGroup, number: int, position: int) -> None:
         """Counts a group as trained on."""
-        self._count(TRAINED, number, _length(group), group.generation_s)
+        self._count(TRAINED, number, _length(group), seconds=group.generation_s)
         known = self._successes.pop(group.index, None)  # not there after a resume from an older checkpoint
         self.pass_rates.measure(number, self._pass_rate(group) if known is None else known)
         self._num_lost.pop(position, None)
@@ -247,7 +247,7 @@ class Intake:
     def lose(self, index: int, number: int, position: int, length: float, seconds: float, max_tries: int = 1) -> bool:
         """Counts a group that exceeded the bound; returns whether its prompt is to be sampled again."""
         self._successes.pop(index, None)
-        self._count(EXPIRED if length else UNBEGUN, number, length, seconds)
+        self._count(EXPIRED if length else UNBEGUN, number, length, seconds=seconds)
         self._num_lost[position] += 1
         again = self._num_lost[position] < max_tries
         if not again:

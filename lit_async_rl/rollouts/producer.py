@@ -119,7 +119,7 @@ class Producer:
         self.admission = admission
         self.intake = intake or Intake()
         self.version = 0
-        self.book = GroupBook(codec, group_size, sampling, self.intake.replicate_prompts)
+        self.book = GroupBook(codec, group_size, sampling, replicate_prompts=self.intake.replicate_prompts)
         self.evaluation: EvaluationRun | None = None  # shares engine and reward workers
         self.again: deque[int] = deque()  # positions of prompts to be sampled before new ones
         self._num_scored = 0

@@ -311,12 +311,14 @@ class SignalCallback(pl.Callback):
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         owner = type(self).__name__
-        check_choice(trainer, pl_module, self.optimizer, owner)
+        check_choice(trainer, pl_module, self.optimizer, owner=owner)
         if self.optimizer is None and len(trainer.optimizers) > 1:
             raise ValueError(f"{owner}: several optimizers, choose one: optimizer=<position or submodule name>")
         self._has_trained = True
         if len(trainer.optimizers) > 1:
-            chosen = (o for o in trainer.optimizers if chosen_index(trainer, pl_module, o, self.optimizer) is not None)
+            chosen = (
+                o for o in trainer.optimizers if chosen_index(trainer, pl_module, o, choice=self.optimizer) is not None
+            )
             self._growth = _Growth(next(chosen))
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
@@ -326,7 +328,7 @@ class SignalCallback(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         has_grown = self._growth is not None and self._growth.take()
-        if chosen_index(trainer, pl_module, optimizer, self.optimizer) is not None:
+        if chosen_index(trainer, pl_module, optimizer, choice=self.optimizer) is not None:
             self.on_signals_complete(trainer, pl_module, optimizer)
         elif has_grown:  # gradients of several micro-batches are added up, while another optimizer steps at each
             self._signals.keep()

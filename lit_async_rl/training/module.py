@@ -158,7 +158,7 @@ class SavedWeights:
         own = without_reference(self._module.state_dict())
         if "base" in checkpoint and policy.has_adapters:  # earlier checkpoints hold the base
             own = without_frozen(self._module, own)
-            _check_base(checkpoint["base"], self._model, self.digest(policy), alpha_of(policy))
+            _check_base(checkpoint["base"], self._model, self.digest(policy), alpha=alpha_of(policy))
         check_same_model(saved, own)
         check_finite(saved.items(), "the checkpoint")
         if getattr(self._module, "reference", None) is None:
@@ -276,8 +276,15 @@ class PolicyModule(WholeSteps):
         check_range("model", ">= 0 and finite", weight_decay=weight_decay, kl_coefficient=kl_coefficient)
         check_range("model", "finite", entropy_coefficient=entropy_coefficient)
         check_estimator(kl_estimator)
-        chosen = loss or PPOClip(), proximal or BehaviorProximal(), correction, baseline
-        self.objective = Objective(*chosen, kl_coefficient, entropy_coefficient, kl_estimator)
+        self.objective = Objective(
+            loss=loss or PPOClip(),
+            proximal=proximal or BehaviorProximal(),
+            correction=correction,
+            baseline=baseline,
+            kl_coefficient=kl_coefficient,
+            entropy_coefficient=entropy_coefficient,
+            kl_estimator=kl_estimator,
+        )
         check_baseline(self.objective.loss, baseline)
         check_range("model", "in [0, 1)", **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.learning_rate = learning_rate
@@ -285,9 +292,18 @@ class PolicyModule(WholeSteps):
         self.betas = tuple(betas)
         self.make_optimizer = optimizer
         self.scheduler = scheduler or ConstantRate()
-        load: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation, random_init=random_init)
-        ours = sharding.meta_device, self.objective.needs_reference, gradient_checkpointing
-        self.policy, reference = load_policies(model, logprob_chunk_tokens, packing, lora, *ours, **load)
+        self.policy, reference = load_policies(
+            model,
+            logprob_chunk_tokens,
+            packing,
+            lora=lora,
+            on_meta_device=sharding.meta_device,
+            needs_reference=self.objective.needs_reference,
+            gradient_checkpointing=gradient_checkpointing,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            random_init=random_init,
+        )
         self.reference = reference  # behind the policy: Lightning finds an optimizer's states by their place
         self.strict_loading = reference is None and lora is None  # checkpoints lack it, and the base of adapters
         self.model = model
@@ -390,7 +406,7 @@ class PolicyModule(WholeSteps):
             adapters: LoRA is not merged, see `lit_async_rl.models.weights.stream_weights`.
             known: frozen weights that the receiver has and that do not travel, see there.
         """
-        return stream_weights(self.policy, self.trainer.strategy.model, adapters, known)
+        return stream_weights(self.policy, self.trainer.strategy.model, adapters, known=known)
 
     def configure_optimizers(self) -> Any:
         """AdamW unless another was given, and the schedule, bound to this run.
@@ -400,10 +416,15 @@ class PolicyModule(WholeSteps):
         """
         # frozen ones, too (LoRA): torch finds an optimizer's state by the number of the parameter in the module
         parameters = list(self.policy.parameters())
-        settings: dict[str, Any] = dict(lr=self.learning_rate, weight_decay=self.weight_decay, betas=self.betas)
-        adamw = partial(make_adamw, trainer=self.trainer, **settings)
+        adamw = partial(
+            make_adamw,
+            trainer=self.trainer,
+            lr=self.learning_rate,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+        )
         optimizer = make_optimizer(self.make_optimizer or adamw, parameters)
-        scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, self.trainer.max_steps)
+        scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, max_steps=self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # -- validation ---------------------------------------------------------------------------------------------------

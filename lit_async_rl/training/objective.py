@@ -90,17 +90,17 @@ class Objective:
             with torch.no_grad():
                 reference_logprobs = _token_stats(reference, batch).logprobs
         with self.baseline.record(policy) if self.baseline is not None else nullcontext() as tape:
-            stats = _token_stats(policy, batch, self.entropy_coefficient != 0, batch.experts)
+            stats = _token_stats(policy, batch, self.entropy_coefficient != 0, experts=batch.experts)
         detached = stats.logprobs.detach()
         staleness = torch.where(batch.loss_mask, version - batch.versions, 0)
-        proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch)
+        proximal_logprobs = self._proximal_logprobs(detached, reference_logprobs, staleness, batch=batch)
         weights = torch.ones_like(detached)
         if self.correction is not None:
             weights = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.loss_mask).weights
         advantages = batch.advantages
         if self.baseline is not None:
             advantages = self.baseline.advantages(policy, tape, stats, weights, batch)
-        output = self.loss(_loss_inputs(stats, proximal_logprobs, advantages, staleness, batch))
+        output = self.loss(_loss_inputs(stats, proximal_logprobs, advantages, staleness=staleness, batch=batch))
         loss = (batch.token_weights * output.per_token * weights).sum()
         if self.baseline is not None and tape is not None and self.baseline.can_keep_books(tape):
             rows = advantages.sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
@@ -132,7 +132,7 @@ class Objective:
         if not self.loss.needs_reference:
             proximal = self.proximal(logprobs, batch.behavior_logprobs, staleness)
             owner = f"model.proximal={type(self.proximal).__name__}"
-            check_token_shape(owner, "its log-probabilities", proximal, tuple(logprobs.shape))
+            check_token_shape(owner, "its log-probabilities", proximal, shape=tuple(logprobs.shape))
             return proximal
         if reference is None:
             raise SetupError("the loss needs a reference policy, and there is none")
@@ -183,5 +183,13 @@ def _loss_inputs(
 def _token_stats(
     policy: Reference, batch: RolloutBatch, entropy_grad: bool = False, experts: Tensor | None = None
 ) -> TokenStats:
-    arguments = (batch.input_ids, batch.loss_mask, batch.temperature, entropy_grad, batch.group_index)
-    return on_support(policy(*arguments, head_ids=batch.head_ids, experts=experts), batch)
+    stats = policy(
+        batch.input_ids,
+        batch.loss_mask,
+        batch.temperature,
+        entropy_grad,
+        batch.group_index,
+        head_ids=batch.head_ids,
+        experts=experts,
+    )
+    return on_support(stats, batch)

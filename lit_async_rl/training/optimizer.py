@@ -171,10 +171,10 @@ class OneCycle(RateSchedule):
     def rate(self, peak: float, step: int, num_steps: int) -> float:
         start = peak / (1 / self.start)  # as torch divides by its `div_factor`
         final = start / (self.start / self.final) if self.final else 0.0
-        return self._cycle(start, peak, final, step, num_steps)
+        return self._cycle(start, peak, final, step=step, num_steps=num_steps)
 
     def momentum(self, step: int, num_steps: int) -> float | None:
-        return self._cycle(0.95, 0.85, 0.95, step, num_steps) if self.cycle_momentum else None
+        return self._cycle(0.95, 0.85, 0.95, step=step, num_steps=num_steps) if self.cycle_momentum else None
 
     def _cycle(self, start: float, peak: float, final: float, step: int, num_steps: int) -> float:
         top = self.warmup_steps(num_steps) - 1

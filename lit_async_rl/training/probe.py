@@ -36,4 +36,4 @@ def make_probe(module: PolicyModule) -> Probe | None:
     mask = torch.arange(len(tokens), device=module.device)[None] > 0
     with module.trainer.precision_plugin.train_step_context():
         logprobs = module.policy(ids, mask).logprobs
-    return Probe(module.version, tokens, tuple(logprobs[0, 1:].tolist()), compute_dtype(module))
+    return Probe(module.version, tokens, tuple(logprobs[0, 1:].tolist()), dtype=compute_dtype(module))

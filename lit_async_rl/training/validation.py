@@ -89,9 +89,10 @@ class Validator(torch.nn.Module):
             own = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=checks, side=side)
             self._is_checked = True
             engine = data.engine.around(own, data.codec)
-            limits = data.codec.vocab_size, data.limits.rollout_timeout_s
             with closing(engine):
-                found = run_requests(engine, requests, *limits, data.note_progress)
+                found = run_requests(
+                    engine, requests, data.codec.vocab_size, data.limits.rollout_timeout_s, data.note_progress
+                )
         played = [(prompt, row) for prompt, row in zip(batch.prompts, found, strict=True) if row]  # others: given up
         prompts = [prompt for prompt, _ in played]
         found = [row for _, row in played]
@@ -108,7 +109,7 @@ class Validator(torch.nn.Module):
             scored = iter(data.held_out.score(asked, data.note_progress, ids))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
-            self._file(prompt, row, row_rewards, data.held_out.threshold)
+            self._file(prompt, row, row_rewards, success_reward=data.held_out.threshold)
 
     def _file(
         self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success_reward: float

@@ -114,7 +114,7 @@ class _Child:
         rest = memoryview(number.to_bytes(8, "big") + len(request).to_bytes(8, "big") + request)
         with contextlib.suppress(BrokenPipeError):  # it has died meanwhile: `_receive` says how
             while rest:
-                self._wait(self._requests, select.POLLOUT, deadline, timeout_s)
+                self._wait(self._requests, select.POLLOUT, deadline, timeout_s=timeout_s)
                 with contextlib.suppress(BlockingIOError):
                     rest = rest[os.write(self._requests, rest) :]
         return self._receive(number, deadline, timeout_s)
@@ -127,7 +127,7 @@ class _Child:
         """
         data = bytearray()
         while not data.endswith(b"\n"):
-            self._wait(self._replies, select.POLLIN, deadline, timeout_s)
+            self._wait(self._replies, select.POLLIN, deadline, timeout_s=timeout_s)
             with contextlib.suppress(BlockingIOError):
                 data += (chunk := os.read(self._replies, 65536))
                 if not chunk:

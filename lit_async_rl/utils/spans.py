@@ -153,7 +153,7 @@ class SpanRecorder:
             process: name of the server.
         """
         if (lane := self._lanes.get((pid, kind.tid))) is None:  # two threads may get here: one lane is used by both
-            lane = self._lanes.setdefault((pid, kind.tid), Lane(self, kind, pid, process))
+            lane = self._lanes.setdefault((pid, kind.tid), Lane(self, kind, pid, process=process))
         return lane
 
     def add(self, events: Iterable[Event]) -> None:

@@ -128,10 +128,10 @@ class Step:
         """Log-probability and entropy of each token of each completion, one forward pass each."""
         found = []
         for group, rollout in self.rollouts:
-            ids = torch.tensor([[*group.prompt_ids, *rollout.completion_ids]])
+            ids = torch.tensor([[*group.prompt_ids, *rollout.token_ids]])
             logits = lm(ids).logits[0, len(group.prompt_ids) - 1 : -1] / TEMPERATURE
             log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
-            chosen = log_p[range(len(log_p)), list(rollout.completion_ids)]
+            chosen = log_p[range(len(log_p)), list(rollout.token_ids)]
             found.append((chosen, -(log_p.exp() * log_p).sum(-1)))
         return found
 
@@ -142,7 +142,7 @@ class Step:
 
     @cached_property
     def log_ratios(self) -> list[np.ndarray]:
-        behavior = [np.array(rollout.behavior_logprobs) for _, rollout in self.rollouts]
+        behavior = [np.array(rollout.logprobs) for _, rollout in self.rollouts]
         return [log_p.numpy() - mu for (log_p, _), mu in zip(self.stats, behavior, strict=True)]
 
     @property
@@ -156,7 +156,7 @@ class Step:
     @property
     def rewards(self) -> np.ndarray:
         """Of the texts, decoded anew."""
-        texts = [tokenizer().decode(one.completion_ids, skip_special_tokens=True) for _, one in self.rollouts]
+        texts = [tokenizer().decode(one.token_ids, skip_special_tokens=True) for _, one in self.rollouts]
         answers = ["".join(sorted(group.prompt.text.removesuffix("="))) for group, _ in self.rollouts]
         return np.array([reward_of(answer, text) for answer, text in zip(answers, texts, strict=True)])
 
@@ -271,7 +271,7 @@ def clipped_loss(run: Run, k: int, lm: Any, kl: float = 0.0, bonus: float = 0.0)
     for (log_p, entropy), ref, advantage, (_, one) in zip(
         step.logprobs(lm), reference, step.advantages(True), step.rollouts, strict=True
     ):
-        ratio = torch.exp(log_p - torch.tensor(one.behavior_logprobs, dtype=torch.float64))
+        ratio = torch.exp(log_p - torch.tensor(one.logprobs, dtype=torch.float64))
         surrogate = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         gap = (log_p - ref).detach()
         weight = ratio.detach()
@@ -286,7 +286,7 @@ def reinforce_loss(run: Run, k: int, lm: Any) -> torch.Tensor:
     step = run.steps[k]
     terms = []
     for (log_p, _), advantage, (_, one) in zip(step.logprobs(lm), step.advantages(True), step.rollouts, strict=True):
-        ratio = torch.exp(log_p.detach() - torch.tensor(one.behavior_logprobs, dtype=torch.float64))
+        ratio = torch.exp(log_p.detach() - torch.tensor(one.logprobs, dtype=torch.float64))
         terms.append(-ratio.clamp(max=CAP) * advantage * log_p)
     return weighted(step, terms)
 
@@ -457,8 +457,8 @@ def first_micro_batch(step: Step) -> np.ndarray:
     left = list(step.first_rows)
     rows = []
     for (_, one), row in zip(step.rollouts, step.log_ratios, strict=True):
-        if one.completion_ids in left:
-            left.remove(one.completion_ids)
+        if one.token_ids in left:
+            left.remove(one.token_ids)
             rows.append(row)
     assert not left
     return np.concatenate(rows)
@@ -467,7 +467,7 @@ def first_micro_batch(step: Step) -> np.ndarray:
 def so_far(run: Run, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Log-ratios and the middles of both log-probabilities of all tokens up to a step, all of which are fresh."""
     steps = run.steps[: k + 1]
-    behavior = np.concatenate([one.behavior_logprobs for step in steps for _, one in step.rollouts])
+    behavior = np.concatenate([one.logprobs for step in steps for _, one in step.rollouts])
     difference = np.concatenate([step.tokens for step in steps])
     return difference, behavior + difference / 2
 
@@ -538,10 +538,10 @@ def buffered(run: Run, k: int) -> dict[str, float]:
         stored = kept
         for group in step.groups[:FRESH_GROUPS]:
             for rollout in group.rollouts:
-                same = [one for one in stored if one[:2] == (group.prompt_ids, rollout.completion_ids)]
+                same = [one for one in stored if one[:2] == (group.prompt_ids, rollout.token_ids)]
                 counts["duplicates" if same else "added"] += 1
                 stored = [one for one in stored if one not in same]
-                stored.append((group.prompt_ids, rollout.completion_ids, min(rollout.versions)))
+                stored.append((group.prompt_ids, rollout.token_ids, min(rollout.versions)))
                 counts["evicted"] += max(0, len(stored) - CAPACITY)
                 stored = stored[-CAPACITY:]
     step = run.steps[k]
@@ -598,7 +598,7 @@ def trained_before(run: Run, k: int, of_group: Callable[[RolloutGroup], float]) 
 
 
 def mean_length(group: RolloutGroup) -> float:
-    return mean(len(one.completion_ids) for one in group.rollouts)
+    return mean(len(one.token_ids) for one in group.rollouts)
 
 
 def trained_share(run: Run, k: int) -> float | None:
@@ -632,7 +632,7 @@ def known_pass_rate(run: Run, k: int) -> float | None:
 
 
 def number_of_tokens(step: Step) -> int:
-    return sum(len(one.completion_ids) for _, one in step.rollouts)
+    return sum(len(one.token_ids) for _, one in step.rollouts)
 
 
 Own = Callable[[Run, int], "float | None"]

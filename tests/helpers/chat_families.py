@@ -183,7 +183,7 @@ def roles(system: str, user: str, assistant: str, generate: str, begin: str = ""
 
 
 IM = "<|im_start|>{}\n%s<|im_end|>\n"
-CHATML = roles(IM.format("system"), IM.format("user"), IM.format("assistant"), "<|im_start|>assistant\n")
+CHATML = roles(IM.format("system"), IM.format("user"), IM.format("assistant"), generate="<|im_start|>assistant\n")
 CHATML_FORMATS = dict(
     system="<|im_start|>system\n{}<|im_end|>\n",
     user="<|im_start|>user\n{}<|im_end|>\n",
@@ -211,7 +211,7 @@ LLAMA3 = roles(
     HEADER.format("system") + "%s<|eot_id|>",
     HEADER.format("user") + "%s<|eot_id|>",
     HEADER.format("assistant") + "%s<|eot_id|>",
-    HEADER.format("assistant"),
+    generate=HEADER.format("assistant"),
     begin="{{ bos_token }}",
 )
 ALTERNATE = (
@@ -284,7 +284,7 @@ DS_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<�
 DS_NAMES = dict(bos=DS_TOKENS[0], eos=DS_TOKENS[1], pad=DS_TOKENS[2], adds="bos", config=DS_TOKENS[1:2])
 DS_FORMATS = dict(bos_text=DS_TOKENS[0], system="{}", user="<｜User｜>{}", generate="<｜Assistant｜>", end=DS_TOKENS[1])
 DEEPSEEK_V3 = roles(
-    "%s", "<｜User｜>%s", "<｜Assistant｜>%s<｜end▁of▁sentence｜>", "<｜Assistant｜>", begin="{{ bos_token }}"
+    "%s", "<｜User｜>%s", "<｜Assistant｜>%s<｜end▁of▁sentence｜>", generate="<｜Assistant｜>", begin="{{ bos_token }}"
 )
 DEEPSEEK_R1 = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}"
@@ -300,7 +300,9 @@ DEEPSEEK_V31 = (
 )
 GLM_TOKENS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 GLM_NAMES = dict(eos="<|endoftext|>", pad="<|endoftext|>", generation=("<|endoftext|>", "<|user|>", "<|observation|>"))
-GLM4 = "[gMASK]<sop>" + roles("<|system|>\n%s", "<|user|>\n%s", "<|assistant|>\n%s", "<|assistant|>\n", tools=TOOLS)
+GLM4 = "[gMASK]<sop>" + roles(
+    "<|system|>\n%s", "<|user|>\n%s", "<|assistant|>\n%s", generate="<|assistant|>\n", tools=TOOLS
+)
 GLM45 = (
     "[gMASK]<sop>" + TOOLS + "{% for message in messages %}{% if message.role == 'assistant' %}"
     "<|assistant|>\n<think></think>\n{{ message.content.strip() }}{% else %}<|{{ message.role }}|>\n{{ message.content }}"
@@ -323,7 +325,7 @@ HARMONY = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 PHI3 = (
-    roles("<|system|>\n%s<|end|>\n", "<|user|>\n%s<|end|>\n", "<|assistant|>\n%s<|end|>\n", "<|assistant|>\n")
+    roles("<|system|>\n%s<|end|>\n", "<|user|>\n%s<|end|>\n", "<|assistant|>\n%s<|end|>\n", generate="<|assistant|>\n")
     + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 )
 OLMO2 = (
@@ -336,7 +338,7 @@ EOS_TURNS = roles(
     "<|system|>\n%s{{ eos_token }}\n",
     "<|user|>\n%s{{ eos_token }}\n",
     "<|assistant|>\n%s{{ eos_token }}\n",
-    "<|assistant|>\n",
+    generate="<|assistant|>\n",
 )
 VICUNA = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }} "
@@ -433,7 +435,7 @@ FAMILIES: dict[str, Family] = {
         **LLAMA_NAMES,
         ends=("</s>",),
         refuses_system=True,
-        template=ALTERNATE + roles("", "[INST] %s [/INST]", "%s{{ eos_token }}", "", begin="{{ bos_token }}"),
+        template=ALTERNATE + roles("", "[INST] %s [/INST]", "%s{{ eos_token }}", generate="", begin="{{ bos_token }}"),
         bos_text="<s>",
         user="[INST] {} [/INST]",
         end="</s>",
@@ -704,7 +706,7 @@ FAMILIES: dict[str, Family] = {
         eos="<|endoftext|>",
         config=("<|endoftext|>",),
         ends=("<|endoftext|>",),
-        template=roles("%s\n\n", "User: %s\n\n", "Assistant: %s\n\n", "Assistant:"),
+        template=roles("%s\n\n", "User: %s\n\n", "Assistant: %s\n\n", generate="Assistant:"),
         ends_in_turns=False,
         system="{}\n\n",
         user="User: {}\n\n",
@@ -717,7 +719,9 @@ FAMILIES: dict[str, Family] = {
         eos="<|endoftext|>",
         config=("<|endoftext|>",),
         ends=("<|endoftext|>",),
-        template=roles("<|system|>\n%s\n", "<|user|>\n%s\n", "<|assistant|>\n%s<|endoftext|>\n", "<|assistant|>\n"),
+        template=roles(
+            "<|system|>\n%s\n", "<|user|>\n%s\n", "<|assistant|>\n%s<|endoftext|>\n", generate="<|assistant|>\n"
+        ),
         system="<|system|>\n{}\n",
         user="<|user|>\n{}\n",
         generate="<|assistant|>\n",
@@ -771,7 +775,7 @@ FAMILIES: dict[str, Family] = {
             "<SPECIAL_10>System\n%s\n",
             "<SPECIAL_11>User\n%s\n",
             "<SPECIAL_11>Assistant\n%s\n<SPECIAL_12>\n",
-            "<SPECIAL_11>Assistant\n<think>\n",
+            generate="<SPECIAL_11>Assistant\n<think>\n",
         ),
         system="<SPECIAL_10>System\n{}\n",
         user="<SPECIAL_11>User\n{}\n",
@@ -805,7 +809,8 @@ FAMILIES: dict[str, Family] = {
         eos="[e~[",
         generation=("[e~[",),
         ends=("[e~[",),
-        template="]~!b[" + roles("]~b]system\n%s[e~[\n", "]~b]user\n%s[e~[\n", "]~b]ai\n%s[e~[\n", "]~b]ai\n<think>\n"),
+        template="]~!b["
+        + roles("]~b]system\n%s[e~[\n", "]~b]user\n%s[e~[\n", "]~b]ai\n%s[e~[\n", generate="]~b]ai\n<think>\n"),
         tags=THINK,
         stable=False,
         bos_text="]~!b[",
@@ -822,7 +827,7 @@ FAMILIES: dict[str, Family] = {
         config=("<|eos|>",),
         ends=("<|eos|>",),
         bos_text="<|startoftext|>",
-        template=roles("%s<|extra_4|>", "%s<|extra_0|>", "%s<|eos|>", "", begin="<|startoftext|>"),
+        template=roles("%s<|extra_4|>", "%s<|extra_0|>", "%s<|eos|>", generate="", begin="<|startoftext|>"),
         system="{}<|extra_4|>",
         user="{}<|extra_0|>",
         end="<|eos|>",
@@ -834,7 +839,7 @@ FAMILIES: dict[str, Family] = {
         config=("[|endofturn|]",),
         ends=("[|endofturn|]",),
         template=roles(
-            "[|system|]%s[|endofturn|]\n", "[|user|]%s\n", "[|assistant|]%s[|endofturn|]\n", "[|assistant|]"
+            "[|system|]%s[|endofturn|]\n", "[|user|]%s\n", "[|assistant|]%s[|endofturn|]\n", generate="[|assistant|]"
         ),
         system="[|system|]{}[|endofturn|]\n",
         user="[|user|]{}\n",

@@ -38,4 +38,4 @@ if __name__ == "__main__":
     strategy, rank, where, limit_s = sys.argv[1:]
     data = make_data(rollout_timeout_s=float(limit_s), rank_timeout_s=60.0)
     print(os.environ["RANK"], "starts", flush=True)
-    fit(make_module(), data, 1000, [Hang(int(rank), where)], strategy=make_strategy(strategy), devices=2)
+    fit(make_module(), data, 1000, callbacks=[Hang(int(rank), where)], strategy=make_strategy(strategy), devices=2)

@@ -25,6 +25,6 @@ if __name__ == "__main__":
     engine = FailingEngine(in_flight_weight_updates=False, num_slots=2)
     data = make_data(engine=engine, schedule="fixed_lag", max_staleness=2, weight_sync_steps=3, rank_timeout_s=20.0)
     check = EngineCheck()
-    trainer = fit(make_module(), data, 13, [check], devices=2, strategy="ddp")
+    trainer = fit(make_module(), data, 13, callbacks=[check], devices=2, strategy="ddp")
     print(f"failed {FAILED}, checked {check.num_checks}")
     assert FAILED or trainer.global_rank

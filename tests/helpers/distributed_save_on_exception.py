@@ -25,4 +25,4 @@ if __name__ == "__main__":
     rank, folder = sys.argv[1:]
     callbacks = [Raise(int(rank)), ModelCheckpoint(folder, save_on_exception=True)]
     settings = dict(strategy=make_strategy("ddp"), devices=2, enable_checkpointing=True)
-    fit(make_module(), make_data(rollout_timeout_s=30.0, rank_timeout_s=30.0), 1000, callbacks, **settings)
+    fit(make_module(), make_data(rollout_timeout_s=30.0, rank_timeout_s=30.0), 1000, callbacks=callbacks, **settings)

@@ -1,6 +1,7 @@
 """Engines that fail as they are told, and what tests of failures look at."""
 
 import time
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +27,7 @@ class FailingEngine(EmbeddedEngine):
 
     where = "step"
     how = "crash"
-    failures = [0]
+    failures: ClassVar[list[int]] = [0]
     after = 100
 
     def _maybe_fail(self, where: str) -> None:

@@ -71,7 +71,7 @@ class Rank:
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], folder: str, said: str) -> None:
     """In the fork: the script as an interpreter runs it. multiprocessing reports errors and waits for threads."""
-    become([script, *arguments], folder, environment, said)
+    become([script, *arguments], folder, environment, said=said)
     os.unlink(said)
     sys.path.insert(0, str(Path(script).parent))
     try:
@@ -82,7 +82,7 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], folder:
 
 def launch(script: Path, arguments: list[str], num_processes: int, timeout_s: float, anew: bool = False) -> None:
     """Runs the script; raises with the end of each process's output if one fails or time runs out."""
-    processes = start(script, arguments, num_processes, anew)
+    processes = start(script, arguments, num_processes, anew=anew)
     outputs = finish(processes, timeout_s)
     failed = [n for n, process in enumerate(processes) if process.returncode != 0]
     assert not failed, "\n".join(f"-- rank {n}:\n{outputs[n][-4000:]}" for n in failed)

@@ -58,7 +58,7 @@ def write_samples(folder: Path, steps: int, per_step: int, group_size: int = 8, 
         for step in range(1, steps + 1):
             for n in range(per_step):
                 group = step * per_step // group_size + n // group_size
-                file.write(json.dumps(rollout(step, group, n % group_size, tokens)) + "\n")
+                file.write(json.dumps(rollout(step, group, n % group_size, length=tokens)) + "\n")
 
 
 def write_held_out(folder: Path, steps: tuple[int, ...]) -> None:
@@ -81,21 +81,21 @@ def step_events(step: int, lag: int, more: int = 0) -> list[str]:
     """One second of the pipeline: the engine beside the trainer, or in turns with it where `lag` is 0."""
     begin = float(step)
     version = max(0, step - lag)
-    events = [event("engine", "prefill", begin, 0.05, version=version, slots=64, tokens=512)]
+    events = [event("engine", "prefill", begin, seconds=0.05, version=version, slots=64, tokens=512)]
     decode = 0.85 if lag else 0.45
     parts = 4 + more
     for n in range(parts):
         at = begin + 0.05 + n * decode / parts
-        events.append(event("engine", "decode", at, decode / parts, version=version, slots=64, tokens=256))
-        events.append(event("reward", "score", at + 0.02, 0.01, group=step))
+        events.append(event("engine", "decode", at, seconds=decode / parts, version=version, slots=64, tokens=256))
+        events.append(event("reward", "score", at + 0.02, seconds=0.01, group=step))
     wait = 0.1 if lag else 0.5
-    events.append(event("trainer", "wait", begin, wait, step=step))
+    events.append(event("trainer", "wait", begin, seconds=wait, step=step))
     trained = dict(step=step, micro_batch=0, versions=[version, version + 1], staleness=lag)
-    events.append(event("trainer", "forward_backward", begin + wait, 0.3, **trained))
-    events.append(event("trainer", "optimizer", begin + wait + 0.3, 0.04, step=step))
-    events.append(event("trainer", "publish", begin + wait + 0.34, 0.06, step=step, version=step + 1))
+    events.append(event("trainer", "forward_backward", begin + wait, seconds=0.3, **trained))
+    events.append(event("trainer", "optimizer", begin + wait + 0.3, seconds=0.04, step=step))
+    events.append(event("trainer", "publish", begin + wait + 0.34, seconds=0.06, step=step, version=step + 1))
     if step % 25 == 24:
-        events.append(event("trainer", "validation", begin + wait + 0.4, 0.05, step=step))
+        events.append(event("trainer", "validation", begin + wait + 0.4, seconds=0.05, step=step))
     return events
 
 

@@ -50,7 +50,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
         marker = MARKER.search(text, 0, match.start())
         code = "".join(line.removeprefix(match["indent"]) for line in match["code"].splitlines(keepends=True))
         line = text.count("\n", 0, match.start()) + 1
-        yield Block(page, line, match["language"], code, marker["reason"] if marker else None)
+        yield Block(page, line, match["language"], code=code, reason=marker["reason"] if marker else None)
 
 
 def commands(page: Path) -> list[list[str]]:

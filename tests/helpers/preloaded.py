@@ -123,7 +123,7 @@ def _enter(asked: dict, said: Path) -> None:
     os.dup2(os.open(typed, os.O_RDONLY), 0)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  for the process's life
     variables = {name: value for name, value in {**os.environ, **asked["environment"]}.items() if value is not None}
-    become(["lit-async-rl", *asked["words"]], asked["folder"], variables, str(said))
+    become(["lit-async-rl", *asked["words"]], asked["folder"], variables, said=str(said))
     sys.path[0] = asked["folder"] if asked["code"] else str(Path(sys.executable).parent)  # that of the console script
 
 

@@ -54,7 +54,7 @@ def assert_exact(lm, requests, results, temperature=1.0) -> None:
     for request, completions in zip(requests, results, strict=True):
         assert [c.sample_index for c in completions] == list(range(request.num_samples))
         for c in completions:
-            expected = full_logprobs(lm, request.prompt_ids, c.token_ids, temperature)
+            expected = full_logprobs(lm, request.prompt_ids, c.token_ids, temperature=temperature)
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0)
 
 

@@ -8,4 +8,4 @@ from lit_async_rl.models.sharding import Sharding
 
 if __name__ == "__main__":
     module = make_module(kl_coefficient=0.1, sharding=Sharding(compute_dtype="float32"))
-    fit(module, make_data(), 1, [ReferenceReset(1)], strategy=ModelParallelStrategy(1, 1))
+    fit(module, make_data(), 1, callbacks=[ReferenceReset(1)], strategy=ModelParallelStrategy(1, 1))

@@ -87,7 +87,7 @@ def run(
     others = dict(strategy=make_strategy(strategy), devices=WORLD, enable_checkpointing=bool(keep))
     check = EngineCheck(every_n_updates=1, num_rollouts=2, on_error="stop")  # not where one process is the reference
     checks = [check] if WORLD > 1 else []
-    fit(module, data, STEPS, [record, clip, *checks, *saving], begin, **others)
+    fit(module, data, STEPS, callbacks=[record, clip, *checks, *saving], ckpt_path=begin, **others)
     if checks and begin is None:
         assert check.num_checks >= (1 if strategy == "fsdp1" and staleness else STEPS - staleness - 1)
     weights = torch.cat([w.flatten() for _, w in sorted((n, w.clone()) for n, w in module.stream_weights())])
@@ -107,7 +107,7 @@ def cross(folder: str, legs: tuple[str, ...]) -> dict[str, Any]:
             later = dict(sharding=Sharding(meta_device=True))
         later |= dict(kl_coefficient=0.01)  # keeps a reference, which one device leaves out of its checkpoints
         source = str(Path(folder) / begin) if begin else None
-        results[leg] = run(strategy, 2, 1, source, None if begin else f"{folder}/{name}", **later)
+        results[leg] = run(strategy, 2, 1, begin=source, keep=None if begin else f"{folder}/{name}", **later)
     return results
 
 
@@ -145,7 +145,7 @@ def run_mixed(strategy: str) -> list[dict[str, Any]]:
     sharding = Sharding(compute_dtype="bfloat16" if fsdp2 else None)
     module = make_module(sharding=sharding, learning_rate=1e-6)  # what differs are roundings
     settings = dict(strategy=make_strategy(strategy), devices=WORLD, precision="32-true" if fsdp2 else "bf16-mixed")
-    fit(module, make_data(max_staleness=1), 3, [precision, GradientClipping(1.0)], **settings)
+    fit(module, make_data(max_staleness=1), 3, callbacks=[precision, GradientClipping(1.0)], **settings)
     assert all(w.dtype == torch.float32 for _, w in module.stream_weights())
     return precision.seen
 
@@ -175,7 +175,7 @@ def slow_reward(prompt: Any, completion: str) -> float:
 def run_endless(strategy: str, failing: str) -> None:
     callbacks = [Say(), *([Fail(int(failing))] if failing else [])]
     data = make_data(reward=slow_reward, rank_timeout_s=8.0)
-    fit(make_module(), data, 100_000, callbacks, strategy=make_strategy(strategy), devices=WORLD)
+    fit(make_module(), data, 100_000, callbacks=callbacks, strategy=make_strategy(strategy), devices=WORLD)
 
 
 def main(job: str, output: str, *arguments: str) -> None:

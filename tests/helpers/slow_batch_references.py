@@ -31,7 +31,7 @@ def m2po(batch: Batch, loss: Any) -> Result:
     places = harmful(batch)
     dropped = greedy_second_moment([batch.log_ratio(*place) ** 2 for place in places], loss.budget)
     gone = {places[n] for n in dropped}
-    return token_wise(lambda _, b, row, t: unclipped(b, row, t, (row, t) not in gone, 0.0))(batch, loss)
+    return token_wise(lambda _, b, row, t: unclipped(b, row, t, keep=(row, t) not in gone, kl=0.0))(batch, loss)
 
 
 def water_level(values: list[float], budget: float) -> float:
@@ -53,7 +53,9 @@ def m2po_adaptive_clip(batch: Batch, loss: Any) -> Result:
     bound = math.sqrt(water_level([batch.log_ratio(*place) ** 2 for place in harmful(batch)], loss.budget))
     low = math.exp(-bound)
     high = math.exp(min(bound, 50.0))
-    return token_wise(lambda _, b, r, t: ppo(math.exp(b.log_ratio(r, t)), b.advantages[r][t], low, high))(batch, loss)
+    return token_wise(lambda _, b, r, t: ppo(math.exp(b.log_ratio(r, t)), b.advantages[r][t], low, high=high))(
+        batch, loss
+    )
 
 
 def _terms(batch: Batch, low: float, high: float) -> list[tuple[float, float, float]]:
@@ -87,7 +89,9 @@ def bapo_bounds(batch: Batch, loss: Any) -> tuple[float, float]:
 
 def bapo(batch: Batch, loss: Any) -> Result:
     low, high = bapo_bounds(batch, loss)
-    return token_wise(lambda _, b, r, t: ppo(math.exp(b.log_ratio(r, t)), b.advantages[r][t], low, high))(batch, loss)
+    return token_wise(lambda _, b, r, t: ppo(math.exp(b.log_ratio(r, t)), b.advantages[r][t], low, high=high))(
+        batch, loss
+    )
 
 
 def bapo_released_bounds(batch: Batch, loss: Any) -> tuple[float, float]:
@@ -117,7 +121,7 @@ def bapo_released(batch: Batch, loss: Any) -> Result:
 
     def rule(_: Any, b: Batch, row: int, t: int) -> tuple[float, float]:
         advantage = b.advantages[row][t]
-        return dual(*ppo(math.exp(b.log_ratio(row, t)), advantage, low, high), advantage, loss.dual_clip)
+        return dual(*ppo(math.exp(b.log_ratio(row, t)), advantage, low, high=high), advantage, loss.dual_clip)
 
     return token_wise(rule)(batch, loss)
 
@@ -130,6 +134,6 @@ def sat(batch: Batch, loss: Any) -> Result:
         relative = abs(batch.log_ratio(row, t)) / threshold
         shrink = 2 / (1 + relative**2) if relative > 1 else 1.0
         ratio = math.exp(batch.log_ratio(row, t))
-        return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low * shrink, 1 + loss.clip_high * shrink)
+        return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low * shrink, high=1 + loss.clip_high * shrink)
 
     return token_wise(rule)(batch, loss)

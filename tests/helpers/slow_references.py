@@ -80,14 +80,14 @@ def weighted(weight: float, batch: Batch, row: int, t: int) -> tuple[float, floa
 
 @token_wise
 def reinforce(loss, batch, row, t):
-    return weighted(1.0, batch, row, t)
+    return weighted(1.0, batch, row, t=t)
 
 
 @token_wise
 def ppo_clip(loss, batch, row, t):
     advantage = batch.advantages[row][t]
-    value, slope = ppo(math.exp(batch.log_ratio(row, t)), advantage, 1 - loss.clip_low, 1 + loss.clip_high)
-    return (value, slope) if loss.dual_clip is None else dual(value, slope, advantage, loss.dual_clip)
+    value, slope = ppo(math.exp(batch.log_ratio(row, t)), advantage, 1 - loss.clip_low, high=1 + loss.clip_high)
+    return (value, slope) if loss.dual_clip is None else dual(value, slope, advantage, ceiling=loss.dual_clip)
 
 
 @token_wise
@@ -96,7 +96,7 @@ def mini_rl(loss, batch, row, t):
     advantage = batch.advantages[row][t]
     if (advantage > 0 and ratio > 1 + loss.clip_high) or (advantage < 0 and ratio < 1 - loss.clip_low):
         return 0.0, 0.0
-    return weighted(ratio, batch, row, t)
+    return weighted(ratio, batch, row, t=t)
 
 
 @token_wise
@@ -115,7 +115,7 @@ def opsm(loss, batch, row, t):
     advantage = batch.advantages[row][t]
     if advantage < 0 and drift > loss.delta:
         return 0.0, 0.0
-    return ppo(math.exp(batch.log_ratio(row, t)), advantage, 1 - loss.clip_low, 1 + loss.clip_high)
+    return ppo(math.exp(batch.log_ratio(row, t)), advantage, 1 - loss.clip_low, high=1 + loss.clip_high)
 
 
 def importance_weight(loss, ratio):
@@ -143,7 +143,7 @@ def score_centering(loss, batch, row, t):
     advantage = batch.advantages[row][t]
     counts = centering(loss, head)
     expected = sum(count * log_p for count, (log_p, _) in zip(counts, head, strict=True))
-    value, slope = weighted(importance_weight(loss, math.exp(batch.log_ratio(row, t))), batch, row, t)
+    value, slope = weighted(importance_weight(loss, math.exp(batch.log_ratio(row, t))), batch, row, t=t)
     return value + advantage * expected, slope
 
 
@@ -161,12 +161,12 @@ def estr(loss, batch, row, t):
     if batch.log_ratio(row, t) ** 2 / (batch.entropy[row][t] + loss.eps) > loss.tau:
         return 0.0, 0.0
     ratio = math.exp(batch.log_ratio(row, t))
-    return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, 1 + loss.clip_high)
+    return ppo(ratio, batch.advantages[row][t], 1 - loss.clip_low, high=1 + loss.clip_high)
 
 
 @token_wise
 def cispo(loss, batch, row, t):
-    return weighted(min(max(math.exp(batch.log_ratio(row, t)), 1 - loss.clip_low), 1 + loss.clip_high), batch, row, t)
+    return weighted(min(max(math.exp(batch.log_ratio(row, t)), 1 - loss.clip_low), 1 + loss.clip_high), batch, row, t=t)
 
 
 @token_wise
@@ -180,12 +180,12 @@ def sapo(loss, batch, row, t):
 
 @token_wise
 def opmd(loss, batch, row, t):
-    return weighted(1 / (1 + loss.tau), batch, row, t)
+    return weighted(1 / (1 + loss.tau), batch, row, t=t)
 
 
 @token_wise
 def kimi_regression(loss, batch, row, t):
-    value, slope = weighted(1.0, batch, row, t)
+    value, slope = weighted(1.0, batch, row, t=t)
     log_ratio = batch.log_ratio(row, t)
     return value + loss.tau / 2 * log_ratio**2, slope + loss.tau * log_ratio
 
@@ -208,12 +208,12 @@ def dppo(loss, batch, row, t):
         keep = not change > loss.max_increase
     else:
         keep = not change < -loss.max_decrease
-    return unclipped(batch, row, t, keep, loss.kl_coefficient)
+    return unclipped(batch, row, t, keep=keep, kl=loss.kl_coefficient)
 
 
 @token_wise
 def ipo(loss, batch, row, t):
-    return unclipped(batch, row, t, abs(_change(batch, row, t)) <= loss.threshold, loss.kl_coefficient)
+    return unclipped(batch, row, t, keep=abs(_change(batch, row, t)) <= loss.threshold, kl=loss.kl_coefficient)
 
 
 @token_wise
@@ -225,4 +225,4 @@ def dppo_binary_kl(loss, batch, row, t):
     away = (advantage > 0 and q > p) or (advantage < 0 and q < p)
     if away and divergence > loss.threshold:
         return 0.0, 0.0
-    return weighted(min(q / p, loss.cap), batch, row, t)
+    return weighted(min(q / p, loss.cap), batch, row, t=t)

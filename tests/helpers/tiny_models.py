@@ -59,48 +59,50 @@ def _sizes(vocab: int, hidden: int, layers: int, tied: bool) -> dict:
 
 
 def tiny_llama(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    return _build(LlamaConfig(**_sizes(vocab, hidden, layers, tied)), seed)
+    return _build(LlamaConfig(**_sizes(vocab, hidden, layers, tied=tied)), seed)
 
 
 def tiny_for_vllm(tied: bool, seed: int = 0):
     """Heads as large as vLLM's CPU kernels want them, no end-of-text token, and less noise: sums round differently."""
-    sizes = _sizes(64, 32, 2, tied) | dict(eos_token_id=[], max_position_embeddings=512)
+    sizes = _sizes(64, 32, 2, tied=tied) | dict(eos_token_id=[], max_position_embeddings=512)
     return _build(LlamaConfig(**sizes, head_dim=32), seed, noise=0.1)
 
 
 def tiny_qwen2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    return _build(Qwen2Config(**_sizes(vocab, hidden, layers, tied)), seed)
+    return _build(Qwen2Config(**_sizes(vocab, hidden, layers, tied=tied)), seed)
 
 
 def tiny_qwen3(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    return _build(Qwen3Config(**_sizes(vocab, hidden, layers, tied), head_dim=16), seed)
+    return _build(Qwen3Config(**_sizes(vocab, hidden, layers, tied=tied), head_dim=16), seed)
 
 
 def tiny_mistral(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    return _build(MistralConfig(**_sizes(vocab, hidden, layers, tied), sliding_window=200), seed)
+    return _build(MistralConfig(**_sizes(vocab, hidden, layers, tied=tied), sliding_window=200), seed)
 
 
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=2)
 
 
 def tiny_qwen3_moe(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    sizes = _sizes(vocab, hidden, layers, tied) | dict(head_dim=16, moe_intermediate_size=32, norm_topk_prob=True)
+    sizes = _sizes(vocab, hidden, layers, tied=tied) | dict(head_dim=16, moe_intermediate_size=32, norm_topk_prob=True)
     return _build(Qwen3MoeConfig(**sizes, **_EXPERTS), seed)
 
 
 def tiny_olmoe(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    return _build(OlmoeConfig(**_sizes(vocab, hidden, layers, tied), **_EXPERTS), seed)  # weights do not sum to 1
+    return _build(OlmoeConfig(**_sizes(vocab, hidden, layers, tied=tied), **_EXPERTS), seed)  # weights do not sum to 1
 
 
 def tiny_mixtral(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    return _build(MixtralConfig(**_sizes(vocab, hidden, layers, tied), num_local_experts=8, sliding_window=None), seed)
+    return _build(
+        MixtralConfig(**_sizes(vocab, hidden, layers, tied=tied), num_local_experts=8, sliding_window=None), seed
+    )
 
 
 SPARSE = {"qwen3-moe": tiny_qwen3_moe, "olmoe": tiny_olmoe, "mixtral": tiny_mixtral}
 
 
 def tiny_gemma2(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = True, seed: int = 0):
-    return _build(Gemma2Config(**_sizes(vocab, hidden, layers, tied), head_dim=8, sliding_window=200), seed)
+    return _build(Gemma2Config(**_sizes(vocab, hidden, layers, tied=tied), head_dim=8, sliding_window=200), seed)
 
 
 def tiny_gemma4(vocab: int = 64, hidden: int = 32, layers: int = 2, seed: int = 0):
@@ -113,11 +115,11 @@ def tiny_gemma4(vocab: int = 64, hidden: int = 32, layers: int = 2, seed: int = 
 
 
 def tiny_phi3(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    return _build(Phi3Config(**_sizes(vocab, hidden, layers, tied)), seed)
+    return _build(Phi3Config(**_sizes(vocab, hidden, layers, tied=tied)), seed)
 
 
 def tiny_neox(vocab: int = 64, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0):
-    sizes = _sizes(vocab, hidden, layers, tied)
+    sizes = _sizes(vocab, hidden, layers, tied=tied)
     del sizes["num_key_value_heads"]
     return _build(GPTNeoXConfig(**sizes), seed)
 

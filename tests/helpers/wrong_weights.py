@@ -25,4 +25,4 @@ class Recording(EngineCheck):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._found:
             self.checks.append((batch.step, self._found["engine/logprob_error"]))
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch=batch, batch_idx=batch_idx)

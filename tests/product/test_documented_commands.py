@@ -27,6 +27,7 @@ ELSEWHERE = {  # commands that another test runs, or that no laptop can
     r"gsm8k|torchrun|srun|smollm2": "GPUs, the Hugging Face hub, and a model of 270 MB",
     r"vllm|serve\.py": "tests/with_vllm",
     r"strategies/": "tests/distributed",
+    r"optuna": "tests/product/test_searches.py",
     r"benchmarks/|staleness_bench|plot_bench|bench|time_to_accuracy": "tests/integration: benchmarks",
 }
 UNWANTED = re.compile(r"(?i)\bwarn|deprecat|traceback|\berror\b|not set|instead")

@@ -58,7 +58,7 @@ def check_decoding(slots: Slots, side: str = "engine") -> None:
         with in_modules(slots.packed.values()):
             plain = plain_pass(lm, [prompts[c.request_id] + c.token_ids for c in completions])
     found = [torch.tensor(completion.logprobs) for completion in completions]
-    compare(lm, what, found, plain, default_bound(compute_dtype(lm)), side)
+    compare(lm, what, found, plain=plain, bound=default_bound(compute_dtype(lm)), side=side)
     _RIGHT.add(lm)
 
 

@@ -227,7 +227,7 @@ class DecodeLoop(RolloutEngine):
             lm,
             self.num_slots,
             eos_token_ids(lm),
-            self.settings.seed,
+            seed=self.settings.seed,
             owns_weights=owns_weights,
             cache_class=self._cache_class,
         )

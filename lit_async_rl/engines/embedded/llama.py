@@ -206,7 +206,9 @@ class LlamaForward:
             mask = mask.expand(-1, self._num_keys, 1, -1).flatten(0, 1)  # [n Hk, 1, M]
         for index, (layer, products) in enumerate(zip(self._model.layers, self._products, strict=True)):
             heads = products.qkv(self._norm(layer.input_layernorm, x))
-            x = products.add_out(x, self._attention(layer.self_attn, heads, cos, sin, mask, cache, index))
+            x = products.add_out(
+                x, self._attention(layer.self_attn, heads, cos, sin=sin, mask=mask, cache=cache, index=index)
+            )
             x = products.add_mlp(x, self._norm(layer.post_attention_layernorm, x))
         return self._norm(self._model.norm, x)
 
@@ -238,7 +240,7 @@ class LlamaForward:
             query = query.reshape(n, self._num_keys, -1, size)
             h = self._num_keys
             parts = [
-                _attend(query[a:b], keys[a:b, :, :m], values[a:b, :, :m], mask[a * h : b * h, :, :m])
+                _attend(query[a:b], keys[a:b, :, :m], values[a:b, :, :m], mask=mask[a * h : b * h, :, :m])
                 for a, b, m in cache.ranges
             ]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -183,7 +183,7 @@ class DecodeProcess(RolloutEngine):
                     yield name, tensor
 
         try:
-            shards = chunks(changed(), FILE_BYTES, "cpu", getattr(torch, self.dtype))
+            shards = chunks(changed(), FILE_BYTES, "cpu", dtype=getattr(torch, self.dtype))
             write_folder(folder, shards, {"version": str(version)})
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -320,7 +320,7 @@ class Connection:
         self, kind: str, limit_s: float, setting: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any
     ) -> Message:
         """The answer to a message, see `answer`."""
-        return self.answer(self.begin(kind, tensors, **fields), kind, limit_s, setting)
+        return self.answer(self.begin(kind, tensors, **fields), kind, limit_s, setting=setting)
 
     def begin(
         self, kind: str, tensors: Mapping[str, Tensor] | None = None, must_succeed: bool = False, **fields: Any

@@ -261,7 +261,7 @@ class Slots:
         self._eos_token_ids = tuple(eos_token_ids)
         self.num_slots = num_slots
         self.device = next(lm.parameters()).device
-        self._cache, self._forward = cache_and_forward(lm, num_slots, owns_weights, cache_class)
+        self._cache, self._forward = cache_and_forward(lm, num_slots, owns_weights, cache_class=cache_class)
         self.packed = self._forward.packed  # linear layers in the place of parameters
         self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)

@@ -102,6 +102,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         check_range(
             "data.engine",
             "integer positive",
+            replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -122,7 +123,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
                 "same settings"
             )
         self.sleep_level = check_sleep_level(sleep_level, transfer)
-        super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
+        super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache=clear_cache)
         self.dtype = dtype or "auto"  # known in `setup`
         self.num_threads = num_threads
         self.startup_timeout_s = startup_timeout_s
@@ -157,9 +158,13 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
         self._process = start_vllm(
-            arguments, environment, self.num_threads, self.startup_timeout_s, self.update_timeout_s
+            arguments,
+            environment,
+            self.num_threads,
+            startup_timeout_s=self.startup_timeout_s,
+            update_timeout_s=self.update_timeout_s,
         )
-        self._runner = RequestRunner(self._process, self._book, stored_eos_token_ids(model), model)
+        self._runner = RequestRunner(self._process, self._book, stored_eos_token_ids(model), model=model)
         self._max_model_len = int(self._process.llm.model_config.max_model_len)
 
     @property

@@ -177,7 +177,7 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_onl
         theirs = found.get(name)
         ours = expected.get(name)
         if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-            if inner := difference(theirs, ours, common_only, f"{prefix}{name}."):
+            if inner := difference(theirs, ours, common_only, prefix=f"{prefix}{name}."):
                 return inner
         elif theirs != ours:
             return f"its {prefix}{name} is {theirs!r}, ours {ours!r}"

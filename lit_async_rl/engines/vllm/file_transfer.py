@@ -108,7 +108,7 @@ class FileTransfer(WeightTransfer):
         self._staged = self._folders.make()
         self._is_prepared = False
         if not self.delta:
-            self.staged_bytes = write_folder(self._staged, chunks(weights, self._max_bytes, "cpu", self.dtype))
+            self.staged_bytes = write_folder(self._staged, chunks(weights, self._max_bytes, "cpu", dtype=self.dtype))
             return
         self._is_first = not self._kept.tensors
         base = self._name
@@ -184,7 +184,7 @@ class SharedMemoryTransfer(FileTransfer):
     def __init__(
         self, shard_gb: float = 1.0, dtype: str | None = None, delta: bool = False, preload: bool = True
     ) -> None:
-        super().__init__(SHARED_MEMORY, shard_gb, dtype, delta, preload)
+        super().__init__(SHARED_MEMORY, shard_gb, dtype, delta=delta, preload=preload)
 
     def check_room(self, model: str) -> None:
         """Falls back to files elsewhere if the weights do not fit."""

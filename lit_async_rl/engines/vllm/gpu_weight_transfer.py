@@ -73,7 +73,7 @@ class _VLLMBackend(WeightTransfer):
         control.collective_rpc("start_weight_update", {})
         sent = []
         self.staged_bytes = 0
-        for chunk in chunks(weights, int(self.chunk_gb * 2**30), self.device, self.dtype):
+        for chunk in chunks(weights, int(self.chunk_gb * 2**30), self.device, dtype=self.dtype):
             self._send(chunk, control)
             sent += chunk if self.must_keep else []
             self.staged_bytes += sum(tensor.nbytes for _, tensor in chunk)

@@ -144,7 +144,7 @@ class VLLMReplicas(VLLMEngine):
         threads = os.environ.get("OMP_NUM_THREADS", str(self.num_threads))  # the user's own choice first
         environment = {**self.transfer.environment(), "VLLM_API_KEY": key, "OMP_NUM_THREADS": threads}
         self._arguments["dtype"] = self.dtype = self._arguments["dtype"] or stored_dtype(model)
-        replicas = [Replica(n, model, self._arguments_of(n), environment) for n in range(self.replicas)]
+        replicas = [Replica(n, model, self._arguments_of(n), environment=environment) for n in range(self.replicas)]
         self._fleet = ReplicaFleet(
             replicas,
             key,

@@ -472,7 +472,9 @@ class RequestRunner:
             params = self._parameters(request)
             prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=salt)
             indices = range(request.num_samples)
-            buffers = [SampleBuffer(request, index, self._finder, self.eos_token_ids) for index in indices]
+            buffers = [
+                SampleBuffer(request, index, self._finder, eos_token_ids=self.eos_token_ids) for index in indices
+            ]
             num_finished = 0
             async for answer in self.process.llm.generate(prompt, params, str(request.id)):
                 for output in answer.outputs:

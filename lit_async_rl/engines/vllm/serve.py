@@ -54,7 +54,11 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     if known.die_with_parent and not die_with_parent(os.getppid()):
         sys.exit("the parent process is gone")
-    command = [sys.executable, *server_arguments(model, known.host, known.port, known.dtype, has_key), *others]
+    command = [
+        sys.executable,
+        *server_arguments(model, known.host, known.port, dtype=known.dtype, has_key=has_key),
+        *others,
+    ]
     os.execve(sys.executable, command, server_environment(os.environ, is_cpu_build()))
 
 

@@ -338,7 +338,7 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
-            loaded = load_twin(twin, model, self._incoming.weights(), self.model_config)
+            loaded = load_twin(twin, model, self._incoming.weights(), config=self.model_config)
         if not self._incoming.is_update:
             self._check_complete(expected, loaded)
 

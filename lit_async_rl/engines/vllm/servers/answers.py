@@ -25,7 +25,7 @@ def completions_of(answer: Generated, request: GenerationRequest, run: str) -> l
         raise MalformedAnswer(f"has samples {found}, asked for {asked}")
     if len(choices) < request.num_samples:
         choices = choices * request.num_samples
-    return [_completion(request, index, choice, run) for index, choice in enumerate(choices)]
+    return [_completion(request, index, choice, run=run) for index, choice in enumerate(choices)]
 
 
 def _completion(request: GenerationRequest, index: int, choice: Choice, run: str) -> Completion:

@@ -58,7 +58,7 @@ class ServerClient(ServerConnection):
         Raises:
             ServerFailure: the server is unreachable or hangs.
         """
-        return (await self.read(WEIGHT_INFO, "GET", "/weight_info", self.health_timeout_s))["weight_version"]
+        return (await self.read(WEIGHT_INFO, "GET", "/weight_info", timeout_s=self.health_timeout_s))["weight_version"]
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class ServerClient(ServerConnection):
     async def _call_workers(self, schema: Schema[T], method: str, **kwargs: Any) -> T:
         """The answers of the server's workers to a call."""
         body = {"method": method, "kwargs": kwargs}
-        call = self.read(schema, "POST", "/collective_rpc", self.update_timeout_s, body)
+        call = self.read(schema, "POST", "/collective_rpc", timeout_s=self.update_timeout_s, body=body)
         found: T = await self._while_listening(call)
         return found
 
@@ -126,7 +126,7 @@ class ServerClient(ServerConnection):
         params = {"n": 1, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         body = {"token_ids": list(token_ids), "sampling_params": params, "cache_salt": salt}
         limit = MIB + len(token_ids) * TOKEN_BYTES
-        answer = await self.read(SCORED, "POST", GENERATE, self.health_timeout_s, body, limit)
+        answer = await self.read(SCORED, "POST", GENERATE, timeout_s=self.health_timeout_s, body=body, max_bytes=limit)
         try:
             return prompt_logprobs(answer, token_ids)
         except MalformedAnswer as error:
@@ -157,7 +157,7 @@ class ServerClient(ServerConnection):
             await self._call_workers(LOADED, "swap_policy_weights")
         else:
             await self._call_workers(LOADED, "load_policy_weights", folder=folder)
-        await self.done("POST", "/update_weight_version", self.health_timeout_s, {"new_version": tag})
+        await self.done("POST", "/update_weight_version", self.health_timeout_s, body={"new_version": tag})
         await self.wake("kv_cache")
         await self.done("POST", "/resume", self.health_timeout_s)
         return clock() - began
@@ -183,7 +183,7 @@ class ServerClient(ServerConnection):
             self._is_asleep = tags == ("weights",)
 
     async def _ask_if_asleep(self) -> bool:
-        return (await self.read(SLEEPING, "GET", "/is_sleeping", self.health_timeout_s))["is_sleeping"]
+        return (await self.read(SLEEPING, "GET", "/is_sleeping", timeout_s=self.health_timeout_s))["is_sleeping"]
 
     async def _while_listening(self, work: Any) -> Any:
         """Result of `work`, awaited as long as the server accepts connections; loading may take minutes."""

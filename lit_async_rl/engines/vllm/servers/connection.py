@@ -89,7 +89,7 @@ class ServerConnection:
         self, schema: Schema[T], method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB
     ) -> T:
         """Validated body of a successful response."""
-        found = await self.done(method, path, timeout_s, body, max_bytes)
+        found = await self.done(method, path, timeout_s, body=body, max_bytes=max_bytes)
         try:
             return schema.parse(found)
         except MalformedAnswer as error:

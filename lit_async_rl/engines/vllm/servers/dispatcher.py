@@ -125,7 +125,9 @@ class Dispatcher:
                 client = self._clients[url]
                 completions = await client.generate(request, terms.eos_token_ids, terms.salt, terms.run)
             versions = (oldest, terms.version)
-            if fault := first_fault(completions, request, versions, terms.vocab_size, terms.max_model_len):
+            if fault := first_fault(
+                completions, request, versions, vocab_size=terms.vocab_size, max_model_len=terms.max_model_len
+            ):
                 raise ServerFailure(fault)
         except (ServerFailure, ServerRefusal) as error:
             self._tasks.pop(assignment, None)

@@ -106,7 +106,7 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
                 f"data.engine.servers_file={servers_file!r} takes the place of data.engine.servers={servers}"
             )
         name = "the fleet of vLLM servers"
-        super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache)
+        super().__init__(name, transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache=clear_cache)
         self.api_key_variable = api_key_variable
         self.sleep_level = check_sleep_level(sleep_level, transfer)
         self.probe_interval_s = probe_interval_s
@@ -162,7 +162,13 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
         return os.environ.get(self.api_key_variable)
 
     def _make_client(self, url: str) -> ServerClient:
-        return ServerClient(url, self._api_key, self.health_timeout_s, self.request_timeout_s, self.update_timeout_s)
+        return ServerClient(
+            url,
+            self._api_key,
+            self.health_timeout_s,
+            request_timeout_s=self.request_timeout_s,
+            update_timeout_s=self.update_timeout_s,
+        )
 
     def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """Tasks that run beside the fleet once it has weights."""
@@ -176,7 +182,13 @@ class VLLMServerEngine(BackgroundEngine[FileTransfer]):
             return client
 
         return [
-            Membership(self._fleet, self.servers_file, joining, self.probe_interval_s, self.request_timeout_s).watch
+            Membership(
+                self._fleet,
+                self.servers_file,
+                joining,
+                interval_s=self.probe_interval_s,
+                drain_timeout_s=self.request_timeout_s,
+            ).watch
         ]
 
     @property

@@ -71,7 +71,13 @@ class ServerFleet:
         self._changing = asyncio.Lock()  # held while a server's weights, or the newest weights themselves, change
         self._num_changes = 0
         self.requests = Dispatcher(
-            self._clients, self.pool, book, self._terms, self.start_task, self.take_out, self._outages.forgive
+            self._clients,
+            self.pool,
+            book,
+            terms=self._terms,
+            start_task=self.start_task,
+            on_failure=self.take_out,
+            on_success=self._outages.forgive,
         )
 
     # -- servers ------------------------------------------------------------------------------------------------------
