@@ -71,7 +71,7 @@ class LiveView(Progress):
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
         self.phase = TRAINS
         self._version = int(getattr(pl_module, "version", 0))
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx=batch_idx)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         self.phase = OPTIMIZES

@@ -83,7 +83,11 @@ class WeightSync(pl.Callback):
         vocab_size = module.policy.causal_lm.config.get_text_config().vocab_size
         check_vocabulary(data.codec.tokenizer, vocab_size, module.model)
         check_data_compatibility(
-            module.objective.loss, data.advantage, data.aggregation, data.sampling.head, data.engine
+            module.objective.loss,
+            data.advantage,
+            data.aggregation,
+            head=data.sampling.head,
+            engine=data.engine,
         )
         if data.sampling.experts:
             check_routers(module.policy.causal_lm)

@@ -91,7 +91,11 @@ class Validator(torch.nn.Module):
             engine = data.engine.around(own, data.codec)
             with closing(engine):
                 found = run_requests(
-                    engine, requests, data.codec.vocab_size, data.limits.rollout_timeout_s, data.note_progress
+                    engine,
+                    requests,
+                    data.codec.vocab_size,
+                    timeout_s=data.limits.rollout_timeout_s,
+                    on_progress=data.note_progress,
                 )
         played = [(prompt, row) for prompt, row in zip(batch.prompts, found, strict=True) if row]  # others: given up
         prompts = [prompt for prompt, _ in played]

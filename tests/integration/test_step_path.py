@@ -23,10 +23,10 @@ from lit_async_rl.scheduling.admission import Admission
 
 PACKAGE = Path(lit_async_rl.__file__).parent
 LIGHTNING = Path(pl.__file__).parent
-MAX_FILES = 56  # in the trainer's thread
-MAX_FILES_OF_ALL_THREADS = 80  # with those of the engine, the producer and the rewards
+MAX_FILES = 40  # in the trainer's thread
+MAX_FILES_OF_ALL_THREADS = 50  # with those of the engine, the producer and the rewards
 MAX_FUNCTIONS = 200  # in the trainer's thread; the last few depend on what it finds finished
-MAX_FRAMES = 8  # from the one that Lightning's `next(feed)` calls to the one that calls Admission.take
+MAX_FRAMES = 3  # from the one that Lightning's `next(feed)` calls to the one that calls Admission.take
 
 
 def is_function(code: CodeType) -> bool:

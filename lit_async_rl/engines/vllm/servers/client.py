@@ -80,7 +80,7 @@ class ServerClient(ServerConnection):
         }
         num_tokens = request.num_samples * request.sampling.max_tokens
         limit = MIB + num_tokens * TOKEN_BYTES * (1 + (request.sampling.head or 0) // LIKELY_TOKENS)
-        status, answer = await self.ask("POST", GENERATE, self.request_timeout_s, body, limit)
+        status, answer = await self.ask("POST", GENERATE, self.request_timeout_s, body=body, max_bytes=limit)
         if 400 <= status < 500:
             raise ServerRefusal(f"cannot do request {request.id}: {message(status, answer)}")
         if status != 200:

@@ -80,7 +80,7 @@ class ServerConnection:
 
     async def done(self, method: str, path: str, timeout_s: float, body: Any = None, max_bytes: int = MIB) -> bytes:
         """Body of a successful response."""
-        status, found = await self.ask(method, path, timeout_s, body, max_bytes)
+        status, found = await self.ask(method, path, timeout_s, body=body, max_bytes=max_bytes)
         if status != 200:
             raise ServerFailure(f"{_name(path)}: {message(status, found)}")
         return found
