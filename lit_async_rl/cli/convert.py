@@ -146,7 +146,7 @@ class Conversion:
         self._notes.append(text)
 
     def notes(self) -> list[str]:
-        """What was not carried over, in the order of the file, and what to look at."""
+        """Lines on settings that were not carried over, in the order of the file, and on those to look at."""
         lines = list(self._notes)
         known = {*self._read, *IGNORED, *LEFT_OUT}
         for name, value in self._settings.items():

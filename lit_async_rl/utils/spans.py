@@ -93,7 +93,7 @@ def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
 
 
 def stop_recording(recorder: SpanRecorder) -> None:
-    """Switches a recorder off for good; whoever asks from now on gets another."""
+    """Switches a recorder off for good; `recorder()` returns another from now on."""
     global _recorder
     recorder.stop()
     if recorder is _recorder:

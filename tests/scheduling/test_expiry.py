@@ -139,8 +139,8 @@ class _Losses(Intake):
         super().__init__()
         self.events = events
 
-    def lose(self, index, number, position, *args):
-        again = super().lose(index, number, position, *args)
+    def lose(self, index, number, position, **progress):
+        again = super().lose(index, number, position, **progress)
         if again:
             self.events.append(("lost", position))
         return again
