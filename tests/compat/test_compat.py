@@ -248,6 +248,7 @@ def test_a_checkpoint_resumes(run):
     assert after["callbacks"].keys() == before["callbacks"].keys()
     tokens = [checkpoint["callbacks"]["ThroughputMonitor"]["total_tokens"] for checkpoint in (before, after)]
     assert tokens[1] > tokens[0]
+    assert len(list(Path("tape").glob("*.undone"))) == 2, "the resumed run has recorded two steps of its own"
     resumed = rollouts("tape")
     assert {row["step"] for row in resumed} == {0, 1, 2, 3, 4}
     assert resumed == recorded, "groups that were finished are not sampled again, and have their rewards"
