@@ -217,7 +217,9 @@ def check_contents(checkpoint: dict) -> None:
     }
     print(found)
     if not all(found.values()) or found["finished groups"] < 8:  # the test resumes for two steps of four groups
-        sys.exit("error: the checkpoint must hold all of these, and 8 finished groups: remove the folder, run this again")
+        sys.exit(
+            "error: the checkpoint must hold all of these, and 8 finished groups: remove the folder, run this again"
+        )
 
 
 if __name__ == "__main__":
