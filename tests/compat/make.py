@@ -216,8 +216,10 @@ def check_contents(checkpoint: dict) -> None:
         "moments of the optimizer": len(checkpoint["optimizer_states"][0]["state"]),
     }
     print(found)
-    if not all(found.values()):
-        sys.exit("error: the checkpoint must hold all of these: run this again")
+    if not all(found.values()) or found["finished groups"] < 8:  # the test resumes for two steps of four groups
+        sys.exit(
+            "error: the checkpoint must hold all of these, and 8 finished groups: remove the folder, run this again"
+        )
 
 
 if __name__ == "__main__":
