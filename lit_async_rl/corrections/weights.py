@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,7 +24,7 @@ from lit_async_rl.importance import (
 )
 from lit_async_rl.utils.checks import check_range, check_token_shape
 
-# -- Base classes of importance corrections, and the three levels of ratios. B rollouts, T positions ------------------
+# -- Base classes, and the three levels of ratios. B rollouts, T positions -------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +59,24 @@ class Correction(ABC):
         """Computes the weights. Log-ratios are finite, and 0 where `loss_mask` is False; outputs there are ignored."""
 
 
+Level = Literal["token", "sequence", "mean"]
+
+
 class Leveled(Correction):
-    """Correction whose ratios are pooled to a level: token, sequence, or mean over the sequence."""
+    """Correction whose ratios are pooled to a level.
 
-    @abstractmethod
-    def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Pools token values to the level and broadcasts the result back to the tokens."""
+    Attributes:
+        level: `token`: ratios as they are. `sequence`: the product over the completion. `mean`: its geometric mean.
+    """
 
-
-class OfToken(Leveled):
-    """Token level: values are not pooled."""
+    level: ClassVar[Level] = "token"
 
     def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Returns `values` unchanged."""
-        return values
-
-
-class OfSequence(Leveled):
-    """Sequence level: values are summed over the completion."""
-
-    def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Sum over the completion; for log-ratios, the log of their product."""
-        return sequence_log_ratio(values, loss_mask)[:, None].expand_as(values)
-
-
-class OfMean(Leveled):
-    """Geometric level: values are averaged over the tokens of the completion."""
-
-    def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Mean over the completion; for log-ratios, the log of their geometric mean."""
-        return geometric_log_ratio(values, loss_mask)[:, None].expand_as(values)
+        """Sum or mean of token values, such as log-ratios, over the completion, given to each of its tokens."""
+        if self.level == "token":
+            return values
+        pooled = sequence_log_ratio if self.level == "sequence" else geometric_log_ratio
+        return pooled(values, loss_mask)[:, None].expand_as(values)
 
 
 @dataclass(frozen=True)
@@ -116,23 +105,27 @@ class TruncatedIS(Leveled):
 
 
 @dataclass(frozen=True)
-class TokenTruncatedIS(OfToken, TruncatedIS):
+class TokenTruncatedIS(TruncatedIS):
     """Truncated ratio of each token: TIS (Yao et al. 2025) with its usual cap of 2. MiniRL (arXiv:2512.01374): 5."""
 
 
 @dataclass(frozen=True)
-class SequenceTruncatedIS(OfSequence, TruncatedIS):
+class SequenceTruncatedIS(TruncatedIS):
     """Truncated ratio of each completion, the cap that of VCPO's released code (arXiv:2602.17616).
 
     Ratios of completions spread with length: 8 was chosen there for 2,000 tokens.
     """
 
+    level: ClassVar[Level] = "sequence"
+
     cap: float = 8.0
 
 
 @dataclass(frozen=True)
-class GeometricTruncatedIS(OfMean, TruncatedIS):
+class GeometricTruncatedIS(TruncatedIS):
     """Truncated geometric mean of a completion's ratios: does not spread with length, and does not correct for it."""
+
+    level: ClassVar[Level] = "mean"
 
 
 @dataclass(frozen=True)
@@ -161,24 +154,28 @@ class MaskedIS(Leveled):
 
 
 @dataclass(frozen=True)
-class IcePop(OfToken, MaskedIS):
+class IcePop(MaskedIS):
     """Masked ratio of each token, defaults of the method's announcement (Ant group 2025, read in translation)."""
 
     high: float = 5.0
 
 
 @dataclass(frozen=True)
-class SequenceMaskedIS(OfSequence, MaskedIS):
+class SequenceMaskedIS(MaskedIS):
     """Masked ratio of each completion: Seq-MIS, bounds of verl's preset."""
+
+    level: ClassVar[Level] = "sequence"
 
 
 @dataclass(frozen=True)
-class GeometricMaskedIS(OfMean, MaskedIS):
+class GeometricMaskedIS(MaskedIS):
     """Masked geometric mean of each completion's ratios, bounds as SkyRL suggests.
 
     The mask of NeMo-RL and OpenRLHF's "seq-mask-tis", which keeps raw token ratios as weights, is
     `Product([GeometricRejection(min_ratio=0.999, max_ratio=1.002), TokenTruncatedIS(cap=inf)])`.
     """
+
+    level: ClassVar[Level] = "mean"
 
     low: float = 0.99
     high: float = 1.01
@@ -295,18 +292,22 @@ class LeveledRejection(Rejection, Leveled):
 
 
 @dataclass(frozen=True)
-class TokenRejection(OfToken, LeveledRejection):
+class TokenRejection(LeveledRejection):
     """Drops single tokens (verl: token_k1, token_k2, token_k3)."""
 
 
 @dataclass(frozen=True)
-class SequenceRejection(OfSequence, LeveledRejection):
+class SequenceRejection(LeveledRejection):
     """Drops completions by sums over their tokens (verl: seq_sum_k1 and so on; its preset keeps ratios in [0.5, 2])."""
+
+    level: ClassVar[Level] = "sequence"
 
 
 @dataclass(frozen=True)
-class GeometricRejection(OfMean, LeveledRejection):
+class GeometricRejection(LeveledRejection):
     """Drops completions by means over their tokens (verl: seq_mean_k1 and so on; presets [0.999, 1.001], k3 0.01)."""
+
+    level: ClassVar[Level] = "mean"
 
 
 @dataclass(frozen=True)
