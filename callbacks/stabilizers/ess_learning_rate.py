@@ -30,9 +30,17 @@ class ESSLearningRate(SignalCallback):
 
     Logs `ess/ratio` (rho), `ess/lr_scale`, `ess/num_samples`, `ess/num_broken`.
 
-    Example: `Trainer(callbacks=[ESSLearningRate(base_ess_ratio=0.55)])` for a module that sets `stabilizer_signals`
-    (see `lit_async_rl.stabilizers.signals`). In a custom loop: `add(signals)` for each micro-batch, then
-    `apply(optimizer)` before `optimizer.step()`.
+    The module sets `stabilizer_signals` (see `lit_async_rl.stabilizers.signals`). In a custom loop: `add(signals)` for
+    each micro-batch, then `apply(optimizer)` before `optimizer.step()`.
+
+    Example:
+        ```python
+        import lightning.pytorch as pl
+
+        import lit_async_rl as rl
+
+        trainer = pl.Trainer(callbacks=[rl.ESSLearningRate(power=0.5)], accelerator="cpu", logger=False)
+        ```
 
     Args:
         power: exponent; 0.5 is the square-root rule, 1 the linear rule.

@@ -59,8 +59,23 @@ class GradientAlignmentControl(pl.Callback):
     Logs `gac/cosine` (where there is a reference), `gac/regime` (0 applied, 1 projected, 2 skipped, 3 dropped),
     `gac/kept` (a), `gac/consecutive_skips`, `gac/norm`, `gac/low`, `gac/high`, `gac/num_dropped` (steps so far).
 
-    Example: `Trainer(callbacks=[GradientAlignmentControl(low=0.05, high=0.5)])`, for any LightningModule. In a custom
-    loop: `apply(model, optimizer)` between backward and step.
+    In a Trainer it is one of its `callbacks`, for any LightningModule. In a loop of your own:
+
+    Example:
+        ```python
+        import torch
+
+        import lit_async_rl as rl
+
+        control = rl.GradientAlignmentControl(low=0.05, high=0.5)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            control.apply(model, optimizer)  # may project or drop the gradient
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
 
     Args:
         low: c up to which the gradient is applied as it is; 1 is the neutral setting.

@@ -57,7 +57,17 @@ def fit(
     Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume; no other process can use the run's folder
     meanwhile.
 
-    Example: `fit("Qwen/Qwen2.5-0.5B-Instruct", prompts, reward, max_steps=200, learning_rate=1e-6, max_staleness=2)`.
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        prompts = [{"prompt": "3142=", "answer": "1234"}, {"prompt": "21=", "answer": "12"}]
+        trainer = rl.fit(
+            rl.asset("sort_policy"), prompts, rl.exact_match,
+            max_steps=2, max_staleness=1, groups_per_step=2, group_size=4, accelerator="cpu",
+        )
+        policy = trainer.lightning_module
+        ```
 
     Args:
         model: Hugging Face name or folder, or a `PolicyModule`.

@@ -41,7 +41,17 @@ class Trainer(pl.Trainer):
     in the `save_dir` of another logger. Checkpoints are written atomically, in the background;
     `plugins=[AtomicCheckpointIO()]` writes them while training waits.
 
-    Example: `Trainer(max_steps=200, defaults={"gradients": None, "samples": SampleLogger(every_n_steps=5)})`.
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        trainer = rl.Trainer(
+            max_steps=200,
+            callbacks=[rl.GradientAlignmentControl(low=0.05, high=0.5)],
+            defaults={"gradients": None, "samples": rl.SampleLogger(every_n_steps=5)},
+            accelerator="cpu",
+        )
+        ```
 
     Args:
         callbacks: beside the defaults.

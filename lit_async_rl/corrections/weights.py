@@ -114,6 +114,17 @@ class SequenceTruncatedIS(TruncatedIS):
     """Truncated ratio of each completion, the cap that of VCPO's released code (arXiv:2602.17616).
 
     Ratios of completions spread with length: 8 was chosen there for 2,000 tokens.
+
+    Example:
+        ```python
+        import torch
+
+        import lit_async_rl as rl
+
+        log_ratio = torch.tensor([[0.5, 0.2], [3.0, 1.0]])
+        output = rl.SequenceTruncatedIS(cap=8.0)(log_ratio, torch.ones(2, 2, dtype=torch.bool))
+        assert torch.allclose(output.weights[:, 0], torch.tensor([0.7, 4.0]).exp().clamp(max=8.0))
+        ```
     """
 
     level: ClassVar[Level] = "sequence"

@@ -45,6 +45,19 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 class RolloutDataModule(pl.LightningDataModule):
     """Rollouts of the policy in training, at most `max_staleness` versions old.
 
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        data = rl.RolloutDataModule(
+            prompts=[{"prompt": "3142=", "answer": "1234"}],
+            reward=lambda prompt, completion: float(completion.strip() == prompt.answer),
+            max_staleness=2,
+            groups_per_step=2,
+            group_size=4,
+        )
+        ```
+
     Args:
         model: Hugging Face name or folder of tokenizer and architecture; None is the trained model's.
         prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`.

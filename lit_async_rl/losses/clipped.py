@@ -62,6 +62,15 @@ class PPOClip(PolicyLoss):
     same with `TokenTruncatedIS` and `IcePop`. `dual_clip` bounds the loss of tokens with negative advantage at -c A
     (Ye et al. 2020, arXiv:1912.09729, eq. 5).
 
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        dapo = rl.PPOClip(clip_low=0.2, clip_high=0.28)
+        with_dual_clip = rl.PPOClip(dual_clip=3.0)
+        module = rl.PolicyModule(rl.asset("sort_policy"), loss=dapo)
+        ```
+
     Args:
         clip_low: how far r may fall below 1; `inf` does not clip.
         clip_high: how far r may rise above 1; `inf` does not clip.

@@ -307,6 +307,18 @@ class RecordPrompts(PromptSource):
 class JsonlPrompts(RecordPrompts):
     """Prompts from a JSON Lines file, one object per line.
 
+    Example:
+        ```python
+        from pathlib import Path
+
+        import lit_async_rl as rl
+
+        Path("sums.jsonl").write_text('{"question": "1 + 1", "solution": "2"}')
+        prompts = rl.JsonlPrompts("sums.jsonl", prompt_field="question", answer_field="solution", template="{prompt} =")
+        assert prompts[0].text == "1 + 1 ="
+        assert prompts[0].answer == "2"
+        ```
+
     Args:
         path: path of the file.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.

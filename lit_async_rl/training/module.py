@@ -208,6 +208,19 @@ class PolicyModule(WholeSteps):
     Loss, averaging, correction and advantage are four independent choices; the first and third are made here, the
     others in `RolloutDataModule`, where the whole step is known.
 
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        module = rl.PolicyModule(
+            rl.asset("sort_policy"),
+            loss=rl.PPOClip(clip_low=0.2, clip_high=0.28),
+            correction=rl.SequenceTruncatedIS(cap=8.0),
+            proximal=rl.CurrentProximal(),
+            learning_rate=5e-5,
+        )
+        ```
+
     Args:
         model: Hugging Face name or folder of a causal LM.
         loss: per-token loss; None is `PPOClip()`.

@@ -48,6 +48,20 @@ CLOSE_S = 5.0
 class EmbeddedEngine(EngineWrapper):
     """Generates inside `poll`, with its own copy of the weights and its own random number generator.
 
+    Example:
+        ```python
+        import lit_async_rl as rl
+
+        engine = rl.EmbeddedEngine(num_slots=4, seed=1)
+        engine.setup(str(rl.asset("sort_policy")))
+        module = rl.PolicyModule(str(rl.asset("sort_policy")))
+        engine.load_weights(version=0, weights=module.policy.causal_lm.named_parameters())
+        sampling = rl.SamplingParams(max_tokens=5)
+        request = rl.GenerationRequest(id=0, prompt_ids=(3, 4, 5), num_samples=2, sampling=sampling)
+        first, second = engine.run([request])[0]
+        assert first.versions == (0,) * len(first.token_ids)
+        ```
+
     Args:
         num_slots: rows decoded together.
         seed: of the random number generator.
