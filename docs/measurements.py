@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/measurements"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 KEYS = {"name", "value", "unit", "interval", "command", "commit", "date", "machine"}
 BLOCK = re.compile(r"(?<=<!-- measurement: )(?P<name>\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 

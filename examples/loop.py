@@ -126,15 +126,9 @@ def main(steps: int = 60) -> list[Step]:
             producer.begin_step()  # the groups taken so far are trained on, and forgotten
 
             ages = (version - batch.versions)[batch.loss_mask]
-            records.append(
-                Step(
-                    step,
-                    version,
-                    float(batch.rewards.mean()),
-                    mean_staleness=float(ages.float().mean()),
-                    max_staleness=int(ages.max()),
-                )
-            )
+            reward = float(batch.rewards.mean())
+            staleness = float(ages.float().mean())
+            records.append(Step(step, version, reward, mean_staleness=staleness, max_staleness=int(ages.max())))
             print("  ".join(f"{name} {value:.4g}" for name, value in records[-1]._asdict().items()), flush=True)
 
             # First the weights, then the slots: a group that is admitted to a slot of this step gets no older token.

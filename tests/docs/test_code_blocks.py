@@ -161,5 +161,5 @@ def test_files_and_modules_that_a_page_names_exist(page: Path):
 
 def test_the_map_names_files_that_exist():
     rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    assert len(rows) >= 20
+    assert len(rows) >= 8
     assert all((ROOT / row).is_file() for row in rows)
