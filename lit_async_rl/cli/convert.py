@@ -21,12 +21,12 @@ from lit_async_rl.utils.checks import OneLineParser, meant
 
 # Without influence on what is trained, or given here by other means: where logs go, how TRL's own loops are run.
 IGNORED = {
-    "bf16", "cache_implementation", "dataloader_drop_last", "dataloader_num_workers", "ddp_find_unused_parameters",
-    "ds3_gather_for_generation", "fp16", "generation_batch_size", "gradient_checkpointing_kwargs", "hub_model_id",
+    "cache_implementation", "dataloader_drop_last", "dataloader_num_workers", "ddp_find_unused_parameters",
+    "ds3_gather_for_generation", "gradient_checkpointing_kwargs", "hub_model_id",
     "ignore_data_skip", "log_completions", "log_level", "log_unique_prompts", "logging_dir", "logging_first_step",
     "logging_steps", "logging_strategy", "num_completions_to_print", "overwrite_output_dir", "pad_to_multiple_of",
     "per_device_eval_batch_size", "push_to_hub", "queue_maxsize", "remove_unused_columns", "report_to", "run_name",
-    "save_only_model", "save_strategy", "save_total_limit", "tf32", "torch_empty_cache_steps", "trust_remote_code",
+    "save_only_model", "save_strategy", "save_total_limit", "tf32", "torch_empty_cache_steps",
     "use_liger_kernel", "vllm_server_timeout",
 }  # fmt: skip
 
@@ -51,6 +51,7 @@ LEFT_OUT = {
     "sync_ref_model": "the reference policy is frozen",
     "token_budget": "data.micro_batches_per_step splits a step",
     "top_entropy_quantile": "there is no mask by entropy",
+    "trust_remote_code": "code of a model's repository is never executed",
     "use_adaptive_entropy": "model.entropy_coefficient is constant",
     "use_dora": "adapters that begin anew are plain LoRA",
     "use_rslora": "set model.lora.alpha to alpha * sqrt(rank)",
@@ -129,11 +130,12 @@ class Conversion:
     """
 
     def __init__(self, settings: Mapping[str, Any], devices: int) -> None:
-        self._settings = {name.removeprefix("per_gpu_"): value for name, value in settings.items()}
+        self._settings = settings
         self._devices = devices
         self._read: set[str] = set()
         self._notes: list[str] = []
         self._is_asynchronous = "max_staleness" in settings or "weight_sync_steps" in settings
+        self._kind = self.get("loss_type", "grpo" if self._is_asynchronous else "dapo")
 
     def get(self, name: str, default: Any) -> Any:
         """A setting; `default` is TRL's."""
@@ -199,7 +201,7 @@ class Conversion:
         return model
 
     def _loss(self) -> dict[str, Any]:
-        kind = self.get("loss_type", "grpo" if self._is_asynchronous else "dapo")
+        kind = self._kind
         low = float(self.get("epsilon", 0.2))
         high = float(self.get("epsilon_high", low))
         level = self.get("importance_sampling_level", "token")
@@ -268,7 +270,8 @@ class Conversion:
             "prompts": self._prompts(self.get("dataset_train_split", "train")),
             "reward": self._reward(),
         }
-        data["max_staleness"] = self._max_staleness(accumulation)
+        sampled = int(self.get("generation_batch_size", completions))
+        data["max_staleness"] = self._max_staleness(accumulation, sampled * accumulation // completions)
         data["groups_per_step"] = completions // size
         data["group_size"] = size
         data["micro_batches_per_step"] = accumulation
@@ -277,32 +280,29 @@ class Conversion:
         data["sampling"] = self._sampling()
         scale = self.get("scale_rewards", "group")
         data["advantage"] = ADVANTAGES.get({True: "group", False: "none"}.get(scale, scale), ADVANTAGES["group"])
-        kind = self.get("loss_type", "grpo" if self._is_asynchronous else "dapo")
-        if kind == "dr_grpo":
+        if self._kind == "dr_grpo":
             data["aggregation"] = {
                 "class_path": "FixedLength",
                 "init_args": {"max_tokens": data["sampling"]["max_tokens"]},
             }
         else:
-            data["aggregation"] = {"class_path": AGGREGATIONS.get(kind, "TokenMean")}
-        intake: dict[str, Any] = {}
+            data["aggregation"] = {"class_path": AGGREGATIONS.get(self._kind, "TokenMean")}
         if self.get("mask_truncated_completions", False):
-            intake["filters"] = [{"class_path": "OverlongFilter"}]
+            data["intake"] = {"filters": [{"class_path": "OverlongFilter"}]}
         if not self.get("shuffle_dataset", True):
             self.note("left out: shuffle_dataset: False (the order of prompts is drawn with data.intake.seed)")
-        if intake:
-            data["intake"] = intake
         if self.get("eval_strategy", "no") != "no":
             data["validation"] = {"prompts": self._prompts(self.get("dataset_test_split", "test"))}
         if engine := self._engine():
             data["engine"] = engine
         return data
 
-    def _max_staleness(self, accumulation: int) -> int:
+    def _max_staleness(self, accumulation: int, batches_sampled: int) -> int:
+        """Updates after the first that TRL makes on what it has sampled; `batches_sampled` are micro-batches."""
         if self._is_asynchronous:
             return int(self.get("max_staleness", 4))
         iterations = int(self.get("num_iterations", 1))
-        generations = int(self.get("steps_per_generation", accumulation))
+        generations = int(self.get("steps_per_generation", batches_sampled))
         updates = iterations * max(1, generations // accumulation)
         if updates > 1:
             self.note(
@@ -381,14 +381,15 @@ class Conversion:
 
     def _trainer(self) -> dict[str, Any]:
         steps = int(self.get("max_steps", -1))
-        trainer: dict[str, Any] = {"devices": self._devices}
-        if steps > 0:
-            trainer["max_steps"] = steps
-        else:
-            trainer["max_steps"] = 500
-            epochs = self.get("num_train_epochs", 3.0)
-            self.note(f"look at: trainer.max_steps=500 (TRL made {epochs} epochs of the dataset)")
-        self.get("num_train_epochs", 3.0)
+        epochs = self.get("num_train_epochs", 3.0)
+        if steps <= 0:
+            steps = 500
+            self.note(f"look at: trainer.max_steps={steps} (TRL made {epochs} epochs of the dataset)")
+        trainer: dict[str, Any] = {"devices": self._devices, "max_steps": steps}
+        if self.get("fp16", False):
+            self.note("look at: trainer.precision (fp16 was not carried over; bf16-mixed needs no scaling of the loss)")
+        elif self.get("bf16", True):
+            trainer["precision"] = "bf16-mixed"
         if clip := float(self.get("max_grad_norm", 1.0)):
             trainer["gradient_clip_val"] = clip
         if (every := self.get("eval_steps", None)) is not None and self.get("eval_strategy", "no") == "steps":

@@ -15,7 +15,8 @@ from lit_async_rl.cli.convert import IGNORED, LEFT_OUT, Conversion, convert
 FIELDS = """
 adam_beta1 adam_beta2 attn_implementation beta bf16 cache_implementation cast_lm_head_to_fp32 chat_template_kwargs
 dataset_config dataset_name dataset_test_split dataset_train_split delta disable_dropout ds3_gather_for_generation dtype
-entropy_coef epsilon epsilon_high eval_steps eval_strategy fork_threshold_tokens generation_batch_size generation_kwargs
+fp16 entropy_coef epsilon epsilon_high eval_steps eval_strategy fork_threshold_tokens generation_batch_size
+generation_kwargs
 gradient_accumulation_steps gradient_checkpointing importance_sampling_level learning_rate load_in_4bit load_in_8bit
 log_completions log_unique_prompts logging_steps lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules
 loss_type lr_scheduler_kwargs lr_scheduler_type mask_truncated_completions max_completion_length max_grad_norm
@@ -90,6 +91,8 @@ def test_what_is_left_out_of_the_file_has_the_defaults_of_trl():
         ({"scale_rewards": False}, "data.advantage.class_path", "GroupMean"),
         ({"scale_rewards": "batch"}, "data.advantage.init_args.group_baseline", True),
         ({"num_iterations": 3}, "data.max_staleness", 2),
+        ({"generation_batch_size": 32}, "data.max_staleness", 3),
+        ({}, "trainer.precision", "bf16-mixed"),
         ({"max_staleness": 7, "weight_sync_steps": 2}, "data.weight_sync_steps", 2),
         ({"use_vllm": True}, "data.engine.init_args.gpu_memory_utilization", 0.3),
         ({"use_peft": True, "lora_r": 8}, "model.lora.rank", 8),

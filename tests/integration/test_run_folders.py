@@ -136,7 +136,7 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch, capsys)
     for steps, resumed in ((2, []), (3, ["--ckpt_path", str(folder / "checkpoints" / "last.ckpt")]), (1, [])):
         main(flags(tmp_path, steps, *more, *resumed))
         wandb.finish()
-    ids = [path.name.rpartition("-")[2] for path in sorted((folder / "wandb").glob("offline-run-*"))]
+    ids = [path.name.split("-")[3] for path in sorted((folder / "wandb").glob("offline-run-*"))]
     assert len(ids) == 2
     assert {*ids} == {(folder / "wandb_id.txt").read_text().strip()}
     assert (folder.parent / "version_1" / "wandb_id.txt").read_text().strip() not in ids, "a new run is another one"
