@@ -29,6 +29,7 @@ METRICS: dict[str, list[Metric]] = {
         reward/mean | reward | mean reward of the completions that the step trained on
         reward/std | reward | their standard deviation
         reward/mean_sampled | reward | mean over the groups scored since the last step, before filters
+        reward/part/<name> | reward | mean of a part of the reward, where it applies
         rollout/length_mean | tokens | mean length of the completions
         rollout/no_signal_share | share | completions all of whose advantages are 0
         policy/entropy | nats | mean entropy of the policy over the trained tokens

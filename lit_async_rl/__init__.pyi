@@ -1,6 +1,7 @@
 __all__: list[str]
 __version__: str
 
+from .advantages.group import GDPO as GDPO
 from .advantages.group import AdvantageEstimator as AdvantageEstimator
 from .advantages.group import AsymRE as AsymRE
 from .advantages.group import GiGPO as GiGPO
@@ -157,6 +158,9 @@ from .replay.buffer import ReplayWeighting as ReplayWeighting
 from .replay.buffer import RewardReplay as RewardReplay
 from .replay.buffer import UniformReplay as UniformReplay
 from .replay.tape import Tape as Tape
+from .rewards.combined import CombinedReward as CombinedReward
+from .rewards.forms import BatchedReward as BatchedReward
+from .rewards.forms import TRLReward as TRLReward
 from .rewards.functions import IsolatedReward as IsolatedReward
 from .rewards.functions import MathVerify as MathVerify
 from .rewards.functions import exact_match as exact_match

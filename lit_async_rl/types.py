@@ -244,6 +244,21 @@ def unpack_heads(packed: dict[str, Tensor], number: int) -> list[SamplerHead | N
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class Score(float):
+    """A reward that was combined from named parts; a float wherever the parts do not matter.
+
+    Attributes:
+        parts: the parts that apply to the completion, by name.
+    """
+
+    parts: Mapping[str, float]
+
+    def __new__(cls, value: float, parts: Mapping[str, float]) -> Score:
+        score = super().__new__(cls, value)
+        score.parts = dict(parts)
+        return score
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One problem: the input of the policy (`text` or `messages`), and the data for its reward.
@@ -309,6 +324,7 @@ class Completion:
         text: decoded completion, as rewards read it; engines leave it empty.
         loss_mask: False for tokens that the policy did not sample (tool output); None if all tokens train.
         reward: of the whole completion, from an engine with an environment; None until it is scored.
+        reward_parts: the parts that the reward was combined from, by name; None of a reward without parts.
         turns: turns of the policy, whose rewards sum to `reward`; None is a single turn.
         head: recorded sampling distributions, if `sampling.head` is set.
         experts: experts chosen for prompt and completion, if `sampling.experts` is set.
@@ -323,17 +339,19 @@ class Completion:
     text: str = ""
     loss_mask: tuple[bool, ...] | None = None
     reward: float | None = None
+    reward_parts: Mapping[str, float] | None = None
     turns: tuple[Turn, ...] | None = None
     head: SamplerHead | None = None
     experts: ExpertChoices | None = None
 
     def scored(self, reward: float) -> Rollout:
-        """The completion with its reward."""
+        """The completion with its reward, and the parts of a `Score`."""
         # float(): some rewards are numbers of numpy, and checkpoints hold none
         turns = self.turns
         if turns is not None:
             turns = tuple(replace(turn, reward=float(turn.reward)) for turn in turns)
-        return Rollout(**(vars(self) | {"reward": float(reward), "turns": turns}))
+        parts = reward.parts if isinstance(reward, Score) else self.reward_parts
+        return Rollout(**(vars(self) | {"reward": float(reward), "reward_parts": parts, "turns": turns}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,14 +387,25 @@ class Rollout(Completion):
         """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
         return self.num_trained_tokens or len(self.token_ids)
 
-    def add_reward(self, amount: float) -> Rollout:
-        """Copy of the rollout with `amount` added to its reward and to that of its last turn."""
-        if not amount:
+    @property
+    def score(self) -> float:
+        """The reward, with its parts if it has any."""
+        return self.reward if self.reward_parts is None else Score(self.reward, self.reward_parts)
+
+    def add_reward(self, amount: float, part: str) -> Rollout:
+        """Copy of the rollout with `amount` added to its reward and to that of its last turn.
+
+        Where a reward has parts, the amount is one of them, under the name `part`.
+        """
+        if not amount and self.reward_parts is None:
             return self
         turns = self.turns
         if turns:
             turns = (*turns[:-1], replace(turns[-1], reward=turns[-1].reward + amount))
-        return replace(self, reward=self.reward + amount, turns=turns)
+        parts = self.reward_parts
+        if parts is not None:
+            parts = {**parts, part: parts.get(part, 0.0) + amount}
+        return replace(self, reward=self.reward + amount, reward_parts=parts, turns=turns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,7 @@ class RolloutMonitor(StepMonitor):
     * `reward/mean`, `reward/std`: of the rollouts that are trained on. Filters (dynamic sampling) have dropped some, so
       this is not how good the policy is.
     * `reward/mean_sampled`: mean over all groups that were scored since the step before, ahead of any filter.
+    * `reward/part/<name>`: mean of a part of the reward, over the rollouts to which it applies, see `CombinedReward`.
     * `sample/dropped_share`: share of those groups that filters dropped.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
     * `policy/loss`: of the step, with all penalties, as the optimizer minimises it; its value says little, because the
@@ -129,12 +130,16 @@ class RolloutMonitor(StepMonitor):
             metric.reset()
         if length.isnan():  # no rollout in the whole step
             return {}
-        values = self._sampled(trainer) | {
-            "reward/mean": mean,
-            "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
-            "rollout/length_mean": length,
-            "rollout/no_signal_share": no_signal,
-        }
+        values = (
+            self._sampled(trainer)
+            | self._parts(trainer)
+            | {
+                "reward/mean": mean,
+                "reward/std": (square - mean.square()).clamp(min=0).sqrt(),
+                "rollout/length_mean": length,
+                "rollout/no_signal_share": no_signal,
+            }
+        )
         if not entropy.isnan():  # a token trained
             values |= {"policy/entropy": entropy, "policy/loss": loss}
         if reference_kl is not None and not reference_kl.isnan():
@@ -146,6 +151,15 @@ class RolloutMonitor(StepMonitor):
         super().on_train_start(trainer, pl_module)
         rollout_data(trainer, "RolloutMonitor")
         self._before = ProducerStats.zero()  # the first step has what was scored before this
+
+    def _parts(self, trainer: AnyTrainer) -> dict[str, float]:
+        """Means of the parts of the step's rewards, on the rank that has the producer."""
+        found: dict[str, list[float]] = {}
+        for group in rollout_data(trainer, "RolloutMonitor").last_step_groups:
+            for rollout in group.rollouts:
+                for name, value in (rollout.reward_parts or {}).items():
+                    found.setdefault(name, []).append(value)
+        return {f"reward/part/{name}": math.fsum(values) / len(values) for name, values in found.items()}
 
     def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
         """Of the groups scored since the last step, on the rank that has the producer."""

@@ -209,7 +209,7 @@ class Evaluation(pl.Callback):
         if self._run is None:
             raise InvariantError("no evaluation is running")
         held_out = rollout_data(trainer, "Evaluation").held_out
-        result = self._run.result(held_out.threshold, self.ks)
+        result = self._run.result(held_out.success, self.ks)
         held_out.watch(result.rewards)
         self._run = None
         self.results.append(result)

@@ -82,6 +82,8 @@ def sample_row(
     }
     if cut is not None:
         row["cut"] = cut
+    if rollout.reward_parts is not None:
+        row["reward_parts"] = dict(rollout.reward_parts)
     if group.prompt.messages is not None:
         row["messages"] = group.prompt.messages
     if rollout.turns is not None:

@@ -1,3 +1,4 @@
+from .group import GDPO as GDPO
 from .group import AdvantageEstimator as AdvantageEstimator
 from .group import AsymRE as AsymRE
 from .group import GiGPO as GiGPO

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from lit_async_rl.errors import InvariantError
@@ -139,6 +139,71 @@ class GlobalMeanStd(AdvantageEstimator):
             values = standardized(flat, self.eps)
         rest = iter(values)
         return [[next(rest) for _ in group] for group in groups]
+
+
+@dataclass(frozen=True)
+class GDPO(AdvantageEstimator):
+    """Parts of a reward, each normalised within its group, then added and normalised over the step.
+
+    A_ik = (r_ik - mean_k) / (std_k + eps) over the rollouts i of a group, A_i = sum_k w_k A_ik, and then
+    (A_i - mean) / (std + eps) over all rollouts of the step. GDPO, arXiv:2601.05242, eq. 4 to 6. Combined before they
+    are normalised, rewards (1, 0) and (0, 1) of two parts would be the same.
+
+    The parts are those of `CombinedReward`, as they are: its `weights`, `gates` and `combine` do not apply. A reward
+    without parts is one part. A rollout to which a part does not apply has 0 for it, and is left out of its mean. The
+    mean over the step is 0 but for rounding, so a group whose rewards are equal in each part gives exactly 0.
+
+    Args:
+        weights: weight of each part, by name, 1 for those that are not named; 0 leaves a part out.
+        eps: added to the standard deviations, which bounds advantages of nearly equal rewards.
+
+    Raises:
+        ValueError: eps is negative, or a weight is not finite.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_range("GDPO", ">= 0", eps=self.eps)
+        check_range("GDPO.weights", "finite", **self.weights)
+
+    def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
+        """Advantage of each completion token, from the parts of the rewards.
+
+        Raises:
+            ValueError: a weight is that of a part which no rollout of the step has.
+        """
+        parts = [[r.reward_parts or {"reward": r.reward} for r in group.rollouts] for group in groups]
+        known = {name for group in parts for row in group for name in row}
+        if groups and (unknown := sorted(set(self.weights) - known)):
+            raise ValueError(
+                f"GDPO.weights names {', '.join(unknown)}, but the rewards have {', '.join(sorted(known))}"
+            )
+        values = self._over_step([self._of_group(group) for group in parts])
+        return [
+            [[value] * len(rollout.token_ids) for rollout, value in zip(group.rollouts, row, strict=True)]
+            for group, row in zip(groups, values, strict=True)
+        ]
+
+    def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
+        """Rewards without parts: normalised within the group, and then over the step."""
+        return self._over_step([standardized(group, self.eps) for group in rewards])
+
+    def _of_group(self, parts: Sequence[Mapping[str, float]]) -> list[float]:
+        totals = [0.0] * len(parts)
+        for name in dict.fromkeys(name for row in parts for name in row):
+            rows = [n for n, row in enumerate(parts) if name in row]
+            values = standardized([parts[n][name] for n in rows], self.eps)
+            for n, value in zip(rows, values, strict=True):
+                totals[n] += self.weights.get(name, 1.0) * value
+        return totals
+
+    def _over_step(self, advantages: list[list[float]]) -> list[list[float]]:
+        flat = list(chain.from_iterable(advantages))
+        rest = iter(standardized(flat, self.eps))
+        # a rollout without signal keeps exactly 0: the mean differs from 0 by rounding alone
+        return [[value if a else 0.0 for a, value in ((a, next(rest)) for a in group)] for group in advantages]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lit_async_rl.utils.checks import meant
-from lit_async_rl.utils.config_files import with_bases, without_base
+from lit_async_rl.utils.config_files import with_bases, with_combined_reward, without_base
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,22 @@ def files_first(args: Sequence[str]) -> list[str]:
     A file with `base` follows the files that it builds on.
     """
     files, flags = _divided(args)
+    flags = _with_combined_reward(flags)
     return [f"--config={part}" for file in files for part in with_bases(file)] + flags
+
+
+def _with_combined_reward(flags: Sequence[str]) -> list[str]:
+    """The words, with several rewards by name (`--data.reward '{answer: ...}'`) written out as in a file."""
+    found = []
+    option = ""
+    for word in flags:
+        name, sign, value = word.partition("=")
+        if (name == "--data.reward" or option == "--data.reward") and (given := value if sign else word)[:1] == "{":
+            tree = yaml.safe_load(with_combined_reward(f"data: {{reward: {given}}}"))
+            word = f"{name}{sign}" * bool(sign) + json.dumps(tree["data"]["reward"])
+        found.append(word)
+        option = "" if sign else name
+    return found
 
 
 def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -42,11 +42,9 @@ LEFT_OUT = {
     "lora_dropout": "adapters have no dropout: sampler and trainer would differ",
     "max_inflight_tasks": "data.admission decides how many groups are under way",
     "max_tool_calling_iterations": "tools are an environment, see docs/environments.md",
-    "multi_objective_aggregation": "one reward adds up its parts itself",
     "off_policy_mask_threshold": "see the corrections in docs/usage.md, for example SecondMomentMask",
     "repetition_penalty": "the trainer would have to know it, too: sampling must be from the policy's own distribution",
     "reward_model_name_or_path": "load the reward model in a class with reward(prompt, completion)",
-    "reward_weights": "one reward adds up its parts itself",
     "router_aux_loss_coef": "there is no auxiliary loss of routers",
     "sync_ref_model": "the reference policy is frozen",
     "token_budget": "data.micro_batches_per_step splits a step",
@@ -73,6 +71,11 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
     "batch": {"class_path": "GlobalMeanStd", "init_args": {"group_baseline": True}},
     "none": {"class_path": "GroupMean"},
 }
+
+
+def _part(name: str) -> str:
+    """Name of a part of the reward: the last word of a dotted path."""
+    return name.rpartition(".")[2]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -278,8 +281,7 @@ class Conversion:
         if (steps := int(self.get("weight_sync_steps", 1))) > 1:
             data["weight_sync_steps"] = steps
         data["sampling"] = self._sampling()
-        scale = self.get("scale_rewards", "group")
-        data["advantage"] = ADVANTAGES.get({True: "group", False: "none"}.get(scale, scale), ADVANTAGES["group"])
+        data["advantage"] = self._advantage()
         if self._kind == "dr_grpo":
             data["aggregation"] = {
                 "class_path": "FixedLength",
@@ -324,17 +326,36 @@ class Conversion:
             self.note("look at: answer_field (the column that the reward needs; prompt_field is prompt, as in TRL)")
         return {"class_path": "HuggingFacePrompts", "init_args": prompts}
 
-    def _reward(self) -> str:
+    def _weights(self) -> dict[str, float]:
+        """Weight of each reward function by the name that its part has here."""
         names = self.get("reward_funcs", [])
         names = [names] if isinstance(names, str) else list(names)
-        if not names:
+        weights = self.get("reward_weights", None) or [1.0] * len(names)
+        if len(weights) != len(names):
+            raise ValueError(f"reward_weights has {len(weights)} entries for {len(names)} reward_funcs")
+        return {name: float(weight) for name, weight in zip(names, weights, strict=True)}
+
+    def _advantage(self) -> dict[str, Any]:
+        scale = self.get("scale_rewards", "group")
+        weights = self._weights()
+        if self.get("multi_objective_aggregation", "sum_then_normalize") == "normalize_then_sum" and len(weights) > 1:
+            return {"class_path": "GDPO", "init_args": {"weights": {_part(name): w for name, w in weights.items()}}}
+        return ADVANTAGES.get({True: "group", False: "none"}.get(scale, scale), ADVANTAGES["group"])
+
+    def _reward(self) -> str | dict[str, Any]:
+        weights = self._weights()
+        if not weights:
             self.note("look at: data.reward (the file names none)")
             return "REWARD"
-        if len(names) > 1:
-            self.note(f"look at: data.reward (of {', '.join(names)} the first was taken; one reward adds up its parts)")
-        if names[0] not in REWARDS:
-            self.note("look at: data.reward has the form reward(prompt, completion) -> float, with prompt.answer")
-        return REWARDS.get(names[0], names[0])
+        paths = {_part(name): REWARDS.get(name, name) for name in weights}
+        if len(paths) < len(weights):
+            raise ValueError(
+                f"reward_funcs: the names {', '.join(weights)} end in the same word; give one another name"
+            )
+        if len(paths) == 1 and set(weights.values()) == {1.0}:
+            return next(iter(paths.values()))
+        arguments = {"rewards": paths, "weights": {_part(name): weight for name, weight in weights.items()}}
+        return {"class_path": "lit_async_rl.CombinedReward", "init_args": arguments}
 
     def _sampling(self) -> dict[str, Any]:
         sampling: dict[str, Any] = {

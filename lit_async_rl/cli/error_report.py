@@ -39,7 +39,7 @@ from lit_async_rl.errors import (
     describe,
 )
 from lit_async_rl.utils.checks import closest, meant
-from lit_async_rl.utils.config_files import without_base
+from lit_async_rl.utils.config_files import with_combined_reward, without_base
 
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
 
@@ -113,7 +113,8 @@ class Parser(LightningArgumentParser):
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
         """Parses a configuration; a file's `base` is left out: `files_first` has put those files before it."""
-        return super().parse_string(without_base(content) if path else content, path, *args, **kwargs)
+        content = with_combined_reward(without_base(content)) if path else content
+        return super().parse_string(content, path, *args, **kwargs)
 
     def instantiate_classes(self, cfg: Any, **kwargs: Any) -> Any:
         """Makes all objects; an error of a constructor is raised as it is, or with the setting that chose the class.

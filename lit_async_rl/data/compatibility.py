@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 
-from lit_async_rl.advantages.group import AdvantageEstimator, GroupMean, LengthWeighted, TurnAdvantageEstimator
+from lit_async_rl.advantages.group import GDPO, AdvantageEstimator, GroupMean, LengthWeighted, TurnAdvantageEstimator
 from lit_async_rl.data.collate import check_streamable
 from lit_async_rl.engines.base import RolloutEngine, SamplingParams
 from lit_async_rl.losses.aggregation import Aggregation, SequenceMean, within_sources
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.replay.tape import Tape
-from lit_async_rl.rollouts.intake import Intake
+from lit_async_rl.rewards.combined import CombinedReward
+from lit_async_rl.rollouts.intake import GroupFilter, Intake, OverlongPenalty
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.utils.checks import check_range
 
@@ -106,6 +108,24 @@ def check_limits(reward: object, scoring_timeout_s: float) -> None:
             f"data.reward.timeout_s={inner_s:g} must be less than data.scoring.timeout_s={scoring_timeout_s:g}: "
             f"{type(reward).__name__} could not end its call any more. Raise data.scoring.timeout_s."
         )
+
+
+def check_parts(advantage: AdvantageEstimator, reward: object, filters: Sequence[GroupFilter]) -> None:
+    """Checks that the parts which `GDPO` weighs are those of the reward.
+
+    Raises:
+        ValueError: the reward has no parts, or not all of them.
+    """
+    if not isinstance(advantage, GDPO):
+        return
+    if not isinstance(reward, CombinedReward):
+        raise ValueError(
+            "data.advantage=GDPO normalises each part of a reward by itself, but data.reward has no parts. Give "
+            "data.reward as several rewards by name, or use data.advantage=GroupMeanStd."
+        )
+    known = [*reward.rewards, *(["overlong"] if any(isinstance(f, OverlongPenalty) for f in filters) else [])]
+    if unknown := sorted(set(advantage.weights) - set(known)):
+        raise ValueError(f"data.advantage.weights names {', '.join(unknown)}, but data.reward has {', '.join(known)}")
 
 
 def check_sleep(engine: RolloutEngine, max_staleness: int, intake: Intake) -> None:

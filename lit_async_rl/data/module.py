@@ -6,7 +6,7 @@ Training takes its micro-batches from `RolloutFeed`, validation its prompts from
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,9 +31,11 @@ from lit_async_rl.prompts.sources import PromptSource, Records, as_source
 from lit_async_rl.prompts.stream import PromptStream, UsableSubset
 from lit_async_rl.replay.buffer import ReplayBuffer
 from lit_async_rl.replay.tape_source import NoEngine, Replay
+from lit_async_rl.rewards.combined import CombinedReward, name_answers
+from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.references import ReferenceCheck, sample_prompts
 from lit_async_rl.rewards.scorer import Reward, Scorer, score_all
-from lit_async_rl.rewards.success import SuccessWatch, success_threshold
+from lit_async_rl.rewards.success import Success, SuccessWatch
 from lit_async_rl.rollouts.intake import Intake
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
@@ -62,7 +64,8 @@ class RolloutDataModule(pl.LightningDataModule):
         model: Hugging Face name or folder of tokenizer and architecture; None is the trained model's.
         prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`.
         reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
-            or a callable class; None only if the engine scores.
+            or a callable class; several by name, see `CombinedReward`; a batched one, or one in TRL's form, see
+            `as_reward_function`. None only if the engine scores.
         engine: samples the completions; None is `EmbeddedEngine()`.
         max_staleness: bound on a token's age in versions when it is trained on; 0 is synchronous.
         admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
@@ -93,7 +96,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self,
         model: str | None = None,
         prompts: Records | None = None,
-        reward: Reward | None = None,
+        reward: Reward | Mapping[str, Reward] | None = None,
         engine: RolloutEngine | None = None,
         max_staleness: int = 4,
         admission: AdmissionPolicy | None = None,
@@ -114,8 +117,13 @@ class RolloutDataModule(pl.LightningDataModule):
         self.model = model
         self._codec = None if model is None else TextCodec(model, scoring.special_tokens)
         self.prompts = as_source(prompts, "data.prompts")
+        if isinstance(reward, Mapping):  # a file's is written out as the class, see `with_combined_reward`
+            reward = CombinedReward(reward)
         if reward is not None and not callable(reward):
             raise ValueError(f"data.reward must be a function, reward(prompt, completion) -> float, got {reward!r}")
+        if reward is not None:
+            reward = as_reward_function(reward)
+            name_answers(reward, getattr(self.prompts, "answer_field", None))
         check_objects("data", engine=engine, admission=admission, sampling=sampling, advantage=advantage)
         check_objects("data", aggregation=aggregation, scoring=scoring, validation=validation, intake=intake)
         check_objects("data", replay=replay, limits=limits)
@@ -147,6 +155,7 @@ class RolloutDataModule(pl.LightningDataModule):
         compatibility.check_engine(engine, reward, self.admission, sampling=sampling)
         engine.check_sampling("data.sampling", sampling, 1 if self.intake.replicate_prompts else group_size)
         compatibility.check_limits(reward, scoring.timeout_s)
+        compatibility.check_parts(self.advantage, reward, self.intake.filters)
         compatibility.check_sleep(engine, max_staleness, self.intake)
         compatibility.check_intake(self.intake, self.admission, replay is not None)
         compatibility.check_micro_batches(micro_batches_per_step, groups_per_step, group_size)
@@ -391,7 +400,7 @@ class HeldOut:
         grader: the reward, or the environment in its place.
 
     Attributes:
-        threshold: reward of a correct completion, `data.validation.success_reward` or its default.
+        success: tells correct completions from others, by `data.validation.success_reward` or its default.
     """
 
     def __init__(
@@ -401,14 +410,14 @@ class HeldOut:
         self._sampling = sampling
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
-        self.threshold = success_threshold(settings.success_reward, grader)
+        self.success = Success.by(settings.success_reward, grader)
         is_default = settings.success_reward is None
         self._watch = SuccessWatch("data.validation.success_reward", "val/pass@k and eval/pass@k", is_default)
 
     def watch(self, rewards: Iterable[float]) -> None:
         """Warns once if the threshold does not suit the rewards of a validation or evaluation."""
-        self._watch.add(rewards)
-        self._watch.speak(self.threshold)
+        self._watch.add(self.success.value(reward) for reward in rewards)
+        self._watch.speak(self.success.threshold)
 
     def batches(self, codec: TextCodec, rank: int, num_ranks: int) -> Iterable[PromptBatch]:
         """This rank's batches of the usable prompts; none without `data.validation.prompts`.

@@ -55,7 +55,7 @@ class Scoring:
         """A scorer with these settings; None where the engine scores."""
         scorer = Scorer(
             reward,
-            self.workers,
+            max(self.workers, getattr(reward, "max_batch_size", 1)),
             self.timeout_s,
             max_tries=self.tries,
             backoff_s=self.backoff_s,

@@ -321,6 +321,7 @@ def _rollout(fields: dict[str, Any]) -> Rollout:
         finish_reason=fields["finish_reason"],
         text=fields["text"],
         reward=fields["reward"],
+        reward_parts=fields.get("reward_parts"),
         loss_mask=fields["loss_mask"],
         turns=None if turns is None else tuple(Turn(**turn) for turn in turns),
         head=None if head is None else SamplerHead(**head),

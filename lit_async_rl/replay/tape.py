@@ -190,6 +190,7 @@ SCHEMA = pa.schema(
         ("experts", pa.list_(pa.int16())),  # of all tokens of prompt and completion but the last, one after the other
         ("messages", pa.string()),  # JSON, of prompts that are messages; their `prompt` is for reading
         ("sampling", pa.string()),  # JSON: settings that the log-probabilities depend on
+        ("reward_parts", pa.string()),  # JSON: part -> reward, null of rewards without parts
     ]
 )
 
@@ -213,6 +214,7 @@ def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "text": rollout.text,
         "reward": rollout.reward,
+        "reward_parts": None if rollout.reward_parts is None else json.dumps(dict(rollout.reward_parts)),
         "generation_s": group.generation_s,
         "queue_s": group.queue_s,
         "turns": None if rollout.turns is None else [vars(turn) for turn in rollout.turns],
@@ -239,6 +241,7 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> RolloutGroup:
                 finish_reason=row["finish_reason"],
                 text=row["text"],
                 reward=row["reward"],
+                reward_parts=json.loads(parts) if (parts := row.get("reward_parts")) is not None else None,
                 loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
                 turns=_turns(row.get("turns")),  # tapes written before there were turns have no such column
                 head=_head(row),

@@ -395,6 +395,7 @@ def _row(step: TapeStep, group: RolloutGroup, sample: int, texts: Texts | None) 
         "answer": group.prompt.answer,
         "completion": rollout.text,
         "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
         "policy_version": step.version,
         "oldest_version": min(rollout.versions, default=None),
         "newest_version": max(rollout.versions, default=None),

@@ -134,6 +134,7 @@ def _rollout(row: dict[str, Any], number: int) -> dict[str, Any]:
     kept: dict[str, Any] = {
         "sample": row.get("sample", number),
         "reward": row.get("reward"),
+        "parts": row.get("reward_parts"),
         "length": row.get("num_tokens", len(tokens) if tokens else None),
         "oldest": row.get("oldest_version"),
         "newest": row.get("newest_version"),

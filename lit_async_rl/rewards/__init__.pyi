@@ -1,3 +1,6 @@
+from .combined import CombinedReward as CombinedReward
+from .forms import BatchedReward as BatchedReward
+from .forms import TRLReward as TRLReward
 from .functions import IsolatedReward as IsolatedReward
 from .functions import MathVerify as MathVerify
 from .functions import exact_match as exact_match

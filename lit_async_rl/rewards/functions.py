@@ -93,10 +93,11 @@ def load_reward(path: str) -> Callable[..., Any]:
     # prompts need `types`; imported here, outside of the limits of calls
     references_of = importlib.import_module("lit_async_rl.rewards.references").references_of
     module, _, name = path.rpartition(".")
-    reward: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    forms = importlib.import_module("lit_async_rl.rewards.forms")
+    reward: Callable[..., Any] = forms.as_reward_function(getattr(importlib.import_module(module), name))
 
     references = references_of(reward)
-    wants_ids = importlib.import_module("lit_async_rl.rewards.scorer").wants_token_ids(reward)
+    wants_ids = forms.wants_token_ids(reward)
 
     def call(prompt: Any, completion: str | None, token_ids: tuple[int, ...] = ()) -> Any:
         if prompt is None or completion is None:

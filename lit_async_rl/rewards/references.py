@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from lit_async_rl.errors import RewardError, StalledError, describe
 from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.rewards.answers import read_answer
+from lit_async_rl.rewards.combined import named_parts
 from lit_async_rl.rewards.scorer import Awaiter, Reward, reward_name, score
 from lit_async_rl.types import Prompt
 
@@ -145,12 +146,14 @@ class ReferenceCheck:
     def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:
         self._reward = reward
         self._timeout_s = timeout_s
+        self._graders: list[tuple[str, Any]] = []
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, sources: Iterable[tuple[str, Sequence[Prompt]]]) -> None:
         """Begins; `sources` are samples of prompts, each under the name of its setting."""
-        if references_of(self._reward) is None and not hasattr(self._reward, "ask_references"):
+        self._graders = [(name, part) for name, part in named_parts(self._reward) if _may_grade(part)]
+        if not self._graders:
             return
         samples = [(name, list(prompts)) for name, prompts in sources]
         self._thread = threading.Thread(target=self._run, args=(samples,), name="reference-check", daemon=True)
@@ -159,34 +162,18 @@ class ReferenceCheck:
     def _run(self, sources: list[tuple[str, list[Prompt]]]) -> None:
         awaiter = Awaiter(self._timeout_s)
         try:
-            references = references_of(self._reward) or self._reward.ask_references()
-            for setting, prompts in sources if references is not None else ():
-                faults = check_references(
-                    self._reward, references, prompts, wait=awaiter.wait, is_wanted=lambda: not self._is_closed.is_set()
-                )
-                if faults and not self._is_closed.is_set():
-                    self._say(setting, faults, len(prompts))
+            for name, grader in self._graders:
+                references = references_of(grader) or grader.ask_references()
+                for setting, prompts in sources if references is not None else ():
+                    faults = check_references(
+                        grader, references, prompts, wait=awaiter.wait, is_wanted=lambda: not self._is_closed.is_set()
+                    )
+                    if faults and not self._is_closed.is_set():
+                        _warn_of(faults, name, setting=setting, num_checked=len(prompts))
         except Exception as error:  # of a user's `completion`
-            log.warning("the references of %s could not be checked: %s", self._reward_name, describe(error))
+            log.warning("the references of %s could not be checked: %s", reward_name(self._reward), describe(error))
         finally:
             awaiter.close()
-
-    @property
-    def _reward_name(self) -> str:
-        return getattr(self._reward, "name", None) or reward_name(self._reward)
-
-    def _say(self, setting: str, faults: list[Fault], num_checked: int) -> None:
-        examples = "; ".join(f"{_short(fault.prompt.answer)} {fault.problem}" for fault in faults[:NUM_EXAMPLES])
-        log.warning(
-            "%s grades %d of %d sampled references of %s wrong: %s%s. Such prompts teach nothing, or what is wrong: "
-            "rewrite these answers, leave them out, or use another reward",
-            self._reward_name,
-            len(faults),
-            num_checked,
-            setting,
-            examples,
-            "; ..." if len(faults) > NUM_EXAMPLES else "",
-        )
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the end of the check; returns whether it has ended."""
@@ -198,6 +185,24 @@ class ReferenceCheck:
         """Ends the check after the call that runs. Safe to call twice."""
         self._is_closed.set()
         self.join(CLOSE_S)
+
+
+def _may_grade(reward: Any) -> bool:
+    return references_of(reward) is not None or hasattr(reward, "ask_references")
+
+
+def _warn_of(faults: list[Fault], name: str, setting: str, num_checked: int) -> None:
+    examples = "; ".join(f"{_short(fault.prompt.answer)} {fault.problem}" for fault in faults[:NUM_EXAMPLES])
+    log.warning(
+        "%s grades %d of %d sampled references of %s wrong: %s%s. Such prompts teach nothing, or what is wrong: "
+        "rewrite these answers, leave them out, or use another reward",
+        name,
+        len(faults),
+        num_checked,
+        setting,
+        examples,
+        "; ..." if len(faults) > NUM_EXAMPLES else "",
+    )
 
 
 def sample_prompts(source: PromptSource, number: int = NUM_SAMPLES) -> list[Prompt]:

@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lit_async_rl.errors import RewardError, SetupError, StalledError
-from lit_async_rl.types import Prompt
+from lit_async_rl.rewards.forms import BatchedReward, wants_token_ids
+from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
 from lit_async_rl.utils.guarded_calls import AwakeClock, LoopThread
 from lit_async_rl.utils.spans import recorder, reward_lane
@@ -87,12 +88,14 @@ async def _result(awaitable: Awaitable[T]) -> T:
 # -- Evaluation of a reward function on one completion ----------------------------------------------------------------
 
 
-LIMITS = ("timeout_s", "max_memory_gb", "latency_s")
+LIMITS = ("timeout_s", "max_memory_gb", "latency_s", "max_batch_size")
 Reward = Callable[..., float | Awaitable[float]]  # of prompt and completion, and of token_ids where it names them
 
 
 def reward_name(reward: Any) -> str:
     """Dotted name of a reward function, or of the class of a callable object."""
+    if isinstance(reward, BatchedReward):
+        return reward_name(reward.reward)
     if hasattr(reward, "__qualname__"):
         return f"{reward.__module__}.{reward.__qualname__}"
     return f"{type(reward).__module__}.{type(reward).__qualname__}"
@@ -119,14 +122,6 @@ def reward_identity(reward: Any) -> str:
     plain = {argument: value for argument, value in known_values.items() if value is not None}
     digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:12]
     return f"{name}({', '.join(plain)}: {digest})" if plain else name
-
-
-def wants_token_ids(reward: Callable[..., Any]) -> bool:
-    """Whether a reward has a parameter `token_ids`, and is called with the token ids of the completion."""
-    try:
-        return "token_ids" in inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # of a function in C, which does not tell
-        return False
 
 
 def _identity(value: Any) -> Any:
@@ -172,12 +167,15 @@ def score(
             value = wait(value)
     except StalledError:
         raise
+    except RewardError as error:  # of a part, which it names
+        raise RewardError(f"{where}: {error}") from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # in a thread the last two would end the run in silence
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
-        return as_reward(value)
+        number = as_reward(value)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{where} returned {error}") from None
+    return Score(number, value.parts) if isinstance(value, Score) else number
 
 
 # -- Spans of a reward worker in the timeline of a run ----------------------------------------------------------------

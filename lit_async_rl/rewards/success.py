@@ -4,20 +4,63 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from lit_async_rl.rewards.combined import CombinedReward
 from lit_async_rl.rewards.references import references_of
+from lit_async_rl.types import Score
 
 DEFAULT = 0.5  # tells 0 from 1, also where a reward has small terms besides them, and -1 from 1
 log = logging.getLogger(__name__)
 
 
-def success_threshold(setting: float | None, grader: Any) -> float:
-    """The setting; where it is None, full marks of a reward that declares itself a grader, else `DEFAULT`."""
-    if setting is not None:
-        return setting
-    references = references_of(grader)
-    return DEFAULT if references is None else references.full_marks
+@dataclass(frozen=True)
+class Success:
+    """Tells right completions from wrong ones by their reward, or by one part of it.
+
+    Attributes:
+        threshold: least reward of a right completion.
+        part: the part of a `CombinedReward` that decides; None is the reward itself.
+    """
+
+    threshold: float = DEFAULT
+    part: str | None = None
+
+    @classmethod
+    def by(cls, setting: float | None, grader: Any) -> Success:
+        """The setting; where it is None, full marks of a reward that declares itself a grader, else `DEFAULT`.
+
+        Of several rewards, the part decides that `CombinedReward.success` names, or the only one that is a grader.
+        """
+        part: str | None = None
+        if isinstance(grader, CombinedReward):
+            part = grader.success or only_grader(grader)
+            grader = grader.rewards.get(part) if part is not None else None
+        references = references_of(grader)
+        default = DEFAULT if references is None else references.full_marks
+        return cls(default if setting is None else setting, part)
+
+    def value(self, reward: float) -> float | None:
+        """What is compared with the threshold; None if the part does not apply."""
+        if self.part is None or not isinstance(reward, Score):
+            return reward
+        return reward.parts.get(self.part)
+
+    def is_reached(self, reward: float) -> bool:
+        """Whether the completion is right."""
+        value = self.value(reward)
+        return value is not None and value >= self.threshold
+
+    def number(self, rewards: Iterable[float]) -> int:
+        """Number of right completions."""
+        return sum(self.is_reached(reward) for reward in rewards)
+
+
+def only_grader(reward: CombinedReward) -> str | None:
+    """Name of the only part that declares itself a grader; None if there are none or several."""
+    graders = [name for name, part in reward.rewards.items() if references_of(part) is not None]
+    return graders[0] if len(graders) == 1 else None
 
 
 class SuccessWatch:
@@ -40,9 +83,11 @@ class SuccessWatch:
         self._is_binary = True
         self._has_spoken = False
 
-    def add(self, rewards: Iterable[float]) -> None:
-        """Adds rewards as they were given, before filters change them."""
+    def add(self, rewards: Iterable[float | None]) -> None:
+        """Adds rewards as they were given, before filters change them; None where what decides does not apply."""
         for reward in rewards:
+            if reward is None:
+                continue
             self._lowest = min(self._lowest, reward)
             self._highest = max(self._highest, reward)
             self._is_binary = self._is_binary and reward in (-1.0, 0.0, 1.0)

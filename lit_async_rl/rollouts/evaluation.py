@@ -24,6 +24,7 @@ from lit_async_rl.prompts.sources import PromptSource
 from lit_async_rl.prompts.stream import UsableSubset
 from lit_async_rl.rewards.functions import pass_at_k
 from lit_async_rl.rewards.scorer import Scorer
+from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.engine_listener import EngineListener
 from lit_async_rl.types import Completion, GenerationRequest, Prompt, SamplingParams
 
@@ -245,11 +246,11 @@ class EvaluationRun:
             if not self.is_lost:
                 self._listener.abort(requests)
 
-    def result(self, success_reward: float, ks: Sequence[int]) -> EvaluationResult:
+    def result(self, success: Success, ks: Sequence[int]) -> EvaluationResult:
         """Metrics of a finished evaluation.
 
         Args:
-            success_reward: minimum reward of a correct completion.
+            success: tells correct completions from others.
             ks: k of each pass@k, estimated without bias (Chen et al. 2021, arXiv:2107.03374).
         """
         if not self.is_done:
@@ -258,7 +259,7 @@ class EvaluationRun:
         scored = [item for item in self._open.values() if None not in item.rewards]
         for item in scored:
             rewards = [reward for reward in item.rewards if reward is not None]
-            correct = sum(reward >= success_reward for reward in rewards)
+            correct = success.number(rewards)
             values = {f"pass@{k}": pass_at_k(self.num_samples, correct, k) for k in ks}
             values["reward"] = sum(rewards) / self.num_samples
             for name, value in values.items():

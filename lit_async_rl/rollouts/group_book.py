@@ -415,7 +415,8 @@ def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
     """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
 
     Rollouts of several turns have `turns` [K, 3], row, end and state of each, and `turn_rewards` [K]. Recorded
-    distributions are in `head_*` and chosen experts in `expert_*`, if there are any.
+    distributions are in `head_*` and chosen experts in `expert_*`, if there are any. `part_<name>` [R] are the parts of
+    the rewards, NaN where one does not apply.
     """
     rows = [completion for group in groups for completion in group.rollouts.values()]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
@@ -439,7 +440,21 @@ def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
         "loss_mask": _flat(masks, torch.bool),
         "turns": torch.tensor([[n, turn.end, turn.state] for n, turn in turns], dtype=torch.long).reshape(-1, 3),
         "turn_rewards": torch.tensor([turn.reward for _, turn in turns], dtype=torch.float64),
+        **_pack_parts(rows),
     }
+
+
+def _pack_parts(rows: Sequence[Completion]) -> dict[str, Tensor]:
+    parts = [row.reward_parts or {} for row in rows]
+    names = dict.fromkeys(name for row in parts for name in row)
+    return {
+        f"part_{name}": torch.tensor([row.get(name, math.nan) for row in parts], dtype=torch.float64) for name in names
+    }
+
+
+def _unpack_parts(lists: Mapping[str, list[Any]], row: int) -> dict[str, float] | None:
+    values = {name.removeprefix("part_"): rows[row] for name, rows in lists.items() if name.startswith("part_")}
+    return {name: value for name, value in values.items() if not math.isnan(value)} or None
 
 
 def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
@@ -478,6 +493,7 @@ def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt])
                 versions=tuple(lists["versions"][here]),
                 finish_reason=REASONS[reason],
                 loss_mask=tuple(lists["loss_mask"][here]) if has_mask else None,
+                reward_parts=_unpack_parts(lists, number),
                 turns=tuple(turns[number]) if number in turns else None,
                 head=heads[number],
                 experts=experts[number],

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from lit_async_rl.prompts.curriculum import Curriculum, PassRates
 from lit_async_rl.prompts.stream import PromptStream
-from lit_async_rl.rewards.success import SuccessWatch, success_threshold
+from lit_async_rl.rewards.success import Success, SuccessWatch
 from lit_async_rl.types import Rollout, RolloutGroup
 from lit_async_rl.utils.checks import check_range
 
@@ -109,7 +109,8 @@ class OverlongPenalty(GroupFilter):
 
     def _penalised(self, rollout: Rollout) -> Rollout:
         excess = rollout.num_policy_tokens - (self.max_tokens - self.buffer_tokens)
-        return rollout.add_reward(-self.factor * min(1.0, max(0, excess) / self.buffer_tokens))
+        penalty = self.factor * min(1.0, max(0, excess) / self.buffer_tokens)
+        return rollout.add_reward(-penalty, part="overlong")
 
 
 class OverlongFilter(GroupFilter):
@@ -194,12 +195,12 @@ class Intake:
         self.replicate_prompts = replicate_prompts
         check_range("data.intake", "finite", success_reward=success_reward)
         self.success_reward = success_reward
-        self.threshold = success_threshold(success_reward, None)
+        self.success = Success.by(success_reward, None)
         self.reset()
 
     def use_grader(self, grader: Any) -> None:
         """Chooses the default of `success_reward` for the run's reward."""
-        self.threshold = success_threshold(self.success_reward, grader)
+        self.success = Success.by(self.success_reward, grader)
 
     def reset(self) -> None:
         """Clears all measurements."""
@@ -221,9 +222,9 @@ class Intake:
         pass_rate = self._pass_rate(group)
         self.num_sampled += 1
         if self.curriculum is not None and self.num_sampled <= WATCHED_GROUPS:
-            self._watch.add(rollout.reward for rollout in group.rollouts)
+            self._watch.add(self.success.value(rollout.score) for rollout in group.rollouts)
             if self.num_sampled == WATCHED_GROUPS:
-                self._watch.speak(self.threshold)
+                self._watch.speak(self.success.threshold)
         self.sampled_reward += sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
         kept: RolloutGroup | None = group
         for group_filter in self.filters:
@@ -270,7 +271,7 @@ class Intake:
         return dict(self._fates)
 
     def _pass_rate(self, group: RolloutGroup) -> float:
-        return sum(rollout.reward >= self.threshold for rollout in group.rollouts) / len(group.rollouts)
+        return self.success.number(rollout.score for rollout in group.rollouts) / len(group.rollouts)
 
     def _count(self, fate: str, number: int, length: float, seconds: float) -> None:
         before = self._fates.get(fate, FateTotals())

@@ -18,6 +18,7 @@ from lit_async_rl.models.attention import decoding_attention
 from lit_async_rl.models.loading import evaluation_mode, load_policy
 from lit_async_rl.models.weights import apply_weights, is_sharded, receive_weights
 from lit_async_rl.rewards.functions import pass_at_k
+from lit_async_rl.rewards.success import Success
 from lit_async_rl.types import Prompt, PromptBatch
 
 
@@ -113,22 +114,20 @@ class Validator(torch.nn.Module):
             scored = iter(data.held_out.score(asked, data.note_progress, ids))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
-            self._file(prompt, row, row_rewards, success_reward=data.held_out.threshold)
+            self._file(prompt, row, row_rewards, success=data.held_out.success)
 
-    def _file(
-        self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success_reward: float
-    ) -> None:
+    def _file(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success: Success) -> None:
         known = [reward for reward in rewards if reward is not None]
         if len(known) == len(rewards):  # else it could not be scored in `data.scoring.tries`, and counts nowhere
-            self._update(known, success_reward)
+            self._update(known, success)
         self.samples += [
             Sample(prompt=prompt, completion=text, reward=reward)
             for text, reward in zip(texts, rewards, strict=True)
             if reward is not None
         ]
 
-    def _update(self, rewards: Sequence[float], success_reward: float) -> None:
-        correct = sum(reward >= success_reward for reward in rewards)
+    def _update(self, rewards: Sequence[float], success: Success) -> None:
+        correct = success.number(rewards)
         self.reward.update(sum(rewards) / len(rewards))
         self.pass_at_1.update(pass_at_k(len(rewards), correct, 1))
         self.pass_at_k.update(pass_at_k(len(rewards), correct, len(rewards)))

@@ -733,6 +733,7 @@ OWN: dict[str, tuple[str, Own]] = {
     "loss/beta": ("replay", lambda run, k: beta_of(k)),
 }
 NOT_HERE = {
+    "reward/part/<name>": "the rewards of these runs have no parts; tests/rewards/test_combined.py",
     "perf/step_s": "read from a clock; the shares and rates that are made of it are recomputed",
     "perf/rollout_wait_s": "read from a clock",
     "perf/trainer_wait_share": "read from a clock",

@@ -98,6 +98,13 @@ def test_what_is_left_out_of_the_file_has_the_defaults_of_trl():
         ({"use_peft": True, "lora_r": 8}, "model.lora.rank", 8),
         ({"mask_truncated_completions": True}, "data.intake.filters", [{"class_path": "OverlongFilter"}]),
         ({"reward_funcs": ["accuracy_reward"]}, "data.reward", "lit_async_rl.rewards.MathVerify"),
+        ({"reward_funcs": ["a.b", "a.c"], "reward_weights": [1, 0.5]}, "data.reward.init_args.weights.c", 0.5),
+        ({"reward_funcs": ["a.b", "a.c"]}, "data.reward.init_args.rewards", {"b": "a.b", "c": "a.c"}),
+        (
+            {"reward_funcs": ["a.b", "a.c"], "multi_objective_aggregation": "normalize_then_sum"},
+            "data.advantage",
+            {"class_path": "GDPO", "init_args": {"weights": {"b": 1.0, "c": 1.0}}},
+        ),
     ],
 )
 def test_settings_become_ours(settings, path, expected):

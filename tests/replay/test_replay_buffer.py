@@ -195,7 +195,7 @@ def test_turns_come_back_as_turns():
     again.load_state_dict(first.state_dict())
     (drawn,) = again.sample(1, 2, 0)
     assert {rollout.turns for rollout in drawn.rollouts} == {turns}
-    assert drawn.rollouts[0].add_reward(-0.5).turns[-1].reward == 0.0
+    assert drawn.rollouts[0].add_reward(-0.5, part="overlong").turns[-1].reward == 0.0
 
 
 def test_a_monitor_without_a_buffer_is_refused():

@@ -4,7 +4,7 @@ import pytest
 from flow import fit, make_data, make_module
 
 import lit_async_rl as rl
-from lit_async_rl.rewards.success import SuccessWatch, success_threshold
+from lit_async_rl.rewards.success import Success, SuccessWatch
 
 
 def short_and_right(prompt, completion):
@@ -33,17 +33,17 @@ def test_a_threshold_that_no_reward_reaches_is_named_at_the_first_validation(cap
 
 
 def test_graders_of_this_library_need_full_marks_and_other_rewards_a_half():
-    assert success_threshold(None, rl.exact_match) == 1.0
-    assert success_threshold(None, short_and_right) == 0.5
-    assert success_threshold(0.9, rl.exact_match) == 0.9
+    assert Success.by(None, rl.exact_match) == Success(1.0)
+    assert Success.by(None, short_and_right) == Success(0.5)
+    assert Success.by(0.9, rl.exact_match) == Success(0.9)
 
 
 def test_pass_rates_of_a_curriculum_count_as_validation_does():
-    assert make_data(reward=short_and_right).intake.threshold == 0.5
-    assert make_data(reward=rl.exact_match).intake.threshold == 1.0
+    assert make_data(reward=short_and_right).intake.success.threshold == 0.5
+    assert make_data(reward=rl.exact_match).intake.success.threshold == 1.0
     data = make_data(reward=short_and_right, groups_per_step=2)
     fit(make_module(), data, 1)
-    assert data.intake.threshold == 0.5
+    assert data.intake.success.threshold == 0.5
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 
   const CHARTS = [
     { title: "Reward", names: ["reward/mean", "reward/mean_sampled"] },
+    { title: "Parts of the reward", prefixes: ["reward/part/"] },
     { title: "Held-out", prefixes: ["val/", "eval/"] },
     { title: "Staleness", unit: "versions", names: ["sample/staleness_mean", "sample/staleness_p95", "sample/staleness_max"] },
     { title: "Effective sample size", unit: "share", names: ["importance/ess_ratio", "importance/ess_ratio_token"] },

@@ -51,6 +51,7 @@
 
   const facts = (group, rollout) => [
     ["reward", report.number(rollout.reward)],
+    ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, report.number(value)]),
     ["length", rollout.length === undefined ? "–" : `${rollout.length} tokens`],
     ["versions", rollout.oldest === rollout.newest ? report.number(rollout.oldest) : `${rollout.oldest} to ${rollout.newest}`],
     ["staleness", report.number(staleness(group, rollout))],

@@ -1,0 +1,194 @@
+"""Forms of reward functions: one completion at a time, batches, and TRL's form."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it imports torch, which the process of an `IsolatedReward` can do without
+    from lit_async_rl.types import Prompt
+
+MAX_BATCH_SIZE = 16
+
+
+def wants_token_ids(reward: Callable[..., Any]) -> bool:
+    """Whether a reward has a parameter `token_ids`, and is called with the token ids of the completion."""
+    return "token_ids" in _parameters(reward)
+
+
+def as_reward_function(reward: Callable[..., Any], answer_field: str | None = None) -> Callable[..., Any]:
+    """The reward as a function of one completion.
+
+    What it has for parameters tells its form:
+
+    | parameters | form |
+    |---|---|
+    | `(prompt, completion)` | one completion; returned as it is |
+    | `(prompts, completions)` | a batch: lists of `Prompt` and text, see `BatchedReward` |
+    | `(completions, **columns)`, `(prompts, completions, answer, **kwargs)` and so on | TRL's, see `TRLReward` |
+
+    Args:
+        reward: function or callable object.
+        answer_field: name under which a reward in TRL's form knows the reference answer; `answer` is always given.
+    """
+    parameters = _parameters(reward)
+    if "completions" not in parameters:
+        return reward
+    takes_columns = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    required = {name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    if takes_columns or not required <= {"prompts", "completions"}:
+        return TRLReward(reward, answer_field)
+    return BatchedReward(reward)
+
+
+class BatchedReward:
+    """A reward function of batches, `reward(prompts, completions) -> list`, for a model that scores many at once.
+
+    Each batch has the completions that wait at that moment, of one group or several; one batch is scored at a time.
+    None for a completion means that the reward does not apply to it, see `CombinedReward`.
+
+    Args:
+        reward: gets a list of `Prompt` and one of texts, and returns as many numbers.
+        max_batch_size: completions of one batch. `data.scoring.workers` is raised to it: a worker waits for each.
+    """
+
+    def __init__(self, reward: Callable[..., Any], max_batch_size: int = MAX_BATCH_SIZE) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"BatchedReward.max_batch_size must be >= 1, got {max_batch_size}")
+        self.reward = reward
+        self.max_batch_size = max_batch_size
+        self._turn = threading.Lock()  # held while a batch is scored; those who wait for it make up the next one
+        self._changed = threading.Lock()  # held for the list of waiting calls only, never while a batch is scored
+        self._waiting: list[_Call] = []
+
+    def __call__(self, prompt: Prompt, completion: str) -> Any:
+        """Value of the completion. Blocks until its batch is scored; the scorer's workers have a limit of time."""
+        call = _Call(prompt, completion)
+        with self._changed:
+            self._waiting.append(call)
+        while not call.is_done:
+            with self._turn:
+                # another worker may have scored it meanwhile, or more calls wait before it than fit in one batch
+                if not call.is_done:
+                    self._score_batch()
+        return call.result()
+
+    def _score_batch(self) -> None:
+        with self._changed:
+            batch = self._waiting[: self.max_batch_size]
+            del self._waiting[: self.max_batch_size]
+        try:
+            values = self.values([call.prompt for call in batch], [call.completion for call in batch])
+        except BaseException as error:
+            for call in batch:
+                call.fail(error)
+            return
+        for call, value in zip(batch, values, strict=True):
+            call.finish(value)
+
+    def values(self, prompts: list[Prompt], completions: list[str]) -> list[Any]:
+        """Calls the function on one batch.
+
+        Raises:
+            TypeError: it did not return a list of values.
+            ValueError: it did not return one for each completion.
+        """
+        found = self._call(prompts, completions)
+        try:
+            values = list(found)
+        except TypeError:
+            raise TypeError(f"returned {found!r:.200}, which is not a list of rewards") from None
+        if len(values) != len(completions):
+            raise ValueError(f"returned {len(values)} rewards for {len(completions)} completions")
+        return values
+
+    def _call(self, prompts: list[Prompt], completions: list[str]) -> Any:
+        return self.reward(prompts, completions)
+
+
+class TRLReward(BatchedReward):
+    """A reward function in the form of TRL's `GRPOTrainer`: `reward(completions, **columns) -> list`.
+
+    It is called with keyword arguments, lists of one entry for each completion, as far as it has parameters of these
+    names (or `**kwargs`): `prompts` and `completions`, which are texts, or lists of messages where the prompts are
+    conversations; `answer`; and the other fields of the prompts' records. TRL's `completion_ids`, `trainer_state`,
+    `log_extra` and `log_metric` are not there.
+
+    Args:
+        reward: the function.
+        answer_field: name of the column that holds the reference answer, by which the function knows it, besides
+            `answer`.
+        max_batch_size: see `BatchedReward`.
+    """
+
+    def __init__(
+        self, reward: Callable[..., Any], answer_field: str | None = None, max_batch_size: int = MAX_BATCH_SIZE
+    ) -> None:
+        super().__init__(reward, max_batch_size)
+        self.answer_field = answer_field
+        parameters = _parameters(reward).values()
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = {parameter.name for parameter in parameters}
+        self._required = {
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        }
+
+    def _call(self, prompts: list[Prompt], completions: list[str]) -> Any:
+        is_chat = any(prompt.messages is not None for prompt in prompts)
+        columns: dict[str, list[Any]] = {}
+        for name in sorted({name for prompt in prompts for name in prompt.metadata}):
+            columns[str(name)] = [prompt.metadata.get(name) for prompt in prompts]
+        columns["answer"] = [prompt.answer for prompt in prompts]
+        if self.answer_field is not None:
+            columns[self.answer_field] = columns["answer"]
+        columns["prompts"] = [_messages(prompt) if is_chat else prompt.text for prompt in prompts]
+        columns["completions"] = [_reply(text) if is_chat else text for text in completions]
+        if missing := sorted(self._required - set(columns)):
+            known = ", ".join(sorted(columns))
+            raise TypeError(f"needs {', '.join(missing)}, but the prompts have {known}")
+        given = {name: column for name, column in columns.items() if self._takes_all or name in self._names}
+        return self.reward(**given)
+
+
+class _Call:
+    """A completion that waits for its batch, and then its value or the exception of the batch."""
+
+    def __init__(self, prompt: Prompt, completion: str) -> None:
+        self.prompt = prompt
+        self.completion = completion
+        self.is_done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def finish(self, value: Any) -> None:
+        self._value = value
+        self.is_done = True  # last: another thread reads it without a lock
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self.is_done = True
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def _messages(prompt: Prompt) -> list[dict[str, Any]]:
+    if prompt.messages is None:
+        return [{"role": "user", "content": prompt.text}]
+    return [dict(message) for message in prompt.messages]
+
+
+def _reply(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def _parameters(reward: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Its parameters by name; none of a function in C, which does not tell."""
+    try:
+        return dict(inspect.signature(reward).parameters)
+    except (TypeError, ValueError):
+        return {}
