@@ -142,7 +142,7 @@ class CollapseAlarm(SignalCallback):
             report += self.action.act(trainer, pl_module)
             self.reports.append(report)
             rank_zero_warn(report)
-            self.watch.forgive()
+            self.watch.reset_counts()
             self._quiet_steps = self.cooldown_steps
             self._previous = ReferenceGradients()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_async_rl.stabilizers.step_lr import GO_WITH_MOMENTS, has_plain_settings
+from lit_async_rl.stabilizers.step_lr import STATE_LAYOUT_SETTINGS, has_plain_settings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
@@ -243,7 +243,7 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
         ValueError: the checkpoint is of another kind of optimizer, or lacks moments that a setting asks for.
     """
     is_steady = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
-    kept = {"lr", *GO_WITH_MOMENTS} | (set() if is_steady else {"betas", "momentum"})
+    kept = {"lr", *STATE_LAYOUT_SETTINGS} | (set() if is_steady else {"betas", "momentum"})
     for group in optimizer.param_groups:
         missing = optimizer.defaults.keys() - group.keys()
         strange = group.keys() - optimizer.defaults.keys() - {"params", "initial_lr"}
