@@ -191,7 +191,7 @@ def _checked(signals: Signals) -> tuple[Float64[Tensor, "*shape"], Bool[Tensor, 
 
 
 def _wide(tensor: Shaped[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """Detached values in float64: log-weights sum over thousands of tokens, and bfloat16 or float32 would round them."""
+    """Detached values in float64: log-weights sum over thousands of tokens, and float32 would round them."""
     tensor = tensor.detach()
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # MPS has no float64
 
@@ -300,7 +300,7 @@ class SignalCallback(pl.Callback):
         """Signals of the step over its micro-batches and all ranks. A collective: all ranks call."""
         return self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Resets the state of an earlier run, before another begins; a resume restores its state afterwards."""
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class SignalCallback(pl.Callback):
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if stage == "fit":
             if self._has_trained:
-                self.forget()
+                self.reset()
             self._signals.attach(pl_module)
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
