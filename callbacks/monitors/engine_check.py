@@ -221,8 +221,8 @@ class EngineCheck(pl.Callback):
         reason = (
             f"{name} and trainer disagree about version {version}: the log-probabilities of {int(number)} sampled "
             f"tokens differ by {error:.2g} on average and {largest:.2g} at most; {'/'.join(sorted(set(dtypes)))} "
-            f"explains {bound:.2g} on average (engine/logprob_error). The engine has other weights, or computes the model "
-            "or its sampling distribution otherwise"
+            f"explains {bound:.2g} on average (engine/logprob_error). The engine has other weights, "
+            "or computes the model or its sampling distribution otherwise"
         )
         if self.on_error == "stop" or not math.isfinite(error):
             raise EngineError(reason)
