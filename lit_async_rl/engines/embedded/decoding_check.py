@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams, default_bound
-from lit_async_rl.engines.embedded.kv_cache import INEXACT, cache_argument
+from lit_async_rl.engines.embedded.kv_cache import INEXACT_MODEL_TYPES, cache_argument
 from lit_async_rl.engines.embedded.packed_linear import in_modules
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.slots import Slots
@@ -45,7 +45,7 @@ def check_decoding(slots: Slots, side: str = "engine") -> None:
         return
     what = "the embedded engine's log-probabilities"
     if (layers := other_layers(lm)) and cache_argument(lm) is None:
-        is_inexact = lm.config.get_text_config().model_type in INEXACT
+        is_inexact = lm.config.get_text_config().model_type in INEXACT_MODEL_TYPES
         why = "which transformers decodes inexactly" if is_inexact else "whose state the embedded engine does not keep"
         raise refusal(lm, f"it has {layers} layers, {why}", side)
     params = SamplingParams(max_tokens=MAX_COMPLETION_LENGTH)
