@@ -1,6 +1,6 @@
 """Callbacks: weight synchronisation, stabilizers that change the step, monitors that change nothing.
 
-Each is imported when it is first used: taking one stabilizer into another trainer loads no engine.
+Each is imported on first use, so that a stabilizer in another trainer loads no engine.
 """
 
 import lazy_loader

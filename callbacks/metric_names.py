@@ -1,4 +1,4 @@
-"""Metrics that a run logs: name, unit and meaning of each. `docs/metrics.md` is made of this list."""
+"""Metrics of a run: name, unit and meaning. `docs/metrics.md` is generated from this list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """A metric; `<...>` in its name stands for a part that differs."""
+    """A logged metric; `<...>` in its name is a variable part."""
 
     name: str
     unit: str
@@ -15,7 +15,7 @@ class Metric(NamedTuple):
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the names under which it is logged; `grad/*` and `gac/*` end with an optimizer's if there are two."""
+        """Matches the logged names; `grad/*` and `gac/*` end in the optimizer's position if there are several."""
         pieces = re.split(r"<[^>]+>", self.name)
         return re.compile(".+".join(map(re.escape, pieces)) + (r"(/\w+)?" if self.name[:4] in ("grad", "gac/") else ""))
 
@@ -168,12 +168,12 @@ METRICS: dict[str, list[Metric]] = {
 
 
 def find(name: str) -> list[Metric]:
-    """Entries that a logged name belongs to; two callbacks may log the same."""
+    """Entries that match a logged name; several callbacks may log the same one."""
     return [metric for metrics in METRICS.values() for metric in metrics if metric.pattern.fullmatch(name)]
 
 
 def table() -> str:
-    """The list as a Markdown table."""
+    """All metrics as a Markdown table."""
     rows = [
         f"| `{metric.name}` | {metric.unit} | {metric.meaning} | `{source}` |"
         for source, metrics in METRICS.items()

@@ -1,4 +1,4 @@
-"""The module, the data module and the folder that most callbacks of this package work with."""
+"""Access to the run's `PolicyModule`, `RolloutDataModule` and folder, with errors that name the callback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rollout_data(trainer: AnyTrainer, owner: str) -> RolloutDataModule:
 
 
 def run_folder(trainer: AnyTrainer) -> Path | None:
-    """Folder of the run's files, where its checkpoints lie, too; None without a logger. A collective."""
+    """Folder of the run's files and checkpoints; None without a logger. A collective: all ranks call."""
     folder: str | None = None
     if trainer.loggers:
         logger = trainer.loggers[0]
@@ -45,5 +45,5 @@ def run_folder(trainer: AnyTrainer) -> Path | None:
         elif trainer.is_global_zero and logger.save_dir is not None:  # as `ModelCheckpoint` does
             version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
             folder = str(Path(logger.save_dir, str(logger.name), version))
-        folder = trainer.strategy.broadcast(folder)
+        folder = trainer.strategy.broadcast(folder)  # loggers of other ranks are dummies without a folder
     return None if folder is None else Path(folder)

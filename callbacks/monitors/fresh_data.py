@@ -22,9 +22,9 @@ from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-FEW_TOKENS = 1000  # at the end of a run that had no whole window
-SINGLE = {"float32", "tf32"}  # all others are of half precision, or unknown
-MIN_SPREAD = 0.05  # nats, of log-probabilities that a slope can be taken over
+MIN_TOKENS_AT_END = 1000  # to check a run that ends before its first window is full
+SINGLE_PRECISION = {"float32", "tf32"}  # all other dtypes are half precision, or unknown
+MIN_SPREAD = 0.05  # nats: smallest standard deviation of log-probabilities for a regression slope
 CAUSES = (
     "Candidates: a sampler that truncates or reweighs tokens on one side (top_p, top_k, min_p, penalties, allowed "
     "tokens), another temperature, a soft cap or scaling that one side drops, other weights than the engine says. Loss "
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class Bounds(NamedTuple):
-    """How far fresh data may be from the identities of `FreshDataMonitor`.
+    """Allowed deviations of fresh data from the identities of `FreshDataMonitor`.
 
     Attributes:
-        ratio: of the mean ratio, beside three standard errors.
-        log_ratio: of the mean log-ratio, in nats.
-        slope: of the slope, beside five standard errors.
+        ratio: deviation of the mean ratio from 1, in addition to three standard errors.
+        log_ratio: lower limit of the mean log-ratio, in nats.
+        slope: deviation of the slope from 0, in addition to five standard errors.
     """
 
     ratio: float
@@ -47,12 +47,21 @@ class Bounds(NamedTuple):
     slope: float = 0.1
 
 
-FLOAT32 = Bounds(1e-5, -1e-5)
-HALF = Bounds(2e-3, -1e-2)
+SINGLE_PRECISION_BOUNDS = Bounds(1e-5, -1e-5)
+HALF_PRECISION_BOUNDS = Bounds(2e-3, -1e-2)
 
 
 class FreshStatistics(NamedTuple):
-    """Moments of l = log p - log q over n tokens drawn from q, see `FreshDataMonitor`."""
+    """Statistics of l = log p - log q over n tokens drawn from q, see `FreshDataMonitor`.
+
+    Attributes:
+        n: number of tokens.
+        ratio: mean of exp l.
+        ratio_error: its standard error.
+        log_ratio: mean of l, in nats.
+        slope: slope of l over (log p + log q) / 2.
+        slope_error: its standard error.
+    """
 
     n: float
     ratio: float
@@ -62,31 +71,48 @@ class FreshStatistics(NamedTuple):
     slope_error: float
 
     def faults(self, bounds: Bounds) -> list[str]:
-        """Identities that the bounds do not allow, in words."""
-        found = []
-        if not abs(self.ratio - 1) <= 3 * self.ratio_error + bounds.ratio:  # NaN is a fault
-            found.append(f"their mean importance ratio is {self.ratio:.6g} +- {self.ratio_error:.1g}, and must be 1")
+        """A sentence for each violated identity."""
+        faults = []
+        if not abs(self.ratio - 1) <= 3 * self.ratio_error + bounds.ratio:  # `not <=`, so that NaN is a fault
+            faults.append(f"their mean importance ratio is {self.ratio:.6g} +- {self.ratio_error:.1g}, and must be 1")
         if not self.log_ratio >= bounds.log_ratio:
-            found.append(f"their mean log-ratio is {self.log_ratio:.3g}, and must be above {bounds.log_ratio:g}")
+            faults.append(f"their mean log-ratio is {self.log_ratio:.3g}, and must be above {bounds.log_ratio:g}")
         if not abs(self.slope) <= 5 * self.slope_error + bounds.slope:
-            found.append(f"their log-ratio changes by {self.slope:.2f} per nat of log-probability, and must not change")
-        return found
+            faults.append(
+                f"their log-ratio changes by {self.slope:.2f} per nat of log-probability, and must not change"
+            )
+        return faults
 
 
 def moments(log_ratio: Float[Tensor, " N"], behavior: Float[Tensor, " N"]) -> Float64[Tensor, " 8"]:
-    """Sums over tokens, of which those of several batches and ranks can be added; see `statistics`. On the CPU."""
+    """Sums over tokens, additive over batches and ranks, on the CPU; `statistics` reads them.
+
+    Args:
+        log_ratio: l = log p - log q of each token.
+        behavior: log q of each token.
+    """
+    # float64: variances below are differences of nearly equal means, which float32 would lose
     difference = log_ratio.detach().cpu().double()
     behavior = behavior.detach().cpu().double()
     ratio = safe_exp(difference)
     middle = behavior + difference / 2
-    values = (torch.ones_like(ratio), ratio, ratio.square(), difference, difference.square())
-    return torch.stack([v.sum() for v in (*values, middle, middle.square(), middle * difference)])
+    terms = [
+        torch.ones_like(ratio),
+        ratio,
+        ratio.square(),
+        difference,
+        difference.square(),
+        middle,
+        middle.square(),
+        middle * difference,
+    ]
+    return torch.stack([term.sum() for term in terms])
 
 
 def statistics(sums: Float64[Tensor, " 8"]) -> FreshStatistics:
     """Statistics from `moments` of at least one token; the slope is 0 where log-probabilities hardly differ."""
-    n, *means = (float(value) for value in (sums / sums[0]))
     n = float(sums[0])
+    _, *means = (sums / sums[0]).tolist()
     ratio, ratio_square, difference, square, middle, middle_square, product = means
     spread = middle_square - middle**2
     slope = slope_error = 0.0
@@ -98,41 +124,40 @@ def statistics(sums: Float64[Tensor, " 8"]) -> FreshStatistics:
 
 
 class FreshDataMonitor(pl.Callback):
-    """Checks in every run that engine and trainer have the same distribution, by an identity of fresh data.
+    """Checks in every run that engine and trainer have the same distribution, by identities of fresh data.
 
-    Tokens are fresh if the weights in training sampled them and all trained tokens before them. With q the
-    distribution that the engine sampled from, p the trainer's, and l = log p - log q of a sampled token, whatever came
-    before it:
+    Tokens are fresh if they and all trained tokens before them were sampled with the weights in training. Let q be the
+    engine's sampling distribution, p the trainer's, and l = log p - log q of a sampled token. For any prefix:
 
     * E[exp l] = sum of q (p / q) = p(S), S the tokens that q can choose. It is 1 if S is the whole support of p, and
-      below 1 for a truncated sampler: top-p of 0.95 makes it about 0.95.
+      below 1 for a truncated sampler: a top-p of 0.95 makes it about 0.95.
     * E[l] = -KL(q || p) <= log p(S) <= 0, and 0 for equal distributions only. A temperature on one side leaves the mean
-      ratio at exactly 1 (both distributions are normalised) and is seen here alone.
+      ratio at exactly 1 (both distributions are normalised), so that only this identity reveals it.
     * A temperature changes l in proportion to log q: p is q to the power 1 / t, normalised. With t = 1.2 the slope of l
-      over log q is -1/6. Rounding has no such slope, and in half precision the slope stands out where the mean does
-      not. The slope is taken over (log p + log q) / 2, in which equal rounding errors of both sides cancel.
+      over log q is -1/6. Rounding has no such slope, so that in half precision the slope is visible where the mean is
+      not. The regression is over (log p + log q) / 2, in which equal rounding errors of both sides cancel.
 
-    Rounding errors e make l = e with both sides normalised: the first identity stays as it is, the second becomes
+    Rounding errors e make l = e with both sides normalised: the first identity is unchanged, and E[l] becomes
     -E[e^2] / 2, about -5e-11 in float32 and above -5e-3 in bfloat16. The deviations of exp l from 1 are martingale
-    differences along a completion, so the standard error of their mean is that of independent tokens.
+    differences along a completion, so their mean has the standard error of independent tokens.
 
     Over `num_tokens` tokens, the mean ratio must be within three standard errors and 1e-5 (2e-3 in half precision) of
     1, the mean log-ratio above -1e-5 (-1e-2) and the slope within five standard errors and 0.1 of 0. Else the run warns
-    once, or ends, and the summary says so. At the end a run without that many tokens is judged by those it had, if
-    these are 1,000. Logs the means over the tokens since the last judgement, `fresh/ratio_mean`,
-    `fresh/log_ratio_mean` and `fresh/log_ratio_slope`.
+    once, or ends, and the summary reports it. A run that ends with fewer tokens is checked at its end if it had at
+    least 1,000. Logs the means over the tokens since the last check, `fresh/ratio_mean`, `fresh/log_ratio_mean` and
+    `fresh/log_ratio_slope`.
 
-    Where training is always on stale data, as with a fixed lag, the tokens are those that `EngineCheck` replays with
-    the weights that sampled them. Not watched are tapes, engines without a model and greedy sampling, which chooses
-    by rounding errors.
+    If training is always on stale data, as with a fixed lag, the tokens are those that `EngineCheck` replays with the
+    weights that sampled them. Tapes, engines without a model and greedy sampling (where rounding errors choose the
+    token) are not checked.
 
     Args:
-        num_tokens: tokens of one judgement, of all ranks together.
-        on_error: what happens if they break the identity: `warn`, or `stop`, which raises `EngineError`.
+        num_tokens: tokens per check, of all ranks together.
+        on_error: reaction to a violated identity: `warn`, or `stop` by raising `EngineError`.
 
     Attributes:
-        broken: what was found; empty if nothing was.
-        num_judged: tokens judged so far.
+        broken: description of the first violation; empty if there is none.
+        num_checked_tokens: tokens checked so far.
 
     Raises:
         ValueError: a setting is out of range.
@@ -144,30 +169,31 @@ class FreshDataMonitor(pl.Callback):
             raise ValueError(f"FreshDataMonitor.on_error must be 'warn' or 'stop', got {on_error!r}")
         self.num_tokens = num_tokens
         self.on_error = on_error
-        self._is_on = False
+        self._is_enabled = False
         self._is_current = False
         self._step = -1
         self._version = -1
         self._published_at = -1
         self._micro = self._window = torch.zeros(8, dtype=torch.float64)
         self.broken = ""
-        self.num_judged = 0
+        self.num_checked_tokens = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Begins with no tokens."""
+        """Discards the tokens and results of an earlier run."""
         module = policy_module(pl_module, "FreshDataMonitor")
         data = rollout_data(trainer, "FreshDataMonitor")
-        self._is_on = data.tape is None and data.engine.has_model and data.sampling.temperature > 0
+        self._is_enabled = data.tape is None and data.engine.has_model and data.sampling.temperature > 0
         self._step = trainer.global_step
         self._is_current = False
-        self._version = module.version if module.is_changed else -1  # a resume: that number names older weights, too
+        # a resume: restored rollouts came from older weights with the same version number, and are not fresh
+        self._version = module.version if module.is_changed else -1
         self._published_at = -1
         self._micro = self._window = torch.zeros(8, dtype=torch.float64)
         self.broken = ""
-        self.num_judged = 0
+        self.num_checked_tokens = 0
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
-        """Notes whether the weights are those that were published last."""
+        """Records whether the present weights equal the last publication."""
         module = policy_module(pl_module, "FreshDataMonitor")
         if module.version != self._version:
             self._version = module.version
@@ -177,8 +203,8 @@ class FreshDataMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Adds the fresh tokens of a micro-batch; judges at the end of a step, a collective."""
-        if not self._is_on or not isinstance(batch, RolloutBatch):
+        """Adds the fresh tokens of a micro-batch; at the end of a step checks a full window, a collective."""
+        if not self._is_enabled or not isinstance(batch, RolloutBatch):
             return
         module = policy_module(pl_module, "FreshDataMonitor")
         signals: Mapping[str, Any] = module.stabilizer_signals
@@ -193,7 +219,7 @@ class FreshDataMonitor(pl.Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        self._window = self._window + self._over_ranks(trainer, module)
+        self._window = self._window + self._sum_over_ranks(trainer, module)
         if self._window[0] < 1:
             return
         found = statistics(self._window)
@@ -201,27 +227,31 @@ class FreshDataMonitor(pl.Callback):
         for name, value in values.items():
             module.log(f"fresh/{name}", value)
         if found.n >= self.num_tokens:
-            self._judge(trainer, module, found)
+            self._check_window(trainer, module, found)
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Judges a short run by what it had."""
-        if self._is_on and not self.num_judged and self._window[0] >= FEW_TOKENS:
-            self._judge(trainer, policy_module(pl_module, "FreshDataMonitor"), statistics(self._window))
+        """Checks a short run, in which no window was full."""
+        if self._is_enabled and not self.num_checked_tokens and self._window[0] >= MIN_TOKENS_AT_END:
+            self._check_window(trainer, policy_module(pl_module, "FreshDataMonitor"), statistics(self._window))
 
-    def _over_ranks(self, trainer: AnyTrainer, module: PolicyModule) -> Float64[Tensor, " 8"]:
+    def _sum_over_ranks(self, trainer: AnyTrainer, module: PolicyModule) -> Float64[Tensor, " 8"]:
         """Sums of the step over all ranks, on the CPU."""
         sums = self._micro
         self._micro = torch.zeros(8, dtype=torch.float64)
         return sums if trainer.world_size == 1 else sum_over_ranks(sums.to(module.device)).cpu()
 
-    def _judge(self, trainer: AnyTrainer, module: PolicyModule, found: FreshStatistics) -> None:
+    def _check_window(self, trainer: AnyTrainer, module: PolicyModule, found: FreshStatistics) -> None:
         data = rollout_data(trainer, "FreshDataMonitor")
-        self.num_judged += int(found.n)
+        self.num_checked_tokens += int(found.n)
         self._window = torch.zeros(8, dtype=torch.float64)
         dtypes = {compute_dtype(module), str(data.engine.dtype)}
-        is_half = torch.tensor(float(trainer.is_global_zero and not dtypes <= SINGLE), device=module.device)
-        # the leading rank alone has set the engine up
-        bounds = HALF if float(trainer.strategy.reduce(is_half, reduce_op="max")) else FLOAT32
+        is_half = torch.tensor(float(trainer.is_global_zero and not dtypes <= SINGLE_PRECISION), device=module.device)
+        # the maximum hands the leading rank's answer to all others: it alone has set the engine up and knows its dtype
+        bounds = (
+            HALF_PRECISION_BOUNDS
+            if float(trainer.strategy.reduce(is_half, reduce_op="max"))
+            else SINGLE_PRECISION_BOUNDS
+        )
         faults = found.faults(bounds)
         if not faults:
             return

@@ -19,17 +19,17 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class GradientMonitor(pl.Callback):
     """Logs `grad/norm` (before clipping) and `grad/cosine` with the gradient of the previous step.
 
-    Stale data align consecutive gradients (GAC, arXiv:2603.01501). Callbacks before it, as stabilizers are by default,
-    may have changed what it measures. With several optimizers the names end in `/0`, `/1`, and so on. A gradient with
-    NaN or infinity has neither.
+    Stale data align consecutive gradients (GAC, arXiv:2603.01501). Callbacks that run before it (by default the
+    stabilizers) may have changed the gradient. With several optimizers the names end in `/0`, `/1`, and so on. Nothing
+    is logged for a gradient with NaN or infinity.
 
-    A small gradient is copied, and its cosine is exact. Of a larger one a random projection is kept (256 kB, and 4 MB
-    for its signs), from which the cosine is estimated with a standard error of 0.004 to 0.0055, see
-    `lit_async_rl.stabilizers.gradients`; the norm is always exact.
+    The norm is always exact. So is the cosine of a small gradient, which is copied. For a larger one, a random
+    projection is stored (256 kB, and 4 MB of signs) that estimates the cosine with a standard error of 0.004 to 0.0055,
+    see `lit_async_rl.stabilizers.gradients`.
 
     Args:
-        cosine: False logs the norm only, and keeps nothing.
-        max_copied: largest number of elements of this rank's gradient that are copied.
+        cosine: False logs the norm only, and stores no gradient.
+        max_copied: largest number of elements of this rank's gradient to copy.
 
     Raises:
         ValueError: `max_copied` is negative.
@@ -39,15 +39,15 @@ class GradientMonitor(pl.Callback):
         check_range("GradientMonitor", "integer >= 0", max_copied=max_copied)
         self.cosine = cosine
         self.max_copied = max_copied
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._spaces = GradSpaces()
         self._previous = ReferenceGradients()
         self._sketches: dict[int, tuple[GradSpace, list[Tensor], float]] = {}  # by optimizer, with the squared norm
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._begin()  # parameters are sharded by now
+        self._reset()  # strategies have sharded the parameters since `__init__`
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -69,7 +69,7 @@ class GradientMonitor(pl.Callback):
             pl_module.log(f"grad/cosine{suffix}", c)
 
     def _sketched(self, space: GradSpace, gradients: Pieces, index: int, gg: float) -> tuple[float, float]:
-        """Inner product with the previous gradient, estimated, and its squared norm; 0 if there is none."""
+        """Estimated inner product with the previous gradient, and the latter's squared norm; 0 if there is none."""
         known = self._sketches.get(index)
         own = space.sketches(gradients)
         self._sketches[index] = (space, own, gg)

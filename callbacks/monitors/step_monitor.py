@@ -1,4 +1,4 @@
-"""Base of monitors: accumulate over the micro-batches of a step, log once per step."""
+"""Monitors that accumulate over the micro-batches of a step and log once per step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class StepMonitor(pl.Callback):
-    """Monitor of steps. Subclasses implement `update` for a micro-batch and `compute` for the metrics of the step.
+    """Base class. Subclasses implement `update` for a micro-batch and `compute` for the metrics of the step.
 
     Statistics of an empty set are not logged: a step in which every token is masked has no staleness.
 
@@ -45,14 +45,14 @@ class StepMonitor(pl.Callback):
 
     @abstractmethod
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
-        """Adds one micro-batch, whose signals are `pl_module.stabilizer_signals`."""
+        """Adds one micro-batch; its signals are in `pl_module.stabilizer_signals`."""
 
     @abstractmethod
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         """Returns the metrics of the step, and resets."""
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Resets the metrics; they are on the CPU, so they need a process group with a CPU backend."""
+        """Resets the metrics. They are on the CPU, so that they reduce over a process group with a CPU backend."""
         rollout_data(trainer, type(self).__name__)
         self._step = trainer.global_step
         group = cpu_group()
@@ -77,24 +77,24 @@ class StepMonitor(pl.Callback):
 class RolloutMonitor(StepMonitor):
     """Logs rewards, lengths and entropy of a step.
 
-    * `reward/mean`, `reward/std`: of the rollouts that are trained on. Filters (dynamic sampling) have dropped some, so
-      this is not how good the policy is.
-    * `reward/mean_sampled`: mean over all groups that were scored since the step before, ahead of any filter.
+    * `reward/mean`, `reward/std`: of the rollouts in training. Not a measure of the policy if filters (dynamic
+      sampling) dropped groups.
+    * `reward/mean_sampled`: mean over all groups scored since the previous step, before any filter.
     * `reward/part/<name>`: mean of a part of the reward, over the rollouts to which it applies, see `CombinedReward`.
     * `sample/dropped_share`: share of those groups that filters dropped.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
-    * `policy/loss`: of the step, with all penalties, as the optimizer minimises it; its value says little, because the
-      surrogates of policy gradients are right in their gradients only.
-    * `policy/reference_kl`: KL(policy || reference) per token, estimated without bias from stale tokens, too: the mean
-      of pi / mu (ref / pi - 1 - log(ref / pi)).
-    * `rollout/no_signal_share`: share of rollouts whose advantage is 0: they cost time and teach nothing.
+    * `policy/loss`: of the step, with all penalties, as the optimizer minimises it. Policy-gradient surrogates are
+      defined by their gradients; the value means little.
+    * `policy/reference_kl`: KL(policy || reference) per token, unbiased on stale tokens, too: the mean of
+      pi / mu (ref / pi - 1 - log(ref / pi)).
+    * `rollout/no_signal_share`: share of rollouts with advantage 0, which cost time without any gradient.
     """
 
     prog_bar = ("reward/mean",)
 
     def __init__(self) -> None:
         super().__init__()
-        # the variance is a difference of two means, which float32 loses where rewards are far from 0
+        # float64: the variance is a difference of two means, and cancels in float32 if rewards are far from 0
         self.reward = MeanMetric().set_dtype(torch.float64)
         self.reward_square = MeanMetric().set_dtype(torch.float64)
         self.length = MeanMetric()
@@ -102,7 +102,7 @@ class RolloutMonitor(StepMonitor):
         self.entropy = MeanMetric()
         self.loss = SumMetric()
         self.reference_kl = MeanMetric()
-        self._before = ProducerStats.zero()
+        self._previous_stats = ProducerStats.zero()
         self._metrics = self.reward, self.reward_square, self.length, self.no_signal, self.entropy
         self._gradient_scale = 1.0
 
@@ -116,8 +116,8 @@ class RolloutMonitor(StepMonitor):
         self.length.update(lengths[real].float().cpu())
         self.no_signal.update((batch.advantages[real] == 0).all(-1).float().cpu())
         self.entropy.update(signals["entropy"][batch.loss_mask].cpu())
-        self.loss.update(signals["loss"].cpu().nan_to_num(nan=torch.inf))  # the metric would leave NaN out
-        self._gradient_scale = batch.gradient_scale  # of the whole step in its last micro-batch
+        self.loss.update(signals["loss"].cpu().nan_to_num(nan=torch.inf))  # `SumMetric` would ignore NaN
+        self._gradient_scale = batch.gradient_scale  # the last micro-batch has the scale of the whole step
         if (reference_log_ratio := signals.get("ref_log_ratio")) is not None:
             kl = safe_exp(signals["log_ratio"]) * kl_k3(-reference_log_ratio)
             self.reference_kl.update(kl[batch.loss_mask].cpu())
@@ -140,17 +140,17 @@ class RolloutMonitor(StepMonitor):
                 "rollout/no_signal_share": no_signal,
             }
         )
-        if not entropy.isnan():  # a token trained
+        if not entropy.isnan():  # NaN if no token trained
             values |= {"policy/entropy": entropy, "policy/loss": loss}
         if reference_kl is not None and not reference_kl.isnan():
             values["policy/reference_kl"] = reference_kl
         return values
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Steps are counted from here, and groups from the start of the engine."""
+        """Resets; the first step counts all groups scored since the engine started."""
         super().on_train_start(trainer, pl_module)
         rollout_data(trainer, "RolloutMonitor")
-        self._before = ProducerStats.zero()  # the first step has what was scored before this
+        self._previous_stats = ProducerStats.zero()
 
     def _parts(self, trainer: AnyTrainer) -> dict[str, float]:
         """Means of the parts of the step's rewards, on the rank that has the producer."""
@@ -162,10 +162,10 @@ class RolloutMonitor(StepMonitor):
         return {f"reward/part/{name}": math.fsum(values) / len(values) for name, values in found.items()}
 
     def _sampled(self, trainer: AnyTrainer) -> dict[str, Any]:
-        """Of the groups scored since the last step, on the rank that has the producer."""
+        """Metrics of all groups scored since the last step; empty on ranks without the producer."""
         now = rollout_data(trainer, "RolloutMonitor").stats()
-        before = self._before
-        self._before = now or self._before
+        before = self._previous_stats
+        self._previous_stats = now or self._previous_stats
         if now is None or now.num_sampled <= before.num_sampled:
             return {}
         number = now.num_sampled - before.num_sampled
@@ -183,9 +183,9 @@ class StalenessMonitor(StepMonitor):
 
     `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). The age of a
     rollout has two parts, logged as means over rollouts (the lags of ESTR, arXiv:2607.22186):
-    `sample/inter_rollout_lag`, the version in training less that of its newest token, and `sample/intra_rollout_lag`,
-    the version of its newest token less that of its oldest. `run_mean` and `run_max` accumulate over the whole run,
-    for `RunSummary`.
+    `sample/inter_rollout_lag`, from the version of its newest token to the version in training, and
+    `sample/intra_rollout_lag`, from the version of its oldest token to that of its newest. `run_mean` and `run_max`
+    accumulate over the whole run, for `RunSummary`.
     """
 
     prog_bar = ("sample/staleness_mean",)
@@ -205,7 +205,7 @@ class StalenessMonitor(StepMonitor):
         self.tokens.update(staleness)
         self.run_mean.update(staleness)
         self.run_max.update(staleness)
-        # not -1: the versions of a tape that begins later than the run are negative
+        # not -1 as filler: if a tape begins later than the run, its versions are negative
         newest = batch.versions.masked_fill(~batch.loss_mask, torch.iinfo(batch.versions.dtype).min).amax(-1)
         oldest = torch.where(batch.loss_mask, batch.versions, newest[:, None]).amin(-1)
         has_tokens = batch.loss_mask.any(-1)
@@ -215,9 +215,11 @@ class StalenessMonitor(StepMonitor):
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         tokens = torch.as_tensor(self.tokens.compute())
-        mixed, inter, intra = (part.compute() for part in (self.mixed, self.inter, self.intra))
-        for part in (self.tokens, self.mixed, self.inter, self.intra):
-            part.reset()
+        mixed = self.mixed.compute()
+        inter = self.inter.compute()
+        intra = self.intra.compute()
+        for metric in (self.tokens, self.mixed, self.inter, self.intra):
+            metric.reset()
         if not len(tokens):
             return {}
         in_order = tokens.sort().values  # torch.quantile takes no more than 16M values
@@ -298,7 +300,7 @@ class ReplayMonitor(StepMonitor):
             raise ValueError("ReplayMonitor: data.replay is not set, so there is nothing to monitor")
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        """Adds the tokens that train."""
+        """Adds the trained tokens."""
         signals: Any = pl_module.stabilizer_signals
         self.off_policy.update((signals["staleness"][batch.loss_mask] > 0).float().cpu())
 
@@ -316,14 +318,14 @@ class ReplayMonitor(StepMonitor):
 class ThroughputMonitor(StepMonitor):
     """Logs seconds and tokens per second of each step, and idle shares of trainer and engine.
 
-    * `perf/step_s`, `perf/tokens_per_s`: completion tokens trained on, of all ranks.
-    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: the trainer waited for rollouts.
-    * `perf/engine_idle_share`: the engine had nothing it was allowed to sample.
-    * `sample/queue_size`, `sample/unfinished`: groups that are finished and wait, and that are being sampled.
-    * `sample/total_tokens`: generated since the run began, before a resume, too.
-    * `sample/lost`: groups dropped in the step, redundant ones (`redundant_groups`) or by a full `ring`.
+    * `perf/step_s`, `perf/tokens_per_s`: duration of the step, and completion tokens trained on by all ranks.
+    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: time the trainer waited for rollouts, and its share.
+    * `perf/engine_idle_share`: share of the time in which no admitted rollout was left to sample.
+    * `sample/queue_size`, `sample/unfinished`: finished groups that wait for training, and groups being sampled.
+    * `sample/total_tokens`: tokens generated since the run began, before a resume, too.
+    * `sample/lost`: groups dropped in the step: redundant ones (`redundant_groups`), or by a full `ring`.
 
-    A replay of a tape has neither engine nor queue: `perf/engine_idle_share` and other `sample/*` are left out.
+    A replay of a tape has neither engine nor queue, and logs no `perf/engine_idle_share` and no other `sample/*`.
     """
 
     prog_bar = ("perf/tokens_per_s",)
@@ -332,13 +334,13 @@ class ThroughputMonitor(StepMonitor):
         super().__init__()
         self.tokens = SumMetric()
         self._began = 0.0
-        self._before: ProducerStats | None = None
+        self._previous_stats: ProducerStats | None = None
         self._total_tokens = 0
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._began = time.monotonic()
-        self._before = None
+        self._previous_stats = None
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
         self.tokens.update(batch.loss_mask.sum().cpu())
@@ -346,15 +348,16 @@ class ThroughputMonitor(StepMonitor):
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         now = time.monotonic()
         step_s = now - self._began
-        tokens = float(self.tokens.compute()) * data_parallel(trainer)[0] / trainer.world_size  # not of copies
+        # ranks of one tensor-parallel group train on the same tokens, and must not be counted twice
+        tokens = float(self.tokens.compute()) * data_parallel(trainer)[0] / trainer.world_size
         self.tokens.reset()
         values = {"perf/step_s": step_s, "perf/tokens_per_s": tokens / step_s}
         data = rollout_data(trainer, "ThroughputMonitor")
         stats = data.stats()
         if stats is not None:
-            before = self._before or ProducerStats.zero()
-            wait_s = stats.wait_s - before.wait_s  # clocks may be coarse
-            run_s = max(1e-9, stats.run_s - before.run_s)
+            before = self._previous_stats or ProducerStats.zero()
+            wait_s = stats.wait_s - before.wait_s
+            run_s = max(1e-9, stats.run_s - before.run_s)  # a coarse clock may not have advanced
             self._total_tokens += stats.num_tokens - before.num_tokens
             values["sample/total_tokens"] = float(self._total_tokens)
             values |= {"perf/rollout_wait_s": wait_s, "perf/trainer_wait_share": wait_s / run_s}
@@ -366,17 +369,17 @@ class ThroughputMonitor(StepMonitor):
                     "sample/lost": float(stats.num_lost - before.num_lost),
                 }
         self._began = now
-        self._before = stats
+        self._previous_stats = stats
         return values
 
     def state_dict(self) -> dict[str, Any]:
         return {"total_tokens": self._total_tokens}
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
-        """Counts what was generated since the last step, too: the checkpoint has it."""
+        """Adds the tokens generated since the last step: their rollouts are in the checkpoint."""
         stats = rollout_data(trainer, "ThroughputMonitor").stats()
         if stats is not None and self.state_key in checkpoint.get("callbacks", {}):
-            since = stats.num_tokens - (self._before or ProducerStats.zero()).num_tokens
+            since = stats.num_tokens - (self._previous_stats or ProducerStats.zero()).num_tokens
             checkpoint["callbacks"][self.state_key] = {"total_tokens": self._total_tokens + since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -423,7 +426,7 @@ class LengthBiasMonitor(StepMonitor):
         self._totals.append({})
 
     def update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch) -> None:
-        """Does nothing: groups are counted where they are dropped."""
+        """Does nothing: the producer counts groups when it drops them."""
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
         stats = rollout_data(trainer, "LengthBiasMonitor").stats()

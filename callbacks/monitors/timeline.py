@@ -1,4 +1,4 @@
-"""Timeline of a run: what trainer, engine and rewards did, and when."""
+"""Timeline of a run: spans of trainer, engine, environments and rewards as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lit_async_rl.utils.spans import (
     stop_recording,
 )
 
-FOLDER = "timeline"
-WINDOWS_PER_STEP = 10  # merged spans of a lane
-MAX_MICRO_BATCHES = 8  # spans of a step; of more, neighbours are merged
-STRIDES = ((0.5, 1), (0.75, 10), (0.875, 100), (1.0, 1000))  # share of `max_mb`, steps of which one is recorded
-CLOCK_ROUNDS = 7
+FOLDER_NAME = "timeline"
+MERGED_SPANS_PER_STEP = 10  # of an engine's or reward worker's lane
+MAX_SPANS_PER_STEP = 8  # of micro-batches in the trainer's lane; more are merged with their neighbours
+STEP_STRIDES = ((0.5, 1), (0.75, 10), (0.875, 100), (1.0, 1000))  # up to this share of `max_mb`, every n-th step
+NUM_CLOCK_ROUNDS = 7
 log = logging.getLogger(__name__)
 
 
@@ -48,18 +48,19 @@ class Timeline(pl.Callback):
     | `trainer` | `wait`, `forward_backward` (with `step`, `micro_batch`, `versions`, `staleness`), `optimizer`, |
     | | `publish`, `checkpoint`, `validation` |
 
-    Waits and busy time of the engine are those that `BottleneckVerdict` adds up. Spans of an engine or a reward worker
-    within a window (50 ms, or a tenth of a step) are merged: the merged span begins with the first and has the sum of
-    their seconds. On a GPU the spans of the trainer are those of its thread, which runs ahead of the device.
+    Waits and busy times of the engine agree with `BottleneckVerdict`. Spans of an engine or a reward worker within a
+    window (50 ms, or a tenth of a step) are merged: the merged span begins with the first and lasts for the sum of
+    their durations. On a GPU, spans of the trainer are host time: its thread runs ahead of the device.
 
-    Servers are recorded by the rank that sends them requests. The clocks of ranks on other machines are compared with
-    that of rank 0 when training starts, by exchanging the time after barriers, and corrected by the median difference.
+    The rank that sends requests to a server records its spans. When training starts, ranks on other machines measure
+    the offset of their clocks from rank 0 (the median of times exchanged after barriers), and correct it.
 
-    A file is written every `flush_s` seconds, and can be read whenever the run is killed; a resumed run goes on in it.
-    Of several timelines in one Trainer the first writes.
+    Files are written every `flush_s` seconds, and are readable at any time, also after a kill; a resumed run appends to
+    them. With several timelines in one Trainer only the first writes.
 
     Args:
-        max_mb: of a file. Beyond half of it only one of ten steps is recorded, beyond three quarters one of a hundred.
+        max_mb: largest size of a file. Beyond half of it every 10th step is recorded, beyond three quarters every
+            100th.
         flush_s: seconds between two writes.
 
     Raises:
@@ -71,7 +72,7 @@ class Timeline(pl.Callback):
         self.max_mb = max_mb
         self.flush_s = flush_s
         self._recorder: SpanRecorder | None = None
-        self._lane: Lane | None = None  # of the trainer
+        self._lane: Lane | None = None  # the trainer's; None on ranks and in callbacks that do not record
         self._writer: TraceWriter | None = None
         self._step = 0
         self._stride = 1
@@ -84,34 +85,36 @@ class Timeline(pl.Callback):
     # -- begin and end ------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Begins before `WeightSync` starts the engine."""
+        """Starts recording, before `WeightSync` starts the engine."""
         if next(c for c in trainer.callbacks if isinstance(c, Timeline)) is not self:  # type: ignore[attr-defined]
             return
         rollout_data(trainer, "Timeline")
-        folder = run_folder(trainer)  # two collectives: before a rank may leave
+        folder = run_folder(trainer)  # this and the next are collectives: all ranks call before any may return
         offset_s = clock_offset(trainer)
         if folder is None:
             return
-        self._prepare(trainer, folder / FOLDER)
+        self._prepare(trainer, folder / FOLDER_NAME)
         rank = trainer.global_rank
         self._recorder = start_recording(rank, offset_s)
         self._recorder.name_process(f"rank {rank}")
         self._lane = self._recorder.lane(TRAINER)
-        self._writer = TraceWriter(folder / FOLDER / f"rank{rank}.json", self._recorder, self.flush_s)
+        self._writer = TraceWriter(folder / FOLDER_NAME / f"rank{rank}.json", self._recorder, self.flush_s)
         self._step = trainer.global_step
         self._stride = 1
         self._step_began = time.monotonic()
-        self._hooks = [optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers]
+        self._hooks = [
+            optimizer.register_step_post_hook(self._record_optimizer_end) for optimizer in trainer.optimizers
+        ]
 
     def _prepare(self, trainer: AnyTrainer, folder: Path) -> None:
-        """A run that begins anew in a folder that was used sets the older timeline aside."""
+        """Creates the folder; a run that does not resume renames an existing timeline first."""
         if trainer.is_global_zero:
             if folder.exists() and trainer.global_step == 0:
-                older = next(path for n in range(1, 10**6) if not (path := folder.with_name(f"{FOLDER}.{n}")).exists())
-                shutil.move(folder, older)
+                candidates = (folder.with_name(f"{FOLDER_NAME}.{n}") for n in range(1, 10**6))
+                shutil.move(folder, next(path for path in candidates if not path.exists()))
             folder.mkdir(parents=True, exist_ok=True)
-        trainer.strategy.barrier("timeline")
-        folder.mkdir(parents=True, exist_ok=True)  # of a machine with disks of its own
+        trainer.strategy.barrier("timeline")  # no rank may open a file before the old folder is renamed
+        folder.mkdir(parents=True, exist_ok=True)  # on machines that do not share the disk of rank 0
 
     def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if stage == "fit":
@@ -144,7 +147,7 @@ class Timeline(pl.Callback):
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         self._optimizer_began = self._optimizer_ended = time.monotonic()
 
-    def _on_stepped(self, *_: Any) -> None:
+    def _record_optimizer_end(self, *_: Any) -> None:
         self._optimizer_ended = time.monotonic()
 
     def on_train_batch_end(
@@ -154,8 +157,8 @@ class Timeline(pl.Callback):
             return
         began = self._batch_began
         middle = time.monotonic() if self._optimizer_began is None else self._optimizer_began
-        number = batch.micro_batch * MAX_MICRO_BATCHES // max(MAX_MICRO_BATCHES, batch.num_micro_batches)
-        key = "forward_backward", batch.step, number if batch.num_micro_batches > MAX_MICRO_BATCHES else batch_idx
+        number = batch.micro_batch * MAX_SPANS_PER_STEP // max(MAX_SPANS_PER_STEP, batch.num_micro_batches)
+        key = "forward_backward", batch.step, number if batch.num_micro_batches > MAX_SPANS_PER_STEP else batch_idx
         self._lane.add("forward_backward", began, middle - began, key, **self._trained(batch))
         if self._optimizer_began is not None:
             self._lane.add(
@@ -166,24 +169,25 @@ class Timeline(pl.Callback):
             self._end_step(time.monotonic())
 
     def _trained(self, batch: RolloutBatch) -> dict[str, Any]:
-        found: dict[str, Any] = {"step": batch.step, "micro_batch": batch.micro_batch}
+        """Arguments of the span of a micro-batch: step, position, and range and mean age of its token versions."""
+        arguments: dict[str, Any] = {"step": batch.step, "micro_batch": batch.micro_batch}
         versions = batch.versions[batch.loss_mask]
         if versions.numel():
             low, high = torch.aminmax(versions)
-            found |= {"versions": [int(low), int(high)]}
-            found["staleness"] = round(self._version - float(versions.float().mean()), 3)
-        return found
+            arguments["versions"] = [int(low), int(high)]
+            arguments["staleness"] = round(self._version - float(versions.float().mean()), 3)
+        return arguments
 
     def _end_step(self, now: float) -> None:
-        """Adapts the windows to the length of steps, and leaves steps out when the file grows long."""
+        """Adapts the merge window to the duration of steps, and skips steps as the file grows."""
         if self._recorder is None or self._writer is None or self._lane is None:
             return
         seconds = now - self._step_began
         self._step_began = now
-        window_s = 0.9 * self._recorder.window_s + 0.1 * seconds / WINDOWS_PER_STEP
+        window_s = 0.9 * self._recorder.window_s + 0.1 * seconds / MERGED_SPANS_PER_STEP
         self._recorder.window_s = max(WINDOW_S, window_s)
         share = self._writer.num_bytes / (1e6 * self.max_mb)
-        stride = next((number for limit, number in STRIDES if share < limit), 0)
+        stride = next((number for limit, number in STEP_STRIDES if share < limit), 0)
         if stride != self._stride:
             self._recorder.record(True)
             self._lane.instant("recorded steps", every=stride)
@@ -193,7 +197,7 @@ class Timeline(pl.Callback):
     # -- other work of the trainer ------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
-        """Lasts until the trainer does something else that is recorded."""
+        """Begins a span that lasts until the trainer's next one."""
         if self._lane is not None:
             self._lane.begin("checkpoint", step=trainer.global_step)
 
@@ -208,9 +212,10 @@ class Timeline(pl.Callback):
 
 
 def clock_offset(trainer: AnyTrainer) -> float:
-    """Seconds to add to this rank's clock so that it agrees with that of rank 0; 0 on the same machine. A collective.
+    """Seconds by which the clock of rank 0 is ahead of this rank's; 0 on the same machine. A collective.
 
-    After a barrier all ranks read their clocks at nearly the same time; the median of several rounds is taken.
+    All ranks read their clocks right after a barrier, at nearly the same time; the result is the median of several
+    rounds.
     """
     group = cpu_group()
     if group is None or trainer.world_size == 1:
@@ -219,11 +224,11 @@ def clock_offset(trainer: AnyTrainer) -> float:
     hosts = [torch.empty_like(host) for _ in range(trainer.world_size)]
     dist.all_gather(hosts, host, group=group)
     differences = []
-    for _ in range(CLOCK_ROUNDS):
+    for _ in range(NUM_CLOCK_ROUNDS):
         dist.barrier(group=group)
         now = torch.tensor([time.time()], dtype=torch.float64)
         times = [torch.empty_like(now) for _ in range(trainer.world_size)]
         dist.all_gather(times, now, group=group)
         differences.append(float(times[0]) - float(now))
     is_same_host = torch.equal(hosts[0], host)
-    return 0.0 if is_same_host else sorted(differences)[CLOCK_ROUNDS // 2]
+    return 0.0 if is_same_host else sorted(differences)[NUM_CLOCK_ROUNDS // 2]

@@ -46,9 +46,9 @@ class Evaluation(pl.Callback):
 
     Args:
         datasets: held-out prompts by name of the dataset, each as `data.prompts`: a source, or records.
-        every_n_steps: optimizer steps between the starts of evaluations; the first starts with the first step. One
-            that is due while another runs starts after it. After a resume the next one starts when the run before
-            would have started it, and at most this many steps later.
+        every_n_steps: optimizer steps between the starts of evaluations; the first starts with the first step. If one
+            is due while another runs, it starts afterwards. After a resume the next one starts at the step planned
+            before, and at most this many steps later.
         num_samples: completions per prompt, n.
         ks: values of k for pass@k; None is 1 and `num_samples`.
         sampling: sampling parameters; None is `data.val_sampling`.
@@ -99,7 +99,7 @@ class Evaluation(pl.Callback):
         self.timeout_s = timeout_s
         self.end_wait_s = end_wait_s
         self.results: list[EvaluationResult] = []
-        self._questions: list[Question] | None = None  # not read yet
+        self._questions: list[Question] | None = None  # None until they are read
         self._run: EvaluationRun | None = None
         self._next_step = self._began_step = 0
         self._next_id = FIRST_ID
@@ -113,8 +113,8 @@ class Evaluation(pl.Callback):
             self._questions = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Checks settings."""
-        # The run before a resume may have had a longer interval.
+        """Checks the settings."""
+        # a resumed run may have a shorter interval than the run before
         self._next_step = min(self._next_step, trainer.global_step + self.every_n_steps)
         data = rollout_data(trainer, "Evaluation")
         if data.tape is not None:
@@ -129,7 +129,7 @@ class Evaluation(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts an evaluation if one is due; reads the prompts before the first."""
+        """Starts an evaluation if one is due; reads the prompts before the first evaluation."""
         data = rollout_data(trainer, "Evaluation")
         if self._questions is None:
             self._questions = self._read(data) if trainer.is_global_zero else []
@@ -150,7 +150,7 @@ class Evaluation(pl.Callback):
         self._next_id += len(self._questions)
 
     def _read(self, data: RolloutDataModule) -> list[Question]:
-        """The usable prompts; read this late because the engine's length is known once it has weights."""
+        """Prompts that fit; read here because the engine's maximal length is unknown until it has weights."""
         sampling = self.sampling or data.val_sampling
         for source in self.datasets.values():
             check_ends(data.codec, sampling, source)
@@ -163,11 +163,12 @@ class Evaluation(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Waits up to `max_block_s` for the evaluation before the step changes the policy."""
-        left = self.max_block_s - self._blocked_s
-        if self._run is not None and left > 0:
+        remaining_s = self.max_block_s - self._blocked_s
+        if self._run is not None and remaining_s > 0:
             began = time.monotonic()
+            # the wait has a limit of its own: the watch on this rank's progress must not take it for a hang
             with rollout_data(trainer, "Evaluation").feed.ranks.progress.own_limit("waiting for an evaluation"):
-                self._run.wait(left)
+                self._run.wait(remaining_s)
             self._blocked_s += time.monotonic() - began
 
     def on_train_batch_end(
@@ -217,7 +218,7 @@ class Evaluation(pl.Callback):
         for name in ("version", "oldest_version", "newest_version", "mean_version", "num_unscored", "seconds"):
             metrics[f"eval/{name}"] = float(getattr(result, name))
         metrics["eval/blocked_s"] = self._blocked_s
-        for logger in trainer.loggers:  # not by `log`, which keeps only every `log_every_n_steps`-th step
+        for logger in trainer.loggers:  # not by `log`, which drops steps between multiples of `log_every_n_steps`
             logger.log_metrics(metrics, step=trainer.global_step)
         return metrics
 

@@ -19,12 +19,12 @@ class RolloutTape(pl.Callback):
     Args:
         folder: folder of the tape; None is `tape` in the log folder. Required to continue the tape after a resume.
         every_n_steps: steps per file. Checkpoints are never ahead of the tape: saving one flushes the tape, and
-            includes rows that a full disk did not take.
-        full_disk_timeout_s: seconds that the end of training waits for space on a full disk.
+            includes rows that could not be written to a full disk.
+        full_disk_timeout_s: seconds to wait at the end of training for space on a full disk.
 
     Raises:
-        ValueError: a setting is out of range; when training starts, there is no folder to write to, it is that of the
-            tape that is replayed, there is no `PolicyModule`, or no `RolloutDataModule`.
+        ValueError: a setting is out of range; when training starts, there is no folder to write to, the folder holds
+            the tape being replayed, there is no `PolicyModule`, or no `RolloutDataModule`.
         OSError: the disk is still full at the end of training.
     """
 
@@ -36,14 +36,14 @@ class RolloutTape(pl.Callback):
         self.full_disk_timeout_s = full_disk_timeout_s
         self._writer: TapeWriter | None = None
         self._step = 0
-        self._waiting: list[dict[str, Any]] = []  # unwritten rows of the resumed run
+        self._unwritten_rows: list[dict[str, Any]] = []  # unwritten rows of the resumed run
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Opens the tape on rank 0."""
         policy_module(pl_module, "RolloutTape")
         source = rollout_data(trainer, "RolloutTape").tape
         self._step = trainer.global_step
-        log_dir = run_folder(trainer)  # a collective: asked for on all ranks
+        log_dir = run_folder(trainer)  # a collective: all ranks call, though only one writes
         folder = self.folder or f"{log_dir}/tape"
         if source is not None and Path(folder).resolve() == source.folder.resolve():
             raise ValueError(
@@ -54,8 +54,8 @@ class RolloutTape(pl.Callback):
             return
         if self.folder is None and log_dir is None:
             raise ValueError("RolloutTape.folder is not set, and the run has no log folder")
-        self._writer = TapeWriter(folder, trainer.global_step, self._waiting)
-        self._waiting = []
+        self._writer = TapeWriter(folder, trainer.global_step, self._unwritten_rows)
+        self._unwritten_rows = []
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -83,7 +83,7 @@ class RolloutTape(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._waiting = checkpoint.get("tape_rows", [])
+        self._unwritten_rows = checkpoint.get("tape_rows", [])
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._writer is not None:

@@ -28,11 +28,11 @@ STEP = re.compile(r'\{"step": (\d+)')
 
 
 class TrainedTokens:
-    """Log-ratio, advantage and entropy of each token of some groups, from the micro-batches of this rank."""
+    """Log-ratio, advantage and entropy of each token of the sampled groups, from the micro-batches of this rank."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self._found: defaultdict[tuple[Any, ...], list[dict[str, list[float]]]] = defaultdict(list)
+        self._values: defaultdict[tuple[Any, ...], list[dict[str, list[float]]]] = defaultdict(list)
 
     def add(self, batch: RolloutBatch, signals: Mapping[str, Any], groups: Collection[int]) -> None:
         """Adds one micro-batch: its rows that belong to `groups`, by index."""
@@ -40,29 +40,35 @@ class TrainedTokens:
         for row, index in enumerate(batch.group_index.tolist()):
             if index not in groups:
                 continue
-            there = batch.attention_mask[row]
-            key = index, tuple(batch.input_ids[row][there].tolist()), tuple(batch.versions[row][there].tolist())
-            values = {SIGNALS[name]: signals[name][row][there] for name in SIGNALS if name in signals}
-            self._found[key].append({name: [round(v, 4) for v in value.tolist()] for name, value in values.items()})
+            mask = batch.attention_mask[row]
+            token_ids = tuple(batch.input_ids[row][mask].tolist())
+            versions = tuple(batch.versions[row][mask].tolist())
+            key = (index, token_ids, versions)  # rows have no number of their own within a group
+            values = {SIGNALS[name]: signals[name][row][mask] for name in SIGNALS if name in signals}
+            self._values[key].append({name: [round(v, 4) for v in value.tolist()] for name, value in values.items()})
 
     def take(self, group: RolloutGroup, rollout: Rollout) -> dict[str, list[float]]:
-        """Values of the completion's tokens; empty for a rollout that another rank, or no one, trained on."""
+        """Values of the completion's tokens; empty if this rank did not train on the rollout."""
         begin = len(group.prompt_ids)
-        found = self._found[(group.index, (*group.prompt_ids, *rollout.token_ids), (0,) * begin + rollout.versions)]
-        return {name: values[begin:] for name, values in found.pop(0).items()} if found else {}
+        token_ids = (*group.prompt_ids, *rollout.token_ids)
+        versions = (0,) * begin + rollout.versions
+        equal_rollouts = self._values[(group.index, token_ids, versions)]
+        if not equal_rollouts:
+            return {}
+        return {name: values[begin:] for name, values in equal_rollouts.pop(0).items()}
 
 
 def sample_row(
     group: RolloutGroup, sample: int, codec: TextCodec, trained: TrainedTokens, max_tokens: int
 ) -> dict[str, Any]:
-    """Columns of one rollout that are not in the loggers' tables.
+    """Columns of one rollout in `samples.jsonl`, beyond those of the loggers' tables.
 
-    Per-token lists hold at most `max_tokens` entries: of longer completions the beginning and the end, and `cut` is the
-    position and length of the part left out.
+    Per-token lists have at most `max_tokens` entries. Longer completions lose their middle; `cut` is then the position
+    and the length of the missing part, in tokens.
     """
     rollout = group.rollouts[sample]
     length = len(rollout.token_ids)
-    kept, cut = _kept(length, max_tokens)
+    kept, cut = _kept_positions(length, max_tokens)
     tokens: dict[str, Sequence[Any]] = {
         "tokens": codec.token_texts([rollout.token_ids[n] for n in kept]),
         "versions": [rollout.versions[n] for n in kept],
@@ -91,8 +97,8 @@ def sample_row(
     return row
 
 
-def _kept(length: int, max_tokens: int) -> tuple[Sequence[int], tuple[int, int] | None]:
-    """Positions to keep, three quarters of them at the beginning, and the gap."""
+def _kept_positions(length: int, max_tokens: int) -> tuple[Sequence[int], tuple[int, int] | None]:
+    """Positions to keep (three quarters at the beginning, the rest at the end), and position and length of the gap."""
     if length <= max_tokens:
         return range(length), None
     end = max_tokens // 4
@@ -100,8 +106,8 @@ def _kept(length: int, max_tokens: int) -> tuple[Sequence[int], tuple[int, int] 
     return [*range(begin), *range(length - end, length)], (begin, length - max_tokens)
 
 
-def thin(path: Path, max_bytes: int) -> None:
-    """Drops every second step of a table until it has at most `max_bytes`; the last step stays."""
+def thin_out(path: Path, max_bytes: int) -> None:
+    """Drops every second step of a table until it has at most `max_bytes`; the last step is kept."""
     while path.stat().st_size > max_bytes:
         with path.open() as lines:
             steps = sorted({step for line in lines if (step := _step(line)) is not None})
@@ -121,24 +127,26 @@ COLUMNS = ["step", "group", "prompt", "completion", "answer", "reward", "oldest_
 
 
 class SampleLogger(pl.Callback):
-    """Every `every_n_steps` steps, some rollouts of that step: to `samples.jsonl` in the run's folder, and as a table
-    to Weights & Biases, MLflow, Trackio and TensorBoard where they are used. Of several in one Trainer one writes.
+    """Writes rollouts of every n-th step to `samples.jsonl` in the run's folder, and as a table to trackers.
 
-    The file has each token's text, version, log-ratio, advantage and entropy, which `lit-async-rl report` shows. With
-    several ranks the last three are there for rollouts that rank 0 trained on. After every validation, samples of the
+    Trackers are Weights & Biases, MLflow, Trackio and TensorBoard, if the run uses them. With several sample loggers in
+    one Trainer only the last writes.
+
+    The file has each token's text, version, log-ratio, advantage and entropy, for `lit-async-rl report`. With several
+    ranks the last three are recorded only for rollouts that rank 0 trained on. After every validation, samples of the
     same held-out prompts go to `held_out.jsonl`.
 
     Args:
         every_n_steps: optimizer steps between samples.
         num_groups: prompts per sample, with all of their completions.
         num_held_out: completions per validation.
-        max_tokens: tokens of a completion with values of their own; of longer ones the beginning and the end.
-        max_mb: size of each file; a larger one loses every second step.
+        max_tokens: largest number of tokens per completion with values; longer ones lose their middle.
+        max_mb: size of a file beyond which every second step is dropped.
 
     Raises:
         ValueError: a number is out of range; when training starts, there is no `RolloutDataModule`.
         OSError: when training starts, another process writes to the run's folder.
-    """  # noqa: D205
+    """
 
     def __init__(
         self,
@@ -159,27 +167,28 @@ class SampleLogger(pl.Callback):
         self.max_tokens = max_tokens
         self.max_mb = max_mb
         self._trained = TrainedTokens()
-        self._waiting: list[dict[str, Any]] = []  # of a validation before training, which has no folder yet
+        self._unwritten_rows: list[dict[str, Any]] = []  # of a validation before training, when there is no folder yet
         self._step = 0
-        self._writes = False
+        self._is_writer = False
         self._folder: Path | None = None
         self._lock: FolderLock | None = None
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Before a validation of another run than the last: its samples wait for the folder, as those of the first."""
-        if stage == "validate" and self._folder is not None and run_folder(trainer) != self._folder:  # a collective
+        """Closes the folder of an earlier run: samples of a validation before the next run wait for its folder."""
+        # `run_folder` is a collective; the conditions before it are the same on all ranks
+        if stage == "validate" and self._folder is not None and run_folder(trainer) != self._folder:
             self._folder = None
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         rollout_data(trainer, "SampleLogger")
-        self._step = trainer.global_step  # a collective: asked for on all ranks
-        self._folder = run_folder(trainer)
-        self._writes = [c for c in trainer.callbacks if isinstance(c, SampleLogger)][-1] is self
-        if self._writes and self._folder is not None and trainer.is_global_zero:
+        self._step = trainer.global_step
+        self._folder = run_folder(trainer)  # a collective: all ranks call, though only one writes
+        self._is_writer = [c for c in trainer.callbacks if isinstance(c, SampleLogger)][-1] is self
+        if self._is_writer and self._folder is not None and trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self._folder, "trainer.logger's folder")
-            self._append("held_out.jsonl", self._waiting)
-        self._waiting = []
+            self._append("held_out.jsonl", self._unwritten_rows)
+        self._unwritten_rows = []
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self._release()
@@ -197,7 +206,7 @@ class SampleLogger(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Collects the values of each micro-batch's tokens, and writes after the step's last one."""
-        if not self._writes:
+        if not self._is_writer:
             return
         data = rollout_data(trainer, "SampleLogger")
         groups = data.last_step_groups[: self.num_groups]
@@ -209,34 +218,37 @@ class SampleLogger(pl.Callback):
         self._step = trainer.global_step
         trained = self._trained
         self._trained = TrainedTokens()
-        rows = []
-        more = []
+        table = []  # rows for trackers
+        file_rows = []
         for group in groups:
             for sample, rollout in enumerate(group.rollouts):
                 row = [trainer.global_step, group.index, group.prompt.text, rollout.text, group.prompt.answer]
-                rows.append([*row, rollout.reward, *_range(rollout.versions)])
+                row += [rollout.reward, *_range(rollout.versions)]
+                table.append(row)
                 if self._folder is not None:
-                    more.append(sample_row(group, sample, data.codec, trained=trained, max_tokens=self.max_tokens))
-        self._append(
-            "samples.jsonl", [dict(zip(COLUMNS, a, strict=True)) | b for a, b in zip(rows, more, strict=False)]
-        )
-        self._log(trainer, rows)
+                    details = sample_row(group, sample, data.codec, trained=trained, max_tokens=self.max_tokens)
+                    file_rows.append(dict(zip(COLUMNS, row, strict=True)) | details)
+        self._append("samples.jsonl", file_rows)
+        self._log(trainer, table)
 
     @rank_zero_only
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes completions of the first held-out prompts, the same in every validation."""
         validator = getattr(pl_module, "validator", None)
-        if validator is None or trainer.sanity_checking or (self._folder is not None and not self._writes):
+        if validator is None or trainer.sanity_checking or (self._folder is not None and not self._is_writer):
             return
         rows = [
             {
-                **{"step": trainer.global_step, "prompt": sample.prompt.text, "completion": sample.completion},
-                **{"answer": sample.prompt.answer, "reward": sample.reward},
+                "step": trainer.global_step,
+                "prompt": sample.prompt.text,
+                "completion": sample.completion,
+                "answer": sample.prompt.answer,
+                "reward": sample.reward,
             }
             for sample in validator.samples[: self.num_held_out]
         ]
         if self._folder is None:
-            self._waiting = rows
+            self._unwritten_rows = rows
         else:
             self._append("held_out.jsonl", rows)
 
@@ -246,10 +258,10 @@ class SampleLogger(pl.Callback):
         path = self._folder / name
         with tolerate_full_disk(str(path)):
             append(path, "".join(json.dumps(row) + "\n" for row in rows))
-            thin(path, int(self.max_mb * 2**20))
+            thin_out(path, int(self.max_mb * 2**20))
 
     def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[Any]]) -> None:
-        """To trackers, at the step of the metrics of the same rollouts: it counts from 0 there, and from 1 in files."""
+        """Logs to trackers, at the step of the rollouts' metrics: trackers count steps from 0, our files from 1."""
         step = step_in_trackers(trainer)
         for logger in trainer.loggers:
             log_table(logger, "samples", COLUMNS, rows=[[step, *row[1:]] for row in rows], step=step)

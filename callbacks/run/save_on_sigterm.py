@@ -36,19 +36,20 @@ log = logging.getLogger(__name__)
 class SaveOnSigterm(Checkpoint):
     """Saves `last.ckpt` after SIGTERM, at the end of the running micro-batch (at once while the trainer waits).
 
-    An unfinished step is repeated after a resume; with several ranks it is finished first. Before training, and during
-    a validation outside of it, there is nothing to save, and SIGTERM exits with status 143.
+    An unfinished step is repeated after a resume; with several ranks it is finished first. Before training, and in a
+    validation outside of training, there is nothing to save, and SIGTERM exits with status 143.
 
-    SIGHUP, which a terminal sends when it is closed, is treated as SIGTERM, unless it is ignored (`nohup`) or has
-    another handler. What would have gone to the terminal after it goes to `after_hangup.txt` in the run's folder.
+    SIGHUP, which a closed terminal sends, is handled like SIGTERM, unless it is ignored (`nohup`) or has another
+    handler. Later output to the terminal goes to `after_hangup.txt` in the run's folder.
 
-    Written to the folder of the run's `ModelCheckpoint`, or where that would be without one. With
+    The checkpoint goes to the folder of the run's `ModelCheckpoint`, or to the default folder of one. With
     `data.admission: FixedLag` saving waits for all admitted groups, so the grace period before SIGKILL must cover a
     step and their sampling.
 
     Attributes:
-        path: of the checkpoint, also if a full disk did not take it; None before.
-        signal_name: what the log calls the signal; Ctrl-C becomes SIGTERM in the command line, and SIGHUP anywhere.
+        path: path of the checkpoint, also if it could not be written to a full disk; None before.
+        signal_name: name of the signal in the log. The command line turns Ctrl-C into SIGTERM, and `_HangupHandler`
+            SIGHUP.
     """
 
     signal_name: ClassVar[str] = "SIGTERM"
@@ -58,17 +59,17 @@ class SaveOnSigterm(Checkpoint):
         self._folder: Path | None = None  # None before training
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Takes SIGHUP over, unless it is ignored or has a handler."""
+        """Installs the handler of SIGHUP, unless the signal is ignored or has a handler."""
         self._folder = None
         if stage == "fit":
             self.path = None
         before = signal.getsignal(signal.SIGHUP)
-        is_free = before == signal.SIG_DFL or isinstance(before, _HangUp)
-        if is_free and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGHUP, _HangUp(_own_log_folder(trainer)))
+        is_free = before == signal.SIG_DFL or isinstance(before, _HangupHandler)
+        if is_free and threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+            signal.signal(signal.SIGHUP, _HangupHandler(_own_log_folder(trainer)))
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._folder = checkpoint_folder(trainer)  # a collective: asked for on all ranks
+        self._folder = checkpoint_folder(trainer)  # a collective, which a signal handler could not call
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         self.path = None
@@ -78,9 +79,8 @@ class SaveOnSigterm(Checkpoint):
         is_main = threading.current_thread() is threading.main_thread()
         if trainer.state.fn == TrainerFn.VALIDATING and is_main:
             signal.signal(signal.SIGTERM, _end_validation)  # Lightning restores the previous handler
-            if (
-                trainer.received_sigterm and trainer.world_size == 1
-            ):  # while other callbacks began, the engine with them
+            # the signal may have arrived while other callbacks started, the engine among them
+            if trainer.received_sigterm and trainer.world_size == 1:
                 _end_validation()
 
     def on_train_batch_end(
@@ -124,29 +124,30 @@ def _end_validation(*_: Any) -> None:
     raise SystemExit(128 + (signal.SIGHUP if SaveOnSigterm.signal_name == "SIGHUP" else signal.SIGTERM))
 
 
-class _HangUp:
-    """Handler of SIGHUP.
+class _HangupHandler:
+    """Handler of SIGHUP: redirects output and raises SIGTERM.
 
     Args:
-        folder: for what is said from then on; None drops it.
+        folder: folder of the file for later output; None discards the output.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._terminals = [number for number in (0, 1, 2) if os.isatty(number)]  # not asked for when they are gone
+        # asked now, because `isatty` is False once the terminal is closed
+        self._terminals = [number for number in (0, 1, 2) if os.isatty(number)]
 
     def __call__(self, *_: Any) -> None:
-        """As SIGTERM; outside of a run, where that has no handler, what SIGHUP does by default."""
+        """Raises SIGTERM; outside of a run, where SIGTERM has no handler, the default action of SIGHUP."""
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.raise_signal(signal.SIGHUP)
             return
         SaveOnSigterm.signal_name = "SIGHUP"
-        self._leave_terminal()
+        self._redirect_terminal()
         signal.raise_signal(signal.SIGTERM)
 
-    def _leave_terminal(self) -> None:
-        """Replaces a closed terminal, in which every `print` would be an error, before the checkpoint is saved."""
+    def _redirect_terminal(self) -> None:
+        """Replaces a closed terminal by a file: every `print` to it would raise, also while the checkpoint is saved."""
         path = os.devnull if self._folder is None else str(self._folder / "after_hangup.txt")
         terminals = self._terminals
         self._terminals = []
@@ -162,13 +163,13 @@ class _HangUp:
 
 
 def _own_log_folder(trainer: AnyTrainer) -> Path | None:
-    """Folder of the run's files on rank 0. Asks no other rank: only this one may have got a signal."""
+    """Folder of the run's files on rank 0. Without a collective, because other ranks may not have got the signal."""
     logs = trainer.loggers if trainer.is_global_zero else []
     return next((Path(log.log_dir) for log in logs if isinstance(log, CSVLogger | TensorBoardLogger)), None)
 
 
 def checkpoint_folder(trainer: AnyTrainer) -> Path:
-    """Folder of the run's `ModelCheckpoint`; without one, where it would be. A collective."""
+    """Folder of the run's `ModelCheckpoint`, or the default folder of one. A collective: all ranks call."""
     folder = run_folder(trainer)
     for callback in trainer.checkpoint_callbacks:
         if dirpath := getattr(callback, "dirpath", None):  # the `ModelCheckpoint` of either Lightning
@@ -177,7 +178,7 @@ def checkpoint_folder(trainer: AnyTrainer) -> Path:
 
 
 def is_asked_to_stop(trainer: AnyTrainer) -> bool:
-    """Whether SIGTERM or Ctrl-C reached any rank. A collective."""
+    """Whether SIGTERM or Ctrl-C reached any rank. A collective, because all ranks must stop after the same step."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     asked = data.is_asked_to_stop if isinstance(data, RolloutDataModule) else trainer.received_sigterm
     return trainer.strategy.reduce_boolean_decision(asked, all=False)
@@ -186,16 +187,16 @@ def is_asked_to_stop(trainer: AnyTrainer) -> bool:
 # -- Checkpoint of a failed run ---------------------------------------------------------------------------------------
 
 
-BETWEEN_STEPS = (EngineError, EnvironmentFailure, NonFiniteError, ProducerError, RewardError, StalledError)
+ERRORS_BETWEEN_STEPS = (EngineError, EnvironmentFailure, NonFiniteError, ProducerError, RewardError, StalledError)
 
 
 class SaveOnFailure(Checkpoint):
     """Saves `failed.ckpt` when engine, reward or environment end the run, or after too many NaN gradients.
 
     These errors are raised between two steps, so weights, moments and finished rollouts are consistent, and the run can
-    be resumed once the cause is fixed. Written to the folder of the run's `ModelCheckpoint`, or where that would be
-    without one. Nothing is saved before the first finished rollout, and with several ranks, because saving is a
-    collective that the others do not join.
+    be resumed once the cause is fixed. The checkpoint goes to the folder of the run's `ModelCheckpoint`, or to the
+    default folder of one. Nothing is saved before the first finished rollout. Nor is it with several ranks: saving is a
+    collective, and the ranks without the error would not join.
 
     Attributes:
         path: path of the checkpoint; None until one is saved.
@@ -206,22 +207,22 @@ class SaveOnFailure(Checkpoint):
         self._folder: Path | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        self._folder = checkpoint_folder(trainer)  # a collective: asked for on all ranks
+        self._folder = checkpoint_folder(trainer)  # a collective, and after an error no longer possible
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Saves the checkpoint, before the engine is closed."""
-        is_fit = trainer.state.fn == TrainerFn.FITTING  # its validations are between two steps, too
-        if not isinstance(exception, BETWEEN_STEPS) or trainer.world_size > 1 or not is_fit:
+        is_fit = trainer.state.fn == TrainerFn.FITTING  # includes validations, which are between two steps, too
+        if not isinstance(exception, ERRORS_BETWEEN_STEPS) or trainer.world_size > 1 or not is_fit:
             return
         data = trainer.datamodule  # type: ignore[attr-defined]
         stats = data.stats() if isinstance(data, RolloutDataModule) else None
-        if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # there is nothing to keep
+        if trainer.global_step == 0 and (stats is None or stats.num_finished == 0):  # nothing to save yet
             return
         path = str((self._folder or Path(trainer.default_root_dir)) / "failed.ckpt")
         try:
             trainer.save_checkpoint(path)
             is_saved = finish_saving(trainer)
-        except Exception as error:  # the run ends with the error that it has, and its engine is closed
+        except Exception as error:  # must not hide the error that ends the run, nor keep the engine from closing
             log.warning("%s was not saved: %s", path, describe(error))
             return
         if is_saved:
@@ -229,22 +230,22 @@ class SaveOnFailure(Checkpoint):
             log.warning("saved %s after step %d, with all finished rollouts", path, trainer.global_step)
 
 
-# -- Lightning's `ModelCheckpoint` whose link to the last checkpoint is never broken ----------------------------------
+# -- `ModelCheckpoint` with a link to the last checkpoint that is never broken ----------------------------------------
 
 
 class LinkedCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` (same arguments) for checkpoints that are written in the background.
 
-    With `save_last: link` the file `last.ckpt` is a symbolic link, which moves in one step once the newest checkpoint
-    is written. A run that is resumed from it moves it on.
+    With `save_last: link` the file `last.ckpt` is a symbolic link. It is replaced atomically once the newest checkpoint
+    is written, also by a run resumed from it.
 
-    The end of training is saved, too, which may be up to an interval after the last of `every_n_train_steps`. With a
-    `monitor`, whose metric is of an earlier step, and before `trainer.max_steps`, where the run may have been stopped
-    because it collapsed, that is `last.ckpt` alone, as a file: no other checkpoint is removed for it. What fails after
-    the last step (another callback's end, say) does not take it along.
+    The end of training is saved, too, though it may lie between two multiples of `every_n_train_steps`. Then only
+    `last.ckpt` is written, as a file, and no other checkpoint is removed, in two cases: with a `monitor` (its metric
+    belongs to an earlier step), and before `trainer.max_steps` (the run may have stopped because it collapsed). A
+    failure after the last step, such as in another callback's `on_train_end`, does not prevent this.
     """
 
-    _has_ended = False  # the last step, and nothing that comes after it
+    _has_ended = False  # whether the last step is done; the callbacks' `on_train_end` may not be
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)  # type: ignore[arg-type]
@@ -252,7 +253,7 @@ class LinkedCheckpoint(ModelCheckpoint):
             tell_loggers_after_saving(trainer)
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Saves the last steps, unless the run was asked to stop: `SaveOnSigterm` does then."""
+        """Saves the end of training, unless `SaveOnSigterm` does because the run was asked to stop."""
         saves_itself = any(isinstance(callback, SaveOnSigterm) for callback in trainer.checkpoint_callbacks)
         if self._should_skip_saving_checkpoint(trainer) or (saves_itself and is_asked_to_stop(trainer)):
             return
@@ -260,17 +261,17 @@ class LinkedCheckpoint(ModelCheckpoint):
         if self.monitor is None and trainer.global_step >= trainer.max_steps:
             self._save_topk_checkpoint(trainer, metrics)
         else:
-            self._last_checkpoint_saved = ""  # nothing else is of this step, so that a link could name it
+            self._last_checkpoint_saved = ""  # no checkpoint of this step that a link could point to: writes a file
         self._save_last_checkpoint(trainer, metrics)
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Saves the last step if training was over. Not with several ranks, because the others do not join."""
+        """Saves the end of training if it was reached. Not with several ranks: the others would not join."""
         super().on_exception(trainer, pl_module, exception)  # type: ignore[arg-type]
         if trainer.state.fn != TrainerFn.FITTING or not self._has_ended or trainer.world_size > 1:
             return
         try:
             self.on_train_end(trainer, pl_module)
-        except Exception as error:  # the run ends with the error that it has
+        except Exception as error:  # must not hide the error that ends the run
             log.warning("the last step was not saved: %s", describe(error))
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -278,7 +279,7 @@ class LinkedCheckpoint(ModelCheckpoint):
         self._has_ended = False
 
     def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Notes that training is over: between two steps, and before any callback's `on_train_end`."""
+        """Records the end of training: the last step is done, and no `on_train_end` was called yet."""
         super().on_train_epoch_end(trainer, pl_module)  # type: ignore[arg-type]
         self._has_ended = trainer.fit_loop.done
 
@@ -290,10 +291,10 @@ class LinkedCheckpoint(ModelCheckpoint):
             return
         if trainer.is_global_zero:
             checkpoint_io.link_checkpoint(filepath, linkpath)
-        trainer.strategy.barrier()
+        trainer.strategy.barrier()  # no rank may read the link before it is set
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state; the link belongs to this run even if the checkpoint was saved before it was made."""
+        """Restores the state, and adopts an existing link: it may be newer than the state in the checkpoint."""
         super().load_state_dict(state_dict)
         if self.dirpath is not None:
             link = Path(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")

@@ -31,9 +31,9 @@ class WeightSync(pl.Callback):
     publication was skipped (for example by `GradientAlignmentControl`), the engine keeps its weights. Admission
     advances either way. Logs `perf/weight_sync_s`, the seconds that the trainer spent publishing.
 
-    Before training it links the parts, so that each setting is stated once: `data.model` is the module's unless given,
-    `accumulate_grad_batches` follows `data.micro_batches_per_step`, groups are kept whole where the module needs it,
-    and model and tokenizer must agree.
+    Before training it copies settings between the parts, so that each is given once: `data.model` is by default the
+    module's, `accumulate_grad_batches` is `data.micro_batches_per_step`, groups are kept whole if the loss or baseline
+    needs it, and the tokenizer must fit the model.
 
     Attributes:
         weight_sync_steps: optimizer steps between publications, from the data module.
@@ -47,8 +47,8 @@ class WeightSync(pl.Callback):
         self.weight_sync_steps = 1
         self.total_s = 0.0
         self._published_step: int | None = None  # None before training
-        self._steps_before = 0  # a resume: steps since the last publication
-        self._known: dict[str, int] = {}  # frozen weights that the engine has
+        self._steps_before = 0  # of a resumed run: steps from the last publication to the checkpoint
+        self._published_weights: dict[str, int] = {}  # frozen weights that the engine has already
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if sum(isinstance(one, WeightSync) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ class WeightSync(pl.Callback):
         data = rollout_data(trainer, "WeightSync")
         self.link(trainer, module, data)
         self.weight_sync_steps = data.weight_sync_steps
-        if stage == "fit":  # the callback may have served another one
+        if stage == "fit":  # the callback may have been used in an earlier fit
             self._published_step = None
             self._steps_before = 0
 
@@ -75,7 +75,7 @@ class WeightSync(pl.Callback):
         if trainer.overfit_batches:
             raise ValueError(
                 f"trainer.overfit_batches={trainer.overfit_batches} would repeat batches, and every step samples new "
-                "rollouts: leave it out. Few prompts (data.prompts) are learned by heart, trainer.max_steps ends a run"
+                "rollouts: leave it out; to overfit deliberately, use few prompts (data.prompts) and trainer.max_steps"
             )
         data.use_model(module.model)
         if data.model != module.model:
@@ -93,7 +93,9 @@ class WeightSync(pl.Callback):
             check_routers(module.policy.causal_lm)
         is_sampled = data.tape is None and not isinstance(data.engine, EpisodeEngine)
         if data.tape is None:
-            compared = data.advantage if module.objective.baseline is None else None  # it takes the advantage's place
+            compared = (
+                data.advantage if module.objective.baseline is None else None
+            )  # a baseline replaces the advantage
             check_signal(compared, data.group_size, data.sampling.temperature, is_sampled=is_sampled)
         data.keep_groups_whole = module.wants_whole_groups
         wanted = data.micro_batches_per_step
@@ -115,8 +117,9 @@ class WeightSync(pl.Callback):
         trainer.accumulate_grad_batches = wanted
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Refuses a length in epochs, which are endless here, unless it is Lightning's default of 1000."""
-        is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)  # a share of all
+        """Checks that the run ends: epochs are endless, so `max_epochs` is refused unless it is the default of 1000."""
+        # a float is a share of all batches, of which there is no end
+        is_endless = trainer.max_steps < 0 and isinstance(trainer.limit_train_batches, float)
         if is_endless and trainer.max_epochs not in (None, -1, 1000):
             raise ValueError(
                 f"trainer.max_epochs={trainer.max_epochs} without trainer.max_steps: an epoch of rollouts never ends; "
@@ -129,7 +132,7 @@ class WeightSync(pl.Callback):
         data = rollout_data(trainer, "WeightSync")
         self._published_step = trainer.global_step - self._steps_before
         self.total_s = 0.0
-        self._known = {}
+        self._published_weights = {}
         self._publish(module, data)
         stream = partial(module.stream_weights, adapters=data.engine.takes_adapters)
         data.feed.start(module.version, trainer.global_step, stream, lambda: data.is_asked_to_stop)
@@ -148,11 +151,13 @@ class WeightSync(pl.Callback):
         module = policy_module(pl_module, "WeightSync")
         data = rollout_data(trainer, "WeightSync")
         began = time.monotonic()
-        if data.feed.ranks.any(module.take_updated()):  # a rank may hold a shard without gradients
+        # over all ranks, because one may hold a shard without gradients, and publishing is a collective
+        if data.feed.ranks.any(module.take_updated()):
             module.version += 1
             self._publish(module, data)
         elif data.engine.sleep_level == 2 and data.feed.ranks.any(data.engine.needs_weights):
-            self._publish(module, data)  # the same weights again, to an engine that has dropped them
+            self._publish(module, data)  # the same weights again: sleep level 2 dropped the engine's copy
+        # after the publication: slots returned earlier would admit groups that the old weights sample
         data.feed.advance(module.version)
         seconds = time.monotonic() - began
         self.total_s += seconds
@@ -163,7 +168,7 @@ class WeightSync(pl.Callback):
     def _publish(self, module: PolicyModule, data: RolloutDataModule) -> None:
         if data.engine.uses_probe:
             data.engine.probe = make_probe(module)
-        known = self._known if data.engine.takes_changes else None
+        known = self._published_weights if data.engine.takes_changes else None
         data.feed.publish(module.version, module.stream_weights(data.engine.takes_adapters, known))
 
     def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
@@ -172,7 +177,7 @@ class WeightSync(pl.Callback):
     def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         """Restores the count of steps, and the data module's state if its class was renamed."""
         self._steps_before = checkpoint["steps_since_publication"]
-        if trainer.state.fn == "validate":  # before a resume: belongs to that step, and not to step 0
+        if trainer.state.fn == "validate":  # of a checkpoint, to be resumed: log at its step, not at step 0
             trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
         if trainer.state.fn == "fit":
             restore_renamed(rollout_data(trainer, "WeightSync"), checkpoint)
@@ -182,19 +187,19 @@ class WeightSync(pl.Callback):
 
 
 def restore_renamed(data: RolloutDataModule, checkpoint: Mapping[str, Any]) -> None:
-    """Restores the state of a data module whose class had another name when it was saved.
+    """Restores the data module's state from a checkpoint that was saved under another class name.
 
     Raises:
         ValueError: the checkpoint has no such state, or several.
     """
-    if type(data).__qualname__ in checkpoint or data.tape is not None:  # Lightning did it; a tape begins at the step
+    if type(data).__qualname__ in checkpoint or data.tape is not None:  # Lightning restored it; a tape needs no state
         return
-    found = [name for name, value in checkpoint.items() if is_producer_state(value)]
-    if not found and checkpoint["global_step"] == 0:  # saved before anything was sampled
+    names = [name for name, value in checkpoint.items() if is_producer_state(value)]
+    if not names and checkpoint["global_step"] == 0:  # saved before anything was sampled
         return
-    if len(found) != 1:
+    if len(names) != 1:
         raise ValueError(
-            f"the checkpoint holds {len(found)} states of a RolloutDataModule, not one: its rollouts and the position "
+            f"the checkpoint holds {len(names)} states of a RolloutDataModule, not one: its rollouts and the position "
             "in data.prompts would be lost. " + START_ANEW
         )
-    data.load_state_dict(checkpoint[found[0]])
+    data.load_state_dict(checkpoint[names[0]])

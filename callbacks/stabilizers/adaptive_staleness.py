@@ -20,9 +20,8 @@ class AdaptiveStaleness(SignalCallback):
         x < target - band   lower the bound: halve it
         x > target + band   raise it by one
 
-    Additive increase and multiplicative decrease, as in TCP congestion control. Data sampled under the old bound keeps
-    arriving for a while, so after a change the loop waits until all of it has been trained on: max(old, new) + 1
-    publications. Not from a paper.
+    Additive increase and multiplicative decrease, as in TCP congestion control. After a change the loop waits for
+    max(old, new) + 1 publications, until all data sampled under the old bound has been trained on. Not from a paper.
 
     With `max_kl` the loop follows the mean KL(mu || pi) per token (k3) instead: above `max_kl` it lowers the bound,
     below half of it it raises the bound.
@@ -35,7 +34,7 @@ class AdaptiveStaleness(SignalCallback):
         max_kl: KL threshold in nats per token, used in place of the effective sample size.
         min_staleness: lowest bound; the configured `max_staleness` is the highest.
         smoothing: weight of the old average in the exponential moving average.
-        optimizer: optimizer whose steps count, by position or submodule name; None where there is only one.
+        optimizer: optimizer of the measured steps, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
@@ -65,8 +64,8 @@ class AdaptiveStaleness(SignalCallback):
         self._smoothed: float | None = None
         self._bound: int | None = None
         self._resumed_bound: int | None = None
-        self._highest = 0
-        self._wait = 0
+        self._max_bound = 0
+        self._num_waiting_steps = 0
         self._pending: StepSignals | None = None
 
     def next_bound(self, bound: int, highest: int) -> int:
@@ -88,59 +87,60 @@ class AdaptiveStaleness(SignalCallback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._smoothed = None
-        self._wait = 0
+        self._num_waiting_steps = 0
         self._bound = None
         self._resumed_bound = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Restores the bound of a resumed run before anything is sampled."""
         data = bounded_data(trainer, "AdaptiveStaleness")
-        self._highest = data.max_staleness
+        self._max_bound = data.max_staleness
         self._pending = None
         resumed = self._resumed_bound
         self._resumed_bound = None
-        data.set_max_staleness(self._highest if resumed is None else min(resumed, self._highest))  # or says it cannot
+        # also without a resumed bound, because data that cannot change it raises here, before anything is sampled
+        data.set_max_staleness(self._max_bound if resumed is None else min(resumed, self._max_bound))
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Keeps the signals until the end of the batch."""
+        """Stores the signals until the end of the batch."""
         self._pending = self.reduce_signals(optimizer)
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Updates the bound after the step, when the data module is idle."""
+        """Updates the bound after the step, when the data module collates no batch."""
         if self._pending is None:
             return
         signals = self._pending
         self._pending = None
         data = bounded_data(trainer, "AdaptiveStaleness")
         before = data.max_staleness
-        self._bound = self._react(signals, before)
+        self._bound = self._updated_bound(signals, before)
         if self._bound != before:
-            self._wait = (max(before, self._bound) + 1) * getattr(data, "weight_sync_steps", 1)
+            self._num_waiting_steps = (max(before, self._bound) + 1) * getattr(data, "weight_sync_steps", 1)
             data.set_max_staleness(self._bound)
         pl_module.log("staleness/bound", float(self._bound))
         if self._smoothed is not None:
             pl_module.log(f"staleness/smoothed_{'ess_ratio' if self.max_kl is None else 'kl'}", self._smoothed)
 
-    def _react(self, signals: StepSignals, bound: int) -> int:
+    def _updated_bound(self, signals: StepSignals, bound: int) -> int:
         value = signals.ess_ratio if self.max_kl is None else signals.kl
         if value is None:
             return bound
         old = value if self._smoothed is None else self._smoothed
         self._smoothed = self.smoothing * old + (1 - self.smoothing) * value
-        if self._wait > 0:
-            self._wait -= 1
+        if self._num_waiting_steps > 0:
+            self._num_waiting_steps -= 1
             return bound
-        return self.next_bound(bound, self._highest)
+        return self.next_bound(bound, self._max_bound)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"smoothed": self._smoothed, "bound": self._bound, "wait": self._wait}
+        return {"smoothed": self._smoothed, "bound": self._bound, "wait": self._num_waiting_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the loop; the bound is set when training starts."""
+        """Restores the smoothed signal; `on_fit_start` sets the bound."""
         self._smoothed = state_dict["smoothed"]
-        self._wait = state_dict["wait"]
+        self._num_waiting_steps = state_dict["wait"]
         self._bound = self._resumed_bound = state_dict["bound"]

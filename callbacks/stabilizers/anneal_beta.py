@@ -18,8 +18,8 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class AnnealBeta(pl.Callback):
     """Anneals `model.loss.beta` linearly to `final` within `steps` optimizer steps.
 
-    As in TBA (arXiv:2503.18929), for losses with a `beta`. A function of the step only, so a resumed run continues it.
-    The loss has its own beta again when training has ended. Logs `loss/beta`.
+    As in TBA (arXiv:2503.18929), for losses with a `beta`. Depends on the step only, so a resumed run continues the
+    schedule. The initial beta is restored when training ends. Logs `loss/beta`.
 
     Args:
         final: final value of beta.
@@ -35,12 +35,12 @@ class AnnealBeta(pl.Callback):
         check_range("AnnealBeta", "positive", final=final)
         self.final = final
         self.steps = steps
-        self._first: tuple[PolicyModule, float] | None = None  # module and its initial beta
+        self._initial_beta: tuple[PolicyModule, float] | None = None  # module and its initial beta
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Reads the initial beta from the loss."""
         module = policy_module(pl_module, "AnnealBeta")
-        self._first = module, _loss(module).beta
+        self._initial_beta = module, _loss(module).beta
 
     def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         self._restore()
@@ -49,19 +49,19 @@ class AnnealBeta(pl.Callback):
         self._restore()
 
     def _restore(self) -> None:
-        """Otherwise another fit would begin with an annealed beta."""
-        if self._first is not None:
-            module, first = self._first
+        """Restores the initial beta, or another fit would begin with the annealed one."""
+        if self._initial_beta is not None:
+            module, first = self._initial_beta
             module.objective.loss = dataclasses.replace(_loss(module), beta=first)
-            self._first = None
+            self._initial_beta = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
         """Sets beta for this step."""
-        if self._first is None:
+        if self._initial_beta is None:
             raise SetupError("AnnealBeta needs on_fit_start before training batches")
-        module, first = self._first
+        module, first = self._initial_beta
         beta = first + min(1.0, trainer.global_step / self.steps) * (self.final - first)
         module.objective.loss = dataclasses.replace(_loss(module), beta=beta)
         module.log("loss/beta", beta)

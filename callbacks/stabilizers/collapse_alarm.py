@@ -21,9 +21,9 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class CollapseAlarm(SignalCallback):
     """Monitors effective sample size, KL, gradient norm, cosine, entropy and reward; acts on a persistent violation.
 
-    Put it first in the list of callbacks: it reads the gradient before others change it, and a rollback must come
-    before `WeightSync` publishes. The limits are not from a paper (see `CollapseWatch`); a limit of None is off, and
-    with all limits off the callback changes nothing. Signals are reduced over ranks, so every rank decides alike.
+    Put it first in the list of callbacks: it must read the gradient before others change it, and roll back before
+    `WeightSync` publishes. The limits are not from a paper (see `CollapseWatch`); None disables a limit, and with all
+    limits disabled the callback changes nothing. Signals are reduced over ranks, so that every rank decides alike.
 
     Logs `collapse/{ess_ratio,kl,grad_norm,cosine,entropy,reward}`, and `collapse/num_alarms`.
 
@@ -41,7 +41,7 @@ class CollapseAlarm(SignalCallback):
         patience: consecutive steps that must violate a limit.
         window: steps of the median and the mean.
         cooldown_steps: steps after an alarm without another one.
-        optimizer: optimizer whose gradient is monitored, by position or submodule name; None where there is only one.
+        optimizer: optimizer of the monitored gradient, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
@@ -80,14 +80,14 @@ class CollapseAlarm(SignalCallback):
         self.reports: list[str] = []
         self._spaces = GradSpaces()
         self._previous = ReferenceGradients()
-        self._quiet_steps = 0
+        self._cooldown_left = 0
         self._alarm: list[str] = []
-        self._stepped = False
+        self._has_stepped = False
         self._resumed: dict[str, Any] | None = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.watch.reset()
-        self._quiet_steps = 0
+        self._cooldown_left = 0
         self.reports = []
         self._resumed = None
 
@@ -103,7 +103,7 @@ class CollapseAlarm(SignalCallback):
         self._spaces = GradSpaces()
         self._previous = ReferenceGradients()
         self._alarm = []
-        self._stepped = False
+        self._has_stepped = False
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Compares the step with the limits, and logs."""
@@ -119,13 +119,13 @@ class CollapseAlarm(SignalCallback):
             reward=signals.reward,
         )
         broken = self.watch.observe(seen)
-        self._alarm = broken if self._quiet_steps == 0 else []
-        if self.watch.is_healthy and self._quiet_steps == 0:
+        self._alarm = broken if self._cooldown_left == 0 else []
+        if self.watch.is_healthy and self._cooldown_left == 0:
             self.action.healthy(trainer, pl_module)
         else:
             self.action.unhealthy(trainer, pl_module)
-        self._quiet_steps = max(0, self._quiet_steps - 1)
-        self._stepped = True
+        self._cooldown_left = max(0, self._cooldown_left - 1)
+        self._has_stepped = True
         values = {name: value for name, value in vars(seen).items() if value is not None and math.isfinite(value)}
         for name, value in (values | {"num_alarms": float(len(self.reports))}).items():
             pl_module.log(f"collapse/{name}", value)
@@ -134,20 +134,20 @@ class CollapseAlarm(SignalCallback):
         self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Raises the alarm after the step."""
-        if not self._stepped:
+        if not self._has_stepped:
             return
-        self._stepped = False
+        self._has_stepped = False
         if self._alarm:
             report = f"CollapseAlarm at step {trainer.global_step}: {'; '.join(self._alarm)}. "
             report += self.action.act(trainer, pl_module)
             self.reports.append(report)
             rank_zero_warn(report)
-            self.watch.forgive()
-            self._quiet_steps = self.cooldown_steps
+            self.watch.reset_counts()
+            self._cooldown_left = self.cooldown_steps
             self._previous = ReferenceGradients()
 
     def _gradient(self, trainer: AnyTrainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
-        """Norm, and cosine with the previous gradient, as far as limits need them; None without a gradient."""
+        """Norm, and cosine with the previous gradient; None if no limit needs them, or without a gradient."""
         if self.watch.max_grad_norm_factor is None and self.watch.max_cosine is None:
             return None, None
         if trainer.strategy.model is None:
@@ -163,12 +163,12 @@ class CollapseAlarm(SignalCallback):
         return {
             "watch": self.watch.state_dict(),
             "action": self.action.state_dict() if self._resumed is None else self._resumed,
-            "quiet_steps": self._quiet_steps,
+            "quiet_steps": self._cooldown_left,
             "reports": list(self.reports),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.watch.load_state_dict(state_dict["watch"])
-        self._quiet_steps = state_dict["quiet_steps"]
+        self._cooldown_left = state_dict["quiet_steps"]
         self.reports = list(state_dict["reports"])
         self._resumed = state_dict["action"]

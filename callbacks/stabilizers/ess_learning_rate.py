@@ -23,10 +23,10 @@ class ESSLearningRate(SignalCallback):
     `power=0.5` is the paper's rule for AdamW, `power=1` its rule for SGD, `power=0` changes nothing. From the paper:
     formula, both rules, the limit of 1, raw weights, no smoothing. Ours: log space (the published code overflows), one
     sum over all ranks (in the published code ranks without records scale to zero), the floor, the measured base.
-    Decoupled weight decay is multiplied by the learning rate and so shrinks with it.
+    Decoupled weight decay is multiplied by the learning rate, and is scaled with it.
 
-    The scheduler never sees the changed rate. NaN log-ratios count as weight 0 (and so lower rho). A step without
-    any signal keeps its learning rate. Both are logged, with one warning.
+    The scheduler never sees the changed rate. NaN log-ratios count as weight 0, which lowers rho. A step without any
+    signal keeps its learning rate. Both are logged, with one warning.
 
     Logs `ess/ratio` (rho), `ess/lr_scale`, `ess/num_samples`, `ess/num_broken`.
 
@@ -44,11 +44,11 @@ class ESSLearningRate(SignalCallback):
 
     Args:
         power: exponent; 0.5 is the square-root rule, 1 the linear rule.
-        base_ess_ratio: rho of on-policy data, which keeps the full learning rate.
-        measure_steps: take the mean rho of this many first steps (which keep the full learning rate) instead of
-            `base_ess_ratio`; staleness should be low in them.
+        base_ess_ratio: rho of on-policy data; the learning rate is unchanged at and above it.
+        measure_steps: use the mean rho of this many first steps instead of `base_ess_ratio`. Their learning rate is
+            unchanged, and their staleness should be low.
         floor: smallest factor of the learning rate.
-        optimizer: optimizer to scale, by position or submodule name; None where there is only one.
+        optimizer: optimizer to scale, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals.
 
     Raises:
@@ -123,7 +123,7 @@ class ESSLearningRate(SignalCallback):
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._measured = [0, 0.0]
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:

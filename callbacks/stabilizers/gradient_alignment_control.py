@@ -46,20 +46,20 @@ class GradientAlignmentControl(pl.Callback):
 
     Stale rollouts align consecutive gradients, which acts like unwanted momentum. From the paper: the cosine of
     consecutive gradients as signal, projection by parallel and orthogonal part, threshold regimes that project and
-    skip. Thresholds, a, p and the treatment of negative c could not be checked; each is an argument here, with
-    defaults of our own. See `lit_async_rl.stabilizers.alignment`.
+    skip. Thresholds, a, p and the treatment of negative c could not be checked; each is an argument here, with our own
+    defaults. See `lit_async_rl.stabilizers.alignment`.
 
-    Runs on the summed, unclipped gradient of the step: put it before `GradientClipping`. A skip leaves no gradients, so
-    `PolicyModule` counts no version; Lightning still advances scheduler and `global_step`. A gradient with NaN or
-    infinity is dropped in the same way, is not counted as a skip, and does not become the reference.
+    Runs on the summed, unclipped gradient of the step: put it before `GradientClipping`. A skip removes the gradients,
+    so that `PolicyModule` counts no version; Lightning still advances scheduler and `global_step`. A gradient with NaN
+    or infinity is dropped in the same way, is not counted as a skip, and does not become the reference.
 
     The reference takes the memory of one more gradient (of this rank's shard). It is not checkpointed: the first step
-    after a resume is applied as it is.
+    after a resume is applied unchanged.
 
-    Logs `gac/cosine` (where there is a reference), `gac/regime` (0 applied, 1 projected, 2 skipped, 3 dropped),
+    Logs `gac/cosine` (if there is a reference), `gac/regime` (0 applied, 1 projected, 2 skipped, 3 dropped),
     `gac/kept` (a), `gac/consecutive_skips`, `gac/norm`, `gac/low`, `gac/high`, `gac/num_dropped` (steps so far).
 
-    In a Trainer it is one of its `callbacks`, for any LightningModule. In a loop of your own:
+    In a Trainer it is one of the `callbacks`, for any LightningModule. In a custom loop:
 
     Example:
         ```python
@@ -78,17 +78,17 @@ class GradientAlignmentControl(pl.Callback):
         ```
 
     Args:
-        low: c up to which the gradient is applied as it is; 1 is the neutral setting.
-        high: c up to which it is projected; 1 never skips.
-        residual: rule for a, the share of the parallel component that is kept.
+        low: largest c at which the gradient is applied unchanged; 1 is the neutral setting.
+        high: largest c at which it is projected; 1 never skips.
+        residual: rule for a, the share of the parallel component to keep.
         reference: rule for p, the reference gradient.
         two_sided: treat strongly opposed gradients like aligned ones.
-        per_parameter_group: compare and act on each parameter group of the optimizer by itself.
+        per_parameter_group: treat each parameter group of the optimizer separately.
         max_consecutive_skips: after this many consecutive skips a step is projected instead.
         min_remainder: a projection that leaves less than this share of the norm is a skip.
-        calibrate_steps: record this many cosines without intervening, then set `low` to a quantile of them (and `high`
-            to the same relative place between `low` and 1); data should be on-policy, or nearly, in these steps.
-        calibrate_quantile: that quantile.
+        calibrate_steps: record this many cosines without intervention, then set `low` to their quantile (and `high` to
+            the same relative position between `low` and 1); these steps should be on-policy, or nearly.
+        calibrate_quantile: the quantile, in [0, 1].
         optimizer: optimizer to control, by position or submodule name; None controls each independently.
 
     Raises:
@@ -119,7 +119,7 @@ class GradientAlignmentControl(pl.Callback):
             max_consecutive_skips=max_consecutive_skips,
             min_remainder=min_remainder,
         )
-        self._given = self.rule  # the rule before any calibration
+        self._initial_rule = self.rule  # the rule before any calibration
         self._has_trained = False
         self.reference = reference or LastRaw()
         self.calibrate_steps = calibrate_steps
@@ -136,8 +136,8 @@ class GradientAlignmentControl(pl.Callback):
 
         Args:
             root: outermost module (the FSDP or DDP wrapper, if there is one).
-            optimizer: optimizer whose gradients are controlled.
-            index: position of the optimizer, where there are several.
+            optimizer: optimizer of the gradients.
+            index: position of the optimizer, if there are several.
         """
         space = self._spaces.of(root, raw_optimizer(optimizer))
         gradients = space.gradients()
@@ -151,14 +151,14 @@ class GradientAlignmentControl(pl.Callback):
         return self._metrics(steps, skips)
 
     def _skips_of(self, index: int, num_groups: int) -> list[int]:
-        """Consecutive skips of each group; the number of groups may have changed by a resume or a second run."""
+        """Consecutive skips of each group, resized: the number of groups may change in a resume or a second run."""
         skips = self._skips.setdefault(index, [])
         skips[num_groups:] = []
         skips += [0] * (num_groups - len(skips))
         return skips
 
     def _decide(self, step: AlignedStep, skips: list[int], group: int) -> None:
-        """Sets regime and share of the step, and counts skips."""
+        """Sets regime and residual share of the step, and counts skips."""
         if not math.isfinite(step.norm):
             if self.num_dropped == 0:
                 rank_zero_warn("GradientAlignmentControl: a gradient contains NaN or infinity; such steps are dropped")
@@ -217,9 +217,9 @@ class GradientAlignmentControl(pl.Callback):
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Forgets an earlier run; a resume restores its state after this."""
+        """Resets the state of an earlier run; a resume restores its state afterwards."""
         if stage == "fit" and self._has_trained:
-            self.rule = self._given
+            self.rule = self._initial_rule
             self._skips = {}
             self._cosines = []
             self.num_dropped = 0

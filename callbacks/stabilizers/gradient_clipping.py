@@ -58,8 +58,8 @@ class GradientClipping(pl.Callback):
 
         Args:
             root: outermost module (the FSDP or DDP wrapper, if there is one).
-            optimizer: optimizer whose gradients are clipped.
-            index: position of the optimizer, where there are several.
+            optimizer: optimizer of the gradients.
+            index: position of the optimizer, if there are several.
         """
         optimizer = raw_optimizer(optimizer)
         space = self._spaces.of(root, optimizer)
@@ -69,7 +69,7 @@ class GradientClipping(pl.Callback):
         if not math.isfinite(norm):
             space.drop([0])
             return {"grad/clip_scale": 0.0, "grad/num_dropped": float(self.dropped.total)}
-        # 1e-6 is torch's own constant, so that results agree
+        # 1e-6 as in `torch.nn.utils.clip_grad_norm_`, so that results agree
         scale = self.max_norm / (norm + 1e-6) if norm > self.max_norm else 1.0
         space.scale_(gradients, [scale])
         return {"grad/norm": norm, "grad/clip_scale": scale, "grad/num_dropped": float(self.dropped.total)}

@@ -66,7 +66,7 @@ class ReferenceReset(pl.Callback):
         self.on_roll_back(trainer, pl_module, checkpoint)
 
     def on_roll_back(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
-        """The same, after an alarm."""
+        """Restores the reference after an alarm, if the checkpoint has one."""
         if "reference" in checkpoint:
             _reference(pl_module).load_state_dict(checkpoint["reference"])
 

@@ -23,8 +23,8 @@ class SkipNonFinite(pl.Callback):
     """Drops updates whose gradient contains NaN or infinity on any rank; weights, moments and version are unchanged.
 
     One of the default callbacks. `GradientClipping` does the same, with its own limit. With loss scaling
-    (`precision: 16-mixed`) the scaler skips such steps, and lowers its scale; they count here from a scale of 1 on,
-    where the scale is not the reason.
+    (`precision: 16-mixed`) the scaler skips such steps, and lowers its scale; they count here once the scale is at most
+    1, when it cannot be the reason.
 
     Logs `grad/num_skipped`, the number of dropped updates, once it is above 0.
 

@@ -132,7 +132,7 @@ class GlobalMeanStd(AdvantageEstimator):
         """Rewards standardized over all groups of the step."""
         groups = [centered(group) for group in rewards] if self.group_baseline else rewards
         flat = list(chain.from_iterable(groups))
-        if self.group_baseline:  # the mean is 0 up to rounding, which must not become a signal
+        if self.group_baseline:  # the mean is 0 up to rounding, and subtracting that would add a signal of noise
             scale = math.sqrt(math.fsum(a * a for a in flat) / max(1, len(flat))) + self.eps
             values = [a / scale if a else 0.0 for a in flat]
         else:
@@ -210,8 +210,8 @@ class GDPO(AdvantageEstimator):
 class LengthWeighted(AdvantageEstimator):
     """A = R - b, b = sum L_i R_i / sum L_i over the group. OPO, arXiv:2505.23585.
 
-    The variance-optimal baseline if the squared gradient norm of a rollout grows with its length, which it cannot
-    where the average divides by the length (`SequenceMean`).
+    The variance-optimal baseline if the squared gradient norm of a rollout is proportional to its length. Not with
+    `SequenceMean`, which divides the gradient by the length.
     """
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
@@ -231,9 +231,9 @@ class LengthWeighted(AdvantageEstimator):
 class AsymRE(AdvantageEstimator):
     """A = R - (mean of the group + shift), shift < 0: good rollouts weigh more than bad ones.
 
-    Asymmetric REINFORCE takes this with `Reinforce` and no importance weights, for data that are off-policy anyway;
-    from Trinity-RFT's implementation, the paper's text could not be checked. Equal rewards give -shift, not 0, so
-    the policy imitates such groups.
+    Asymmetric REINFORCE combines this with `Reinforce` and no importance weights, for off-policy data. From
+    Trinity-RFT's implementation; the paper's text could not be checked. Equal rewards give -shift, not 0, so the policy
+    imitates such groups.
 
     Args:
         shift: shift of the baseline.
@@ -248,7 +248,7 @@ class AsymRE(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class LogMeanExp(AdvantageEstimator):
-    """A = R - tau log mean exp(R / tau) of the group: the soft value that OPMD's derivation subtracts.
+    """A = R - tau log mean exp(R / tau) of the group: the soft value in OPMD's derivation as the baseline.
 
     Between R - mean (large tau) and R - max (small tau). As in Trinity-RFT.
 
@@ -270,7 +270,7 @@ class LogMeanExp(AdvantageEstimator):
         for group in rewards:
             top = max(group, default=0.0)
             mean = math.fsum(math.exp((reward - top) / self.tau) for reward in group) / max(1, len(group))
-            # 1 exactly when all are equal, and then the value is their reward exactly
+            # for equal rewards the mean is exactly 1, its logarithm exactly 0, and so is the advantage
             result.append([reward - top - self.tau * math.log(mean) for reward in group])
         return result
 
@@ -278,7 +278,7 @@ class LogMeanExp(AdvantageEstimator):
 def centered(values: Sequence[float]) -> list[float]:
     """Values minus their mean; exactly 0 if all are equal.
 
-    Rounding errors of the mean would otherwise be amplified by a tiny standard deviation.
+    A division by a tiny standard deviation would amplify rounding errors of the mean.
     """
     if not values or max(values) == min(values):
         return [0.0] * len(values)
@@ -321,7 +321,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
         return [[row[0] for row in self.of_group(group)] for group in groups]
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each token, that of its turn; environment tokens, which do not train, take the next turn's."""
+        """Advantage of each token, taken from its turn; environment tokens (which do not train) from the next turn."""
         result = []
         for group in groups:
             turns = [_turns(rollout) for rollout in group.rollouts]
@@ -335,7 +335,7 @@ class TurnReturns(TurnAdvantageEstimator):
     """A_k = G_k - mean of the group's G_k at turn k, over the rollouts with a turn k; optionally / (std + eps).
 
     Reward-to-go with a baseline per turn; equal to `GroupMean` or `GroupMeanStd` for single-turn rollouts. Not from a
-    paper. With gamma 1 and a reward in the last turn only, it is the advantage among the rollouts still running.
+    paper. With gamma 1 and a reward in the last turn only, the baseline is the mean over the rollouts still running.
 
     Args:
         gamma: discount factor per turn.
@@ -364,10 +364,10 @@ class TurnReturns(TurnAdvantageEstimator):
 class GiGPO(TurnAdvantageEstimator):
     """A_k = A_E + omega A_S: episode advantage within the group plus step advantage among turns in the same state.
 
-    A_E = (R - mean R) / F over rollouts, R = sum_k r_k; A_S = (G_k - mean G) / F over all turns of the group that began
-    in the state that turn k began in. F is 1, or the standard deviation + eps with `standardize`. A state
-    visited once gives A_S = 0. arXiv:2505.10978, equations 3, 6 and 7; standard deviations are the population's here.
-    The step- and trajectory-level advantage of SAMPO (ARLArena, arXiv:2602.21534).
+    A_E = (R - mean R) / F over rollouts, R = sum_k r_k; A_S = (G_k - mean G) / F over all turns of the group with the
+    same initial state as turn k. F is 1, or the standard deviation + eps with `standardize`. A state visited once gives
+    A_S = 0. arXiv:2505.10978, equations 3, 6 and 7, with the population's standard deviation. The step- and
+    trajectory-level advantage of SAMPO (ARLArena, arXiv:2602.21534).
 
     Args:
         omega: weight of A_S.
@@ -401,15 +401,15 @@ class GiGPO(TurnAdvantageEstimator):
 def _relative(
     values: Sequence[Sequence[float]], keys: Sequence[Sequence[int]], standardize: bool, eps: float
 ) -> list[list[float]]:
-    """Centers (or standardizes) values among those with the same key."""
+    """Centers (or standardizes) values among all values with the same key."""
     cells: dict[int, list[tuple[int, int]]] = {}
     for i, row in enumerate(keys):
         for k, key in enumerate(row):
             cells.setdefault(key, []).append((i, k))
     result = [[0.0] * len(row) for row in values]
     for members in cells.values():
-        found = [values[i][k] for i, k in members]
-        relative = standardized(found, eps) if standardize else centered(found)
+        cell = [values[i][k] for i, k in members]
+        relative = standardized(cell, eps) if standardize else centered(cell)
         for (i, k), value in zip(members, relative, strict=True):
             result[i][k] = value
     return result

@@ -5,9 +5,9 @@ norm is sum_ts (e_it . e_is) (x_it . x_is), the product of two T x T Gram matric
 2015, arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679, section 4). One backward pass to the outputs of
 the layers serves all trajectories, because rows of a batch are independent.
 
-Packed rows (`SharedPromptPacking`) are not: at positions that a group shares, the gradient is a sum over its
-trajectories. There the norms are those over all other positions, those of a trajectory's own tokens, and of the head,
-whose inputs are separate. What flows into the prompt's keys and values is left out.
+Packed rows (`SharedPromptPacking`) are not independent: at positions shared by a group, the gradient is a sum over its
+trajectories. The norms then cover the positions that belong to one trajectory (its own tokens), and the head, which has
+separate inputs for each trajectory. Gradients through the prompt's keys and values are left out.
 
 B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 """
@@ -33,7 +33,6 @@ from lit_async_rl.models.policy import CausalPolicy
 from lit_async_rl.types import Support, log_mass
 
 # -- Squared norms of each row's gradient for one layer, from its input and the gradient at its output ----------------
-# B rows, T positions, D inputs and K outputs of a layer.
 
 
 @dataclass
@@ -60,7 +59,7 @@ class InputGrams:
         self._known: dict[tuple[int, torch.Size], Tensor] = {}
 
     def of(self, inputs: Float[Tensor, "B T D"]) -> Float[Tensor, "B T T"]:
-        """Gram matrices of `inputs`, which must outlive the cache."""
+        """Gram matrices of `inputs`, which must outlive the cache: its key is their address in memory."""
         key = (inputs.data_ptr(), inputs.shape)
         if key not in self._known:
             self._known[key] = inputs @ inputs.mT
@@ -70,8 +69,8 @@ class InputGrams:
 def linear_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
     """||sum_t e_t x_t^T||^2 of each row, by Gram matrices or per-row gradients, whichever is cheaper.
 
-    Per-row gradients are smaller than the activations here, and are kept: their weighted sum is the gradient of the
-    update.
+    Per-row gradients, where they are cheaper, take less memory than the activations. They are kept, because their
+    weighted sum is the gradient of the update.
     """
     inputs = record.inputs
     grads = record.grads
@@ -91,9 +90,9 @@ def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters of the module itself; those of a gathered FSDP1 unit are plain attributes."""
-    hidden = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-    own = dict(module.named_parameters(recurse=False)) | hidden
+    """Trainable parameters of the module itself, without submodules; FSDP1 keeps gathered ones as plain attributes."""
+    attributes = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    own = dict(module.named_parameters(recurse=False)) | attributes
     return {name: value for name, value in own.items() if value.requires_grad}
 
 
@@ -111,16 +110,16 @@ def has_sharded_parameters(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def elementwise_factor(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Factor of the weight in the output of a norm layer, which is linear in its weight.
+    """Factor of the weight in the output of a norm layer: the output is linear in the weight.
 
-    Does not read the weight, which may be sharded.
+    Evaluates the layer with weights 1 and 0, because its own weight may be sharded.
     """
     zero = torch.zeros(inputs.shape[-1], device=inputs.device, dtype=inputs.dtype)
-    one_more = _with_weight(module, zero + 1)
-    nothing = _with_weight(module, zero)
-    if not nothing(inputs[:1, :1]).any():  # most are 0 for a weight of 0; Gemma multiplies by 1 + weight
-        return one_more(inputs)
-    return one_more(inputs) - nothing(inputs)
+    with_weight_1 = _with_weight(module, zero + 1)
+    with_weight_0 = _with_weight(module, zero)
+    if not with_weight_0(inputs[:1, :1]).any():  # 0 in most norm layers; Gemma multiplies by 1 + weight
+        return with_weight_1(inputs)
+    return with_weight_1(inputs) - with_weight_0(inputs)
 
 
 def _with_weight(module: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -177,12 +176,12 @@ def layer_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor,
 
 
 def gathered(values: Float[Tensor, "R L H"], rows: PackedRows) -> Float[Tensor, "B T H"]:
-    """Values at the positions of each trajectory; arbitrary where nothing was needed."""
+    """Values at the positions of each trajectory; arbitrary at positions that the packed pass did not compute."""
     return values.flatten(0, 1)[rows.target]
 
 
 def packed(grads: Float[Tensor, "B T H"], columns: slice, rows: PackedRows) -> Float[Tensor, "R L H"]:
-    """Gradients at packed positions, summed over trajectories that share one; only `columns` are not 0."""
+    """Gradients at packed positions, summed over the trajectories at a shared position; 0 outside of `columns`."""
     total = grads.new_zeros(rows.branch.numel(), grads.shape[-1])
     total.index_add_(0, rows.target[:, columns].flatten(), grads[:, columns].flatten(0, 1))
     return total.view(*rows.branch.shape, -1)
@@ -196,7 +195,7 @@ class OwnPositions:
         columns: the range of input positions they lie in.
         place: index in the flattened packed rows.
         is_own: whether the trajectory owns the position.
-        known: inputs that have been gathered, because layers share them (query, key, value; gate, up).
+        known: gathered inputs, cached because layers share them (query, key, value; gate, up).
     """
 
     columns: slice
@@ -205,7 +204,7 @@ class OwnPositions:
     known: dict[tuple[int, torch.Size], Tensor] = field(default_factory=dict)
 
     def of_inputs(self, inputs: Float[Tensor, "R L *D"] | Int[Tensor, "R L"]) -> Tensor:
-        """A layer's inputs, which must outlive this, one row per trajectory."""
+        """A layer's inputs, one row per trajectory. `inputs` must outlive the cache, whose key is their address."""
         key = (inputs.data_ptr(), inputs.shape)
         if key not in self.known:
             self.known[key] = inputs.flatten(0, 1)[self.place]
@@ -242,12 +241,12 @@ class GhostTape:
 
     Args:
         policy: with or without shared-prompt packing.
-        last_blocks: norms over the parameters of the head and of this many last transformer blocks; None is all layers.
+        last_blocks: number of last transformer blocks in the norms, besides the head; None is all layers.
 
     Raises:
         ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, to two layers
-            (other than embedding and head), or to an adapter of the head, or activations are not kept (gradient
-            checkpointing).
+            (other than embedding and head), or to an adapter of the head, or gradient checkpointing discards the
+            activations.
     """
 
     def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
@@ -261,7 +260,7 @@ class GhostTape:
         self._hidden: Tensor | None = None
         self._handles: list[Any] = []
         self.layer_records: list[LayerRecord] = []  # after `squared_norms`
-        self.is_complete = False  # whether the head is among them: it is when its logits fit into one chunk
+        self.is_complete = False  # whether the head has a record, too: only if its logits fit into one chunk
 
     def _check(self) -> None:
         if getattr(self.policy.causal_lm, "is_gradient_checkpointing", False):
@@ -288,7 +287,7 @@ class GhostTape:
         self._hidden = None
         self._handles = [
             self._body.register_forward_pre_hook(self._spread_positions, with_kwargs=True),
-            self._body.register_forward_hook(self._keep_hidden),
+            self._body.register_forward_hook(self._record_hidden),
             *(module.register_forward_hook(self._recorder(name)) for name, module in self._layers.items()),
         ]
         return self
@@ -302,13 +301,13 @@ class GhostTape:
     @staticmethod
     def _spread_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Expands positions to one row per trajectory: a shared row would sum gradients of learned positions."""
-        if "position_ids" in kwargs:  # packed rows have their own
+        if "position_ids" in kwargs:  # packed rows come with positions
             return args, kwargs
         ids = kwargs["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return args, {**kwargs, "position_ids": positions}
 
-    def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _record_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output.last_hidden_state
 
     def _recorder(self, name: str) -> Any:
@@ -328,10 +327,15 @@ class GhostTape:
         rows: PackedRows | None = None,
         support: Support | None = None,
     ) -> Float[Tensor, " B"]:
-        """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over all parameters that were chosen.
+        """|| d/d theta of sum_t c_it log pi(y_it) ||^2 of each row i, over the parameters of the chosen layers.
 
-        `rows` is the layout of the forward pass if it was packed; see above for what is left out then. Where `support`
-        is known, pi is renormalised over it, as in the loss.
+        Args:
+            coefficients: c_it.
+            input_ids: prompts and completions.
+            mask: True at the tokens y_it that train.
+            temperature: sampling temperature, by which logits are divided; 0 counts as 1.
+            rows: layout of the forward pass if it was packed; the module docstring says which gradients are left out.
+            support: tokens that the sampler could choose; pi is renormalised over them, as in the loss.
         """
         if self._hidden is None:
             raise SetupError("GhostTape has recorded no forward pass yet")
@@ -376,10 +380,10 @@ class GhostTape:
         columns: slice,
         support: Support | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms of the head, gradient at its input, and its output gradients at the prompt's and completion's own ids.
+        """Norms of the head, gradient at its input, and its output gradients at the ids of prompt and completion.
 
-        Only `columns` predict tokens that count. The last, [B, columns, T], is needed by the cross term of a tied
-        embedding, whose gradients overlap in the rows of the input ids.
+        Only `columns` predict tokens that count. The output gradients [B, columns, T] serve the cross term of a tied
+        embedding: the gradients of embedding and head overlap in the rows of the input ids.
         """
         predicted = slice(columns.start + 1, columns.stop + 1)
         rows = max(1, self.policy.chunk_tokens // (columns.stop - columns.start))
@@ -392,6 +396,7 @@ class GhostTape:
             raw: list[Tensor] = []
             handle = self._head.register_forward_hook(lambda module, args, output, raw=raw: raw.append(output))
             with torch.enable_grad():
+                # float32: a softmax over a large vocabulary loses small probabilities in bfloat16
                 logits = self.policy.logits(features.flatten(0, 1)).float() / (temperature or 1.0)
                 log_p = torch.log_softmax(logits, -1)
                 logprobs = log_p.gather(-1, input_ids[part, predicted].flatten()[:, None])[:, 0]
@@ -430,7 +435,7 @@ def _chosen_layers(body: nn.Module, last_blocks: int | None) -> dict[str, nn.Mod
 
 
 def _used_columns(coefficients: Float[Tensor, "B T"]) -> slice:
-    """Range of positions that predict a token with a non-zero coefficient in some row."""
+    """Smallest range of positions that contains every predictor of a token with a non-zero coefficient."""
     used = coefficients[:, 1:].ne(0).any(0).nonzero()[:, 0].tolist()
     return slice(used[0], used[-1] + 1) if used else slice(0, 1)
 
@@ -450,15 +455,14 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear | Conv1D):
         return False
     own = own_parameters(module)
-    # its trainable parameters are a vector `weight` and perhaps a vector `bias`
+    # a norm layer: a vector `weight`, and perhaps a vector `bias`
     return "weight" in own and own.keys() <= {"weight", "bias"} and all(p.ndim == 1 for p in own.values())
 
 
 # -- Parameter gradients from a ghost tape, without another backward pass ---------------------------------------------
-# Once sum_t c_it log pi(y_it) has been differentiated to the outputs of all layers, for the norms, the gradient of any
-# weighted sum over trajectories needs only the last product of each layer, dW = sum_i a_i sum_t e_it x_it^T
-# ("book-keeping", Bu et al. 2023, arXiv:2210.00038, for differentially private training). So the norms cost no second
-# backward pass.
+# For the norms, sum_t c_it log pi(y_it) was differentiated to the outputs of all layers. The gradient of any weighted
+# sum over trajectories then needs only one more product per layer, dW = sum_i a_i sum_t e_it x_it^T ("book-keeping",
+# Bu et al. 2023, arXiv:2210.00038, for differentially private training), and no second backward pass.
 
 
 def can_keep_books(tape: GhostTape) -> bool:
@@ -482,7 +486,7 @@ def _layer_term(record: LayerRecord, row_weights: Tensor) -> Tensor:
     """sum_p <p, G_p> over the parameters of one layer."""
     module = record.module
     inputs = record.inputs
-    # float32, as the weights of rows are, also where activations are bfloat16
+    # float32 like `row_weights`, also where activations are bfloat16: sums over B T positions would lose digits
     grads = record.grads * row_weights.view(-1, *[1] * (record.grads.ndim - 1))
     flat = grads.flatten(0, -2)
     own = own_parameters(module)

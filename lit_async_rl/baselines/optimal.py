@@ -1,4 +1,4 @@
-"""OPOB: the off-policy baseline of least variance (VCPO, arXiv:2602.17616), from gradient norms of trajectories.
+"""OPOB: the off-policy optimal baseline (VCPO, arXiv:2602.17616), from gradient norms of trajectories.
 
 For the estimator sum_i (R_i - b) g_i with unit-advantage gradients g_i, the constant b of least second moment is
 
@@ -43,7 +43,7 @@ class Norms(Enum):
 
     GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs; supports sharded models.
     PER_TRAJECTORY: one backward pass per trajectory; any module with unsharded parameters (single device, DDP).
-    SCORE: a proxy without any pass, sum_t c_t^2 (1 - p_t)^2 from the probabilities of the sampled tokens; see
+    SCORE: a proxy without a backward pass, sum_t c_t^2 (1 - p_t)^2 from the probabilities of the sampled tokens; see
         `score_squared_norms`. Any model, any layout.
     """
 
@@ -54,9 +54,10 @@ class Norms(Enum):
 
 def optimal_baseline(log_weights: Float[Tensor, " B"], rewards: Float[Tensor, " B"]) -> Float[Tensor, ""]:
     """b* = sum W R / sum W from log W, in log space: no weight over- or underflows. NaN counts as weight 0."""
+    # float64: log-weights of whole trajectories span hundreds of nats
     log_weights = torch.nan_to_num(log_weights.double(), nan=-torch.inf, posinf=torch.inf)
     if not torch.isfinite(log_weights).any():
-        return rewards.mean()  # without any finite weight every trajectory counts the same
+        return rewards.mean()  # without a finite weight every trajectory counts the same
     return (torch.softmax(log_weights, 0) * rewards.double()).sum().to(rewards.dtype)
 
 
@@ -103,8 +104,8 @@ def score_squared_norms(
     """sum_t c_it^2 (1 - p_it)^2 of each row i: the squared score at the sampled token's own logit.
 
     The gradient of c log p_y with respect to all logits, c (onehot_y - p), has a squared norm between c^2 (1 - p_y)^2
-    and twice that. Left out are the network behind the logits, which is the same for all trajectories, and products
-    of different tokens.
+    and twice that. The proxy leaves out the network below the logits, which all trajectories share, and products of
+    different tokens.
     """
     return masked((coefficients * torch.expm1(logprobs.detach())).square(), mask).sum(-1)
 
@@ -116,16 +117,16 @@ class OptimalBaseline:
     For losses without ratio (`Reinforce`), whose gradient is linear in the advantage; the correction's weights are part
     of g_i. A group must not be split over micro-batches (`data.keep_groups_whole`, which `WeightSync` sets).
 
-    As in the published code, a trajectory is part of its own baseline, which adds a bias that vanishes as groups grow;
-    so do truncated weights.
+    As in the published code, a trajectory is part of its own baseline. This adds a bias that vanishes as groups grow;
+    truncated weights add another.
 
     Args:
         norms: computation of the gradient norms, see `Norms`.
         flavour: definition of W_i, see `Flavour`.
         divide_by_std: divide by the population standard deviation of the group's rewards, as the paper's runs do.
         eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
-        last_blocks: take the norms over the head and this many last transformer blocks only, a proxy that costs a
-            fraction of a backward pass; None is all layers.
+        last_blocks: take the norms over the head and this many last transformer blocks only, a proxy at a fraction of
+            the cost of a backward pass; None is all layers.
 
     Raises:
         ValueError: `last_blocks` is not positive, or the norms are not `GHOST`; `eps` is negative.
@@ -164,9 +165,14 @@ class OptimalBaseline:
         weights: Float[Tensor, "B T"],
         batch: RolloutBatch,
     ) -> Float[Tensor, "B T"]:
-        """Advantage of each token; `stats` carries the forward graph, `weights` are importance weights.
+        """Advantage of each token, 0 where it does not train.
 
-        Log-probabilities of `stats` are those of the loss, renormalised `on_support`.
+        Args:
+            policy: policy of the forward pass.
+            tape: recording of the forward pass, for `norms=GHOST`.
+            stats: its statistics, with the graph; log-probabilities as the loss uses them (renormalised `on_support`).
+            weights: importance weights of the correction.
+            batch: the micro-batch.
         """
         mask = batch.loss_mask
         logprobs = stats.logprobs

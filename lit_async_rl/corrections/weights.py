@@ -41,7 +41,7 @@ class Correction(ABC):
     def __call__(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
         """Weight of each token; `log_ratio` is log pi_prox - log mu.
 
-        A completion with a non-finite log-ratio is rejected as a whole: its other ratios cannot be trusted.
+        A completion with a non-finite log-ratio is rejected as a whole, because its other ratios are unreliable, too.
 
         Raises:
             ValueError: weights or rejections have another shape than `loss_mask`.
@@ -63,7 +63,7 @@ Level = Literal["token", "sequence", "mean"]
 
 
 class Leveled(Correction):
-    """Correction whose ratios are pooled to a level.
+    """Correction by ratios pooled to a level.
 
     Attributes:
         level: `token`: ratios as they are. `sequence`: the product over the completion. `mean`: its geometric mean.
@@ -72,7 +72,7 @@ class Leveled(Correction):
     level: ClassVar[Level] = "token"
 
     def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Sum or mean of token values, such as log-ratios, over the completion, given to each of its tokens."""
+        """Sum or mean of token values (such as log-ratios) over the completion, repeated at each of its tokens."""
         if self.level == "token":
             return values
         pooled = sequence_log_ratio if self.level == "sequence" else geometric_log_ratio
@@ -111,9 +111,9 @@ class TokenTruncatedIS(TruncatedIS):
 
 @dataclass(frozen=True)
 class SequenceTruncatedIS(TruncatedIS):
-    """Truncated ratio of each completion, the cap that of VCPO's released code (arXiv:2602.17616).
+    """Truncated ratio of each completion, with the cap of VCPO's released code (arXiv:2602.17616).
 
-    Ratios of completions spread with length: 8 was chosen there for 2,000 tokens.
+    The spread of completion ratios grows with length: that code chose 8 for 2,000 tokens.
 
     Example:
         ```python
@@ -134,7 +134,7 @@ class SequenceTruncatedIS(TruncatedIS):
 
 @dataclass(frozen=True)
 class GeometricTruncatedIS(TruncatedIS):
-    """Truncated geometric mean of a completion's ratios: does not spread with length, and does not correct for it."""
+    """Truncated geometric mean of a completion's ratios: its spread does not grow with length; biased."""
 
     level: ClassVar[Level] = "mean"
 
@@ -225,8 +225,8 @@ class BatchNormalized(Correction):
     """Another correction's weights divided by their mean over the tokens it keeps, so that they average to 1.
 
     Removes the common factor of all ratios (self-normalised importance sampling). The mean is over the micro-batch
-    of all ranks: a collective that every rank calls. With several micro-batches a step each is normalised by itself.
-    verl's `batch_normalize` does it before anything is rejected, and counts a sequence's weight once, not once a token.
+    of all ranks: a collective that every rank calls. With several micro-batches per step each is normalised on its own.
+    verl's `batch_normalize` normalises before rejection, and counts a sequence's weight once instead of once per token.
 
     Args:
         correction: correction whose weights are normalised.
@@ -238,9 +238,9 @@ class BatchNormalized(Correction):
         """Weights scaled to a mean of 1."""
         output = self.correction(log_ratio, loss_mask)
         kept = loss_mask & ~output.rejected
+        # sums, not means, are reduced: ranks have different numbers of tokens. float64, so that the count is exact
         total = sum_over_ranks(torch.stack([masked(output.weights, kept).double().sum(), kept.double().sum()]))
         mean = total[0] / total[1].clamp(min=1)
-        # without any weight there is nothing to scale
         weights = output.weights / torch.where(mean > 0, mean, 1.0).to(output.weights.dtype)
         return CorrectionOutput(weights=weights, rejected=output.rejected)
 
@@ -250,9 +250,9 @@ class BatchNormalized(Correction):
 
 @dataclass(frozen=True)
 class Rejection(Correction):
-    """Keeps tokens inside all bounds, with weight 1. Rollout correction as in verl, which names them k1, k2 and k3.
+    """Keeps tokens inside all bounds, with weight 1: verl's rollout correction by k1, k2 and k3.
 
-    Bounds are on the ratio r = pi_prox / mu itself (verl's k1 bounds 1 / r, which differs unless low = 1 / high).
+    Bounds are on the ratio r = pi_prox / mu itself (verl's k1 bounds 1 / r: not the same unless low = 1 / high).
 
     Args:
         min_ratio: smallest ratio that is kept.
@@ -323,7 +323,7 @@ class GeometricRejection(LeveledRejection):
 
 @dataclass(frozen=True)
 class Veto(Rejection):
-    """Drops a completion if one of its tokens is outside the bounds (verl: seq_max_k2, seq_max_k3, and its veto)."""
+    """Drops a completion if one of its tokens is outside the bounds (verl: seq_max_k2, seq_max_k3, and token veto)."""
 
     min_ratio: float = 1e-4
 
@@ -338,8 +338,8 @@ class SecondMomentMask(Correction):
     """Drops the tokens with the largest (log r)^2 until the mean of the others is at most `budget`; weight 1.
 
     AReaL's variant of M2PO: on the ratio of proximal to behavior policy and on all tokens, for any advantage,
-    with the usual clipped loss on the rest. Unlike AReaL, it may mask every token. Over one micro-batch of all
-    ranks.
+    with the usual clipped loss on the rest. Unlike AReaL, it may mask every token. The mean is over one micro-batch of
+    all ranks: a collective.
 
     Args:
         budget: largest mean of (log r)^2.
@@ -360,15 +360,15 @@ class SecondMomentMask(Correction):
 
 
 # -- Choice of the proximal policy pi_prox between behavior policy mu and current policy pi ---------------------------
-# Loss and correction factor the importance ratio: pi / mu = (pi / pi_prox) x (pi_prox / mu), the first factor in the
-# loss, the second in the correction.
+# The importance ratio has two factors, pi / mu = (pi / pi_prox) x (pi_prox / mu): the loss contains the first, the
+# correction the second.
 
 
 class Proximal(ABC):
     """Maps log-probabilities of pi (detached) and mu to those of the proximal policy.
 
-    Values at tokens that do not train are ignored. Subclass it for log-probabilities recomputed under other weights;
-    with one optimizer step per batch, those at the start of the step are `CurrentProximal`.
+    Values at tokens that do not train are ignored. Subclass it for log-probabilities recomputed under other weights.
+    With one optimizer step per batch, `CurrentProximal` is the policy at the start of the step.
     """
 
     @abstractmethod
@@ -399,9 +399,9 @@ class BehaviorProximal(Proximal):
 class CurrentProximal(Proximal):
     """pi_prox = pi at the start of the step.
 
-    With one optimizer step per batch that is the detached pi itself: the "recomputed" proximal policy of decoupled
-    PPO (AReaL, arXiv:2505.24298) without another forward pass. The ratio is 1, no clip ever acts, and the gradient is
-    that of REINFORCE; the correction alone accounts for pi / mu.
+    With one optimizer step per batch this is the detached pi itself: the "recomputed" proximal policy of decoupled
+    PPO (AReaL, arXiv:2505.24298) without another forward pass. The ratio is 1, no clip ever acts, and the gradient
+    equals REINFORCE's; the correction alone accounts for pi / mu.
     """
 
     def __call__(
@@ -419,8 +419,8 @@ class InterpolatedProximal(Proximal):
     """Log-linear interpolation: log pi_prox = (1/d) log mu + (1 - 1/d) log pi, d = staleness of the token.
 
     A-3PO's approximation: the ratio is (pi / mu)^(1/d), as if every version had changed the policy equally.
-    d = 1 gives mu; d = 0 gives pi, so that a difference there (the engine's numerics) is left to the correction. From
-    its authors' description and AReaL's code, which takes mu at d = 0; the paper's text could not be checked.
+    d = 1 gives mu; d = 0 gives pi, so that the correction handles a difference there (the engine's numerics). From the
+    authors' description and AReaL's code, which takes mu at d = 0; the paper's text could not be checked.
     """
 
     def __call__(

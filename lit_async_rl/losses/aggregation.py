@@ -77,9 +77,10 @@ class SequenceMean(Aggregation):
 
 @dataclass(frozen=True)
 class PromptMean(Aggregation):
-    """1 / (G sum of the group's L): every prompt counts the same, its tokens share. ScaleRL, arXiv:2510.13786.
+    """1 / (G sum of the group's L): every prompt counts the same, and so does every token within it.
 
-    G counts groups with tokens. The paper's text could not be checked for the average within a prompt.
+    ScaleRL, arXiv:2510.13786. G counts groups with tokens. The average within a prompt could not be checked in the
+    paper's text.
     """
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
@@ -135,11 +136,11 @@ class FixedLength(Aggregation):
 class TokenBudget(Aggregation):
     """1 / Phi with a constant Phi: every token of every step counts the same. C3PO (Ring-lite), arXiv:2506.14731.
 
-    With `fill` a step trains on at most Phi tokens: rollouts are taken in admission order, which does not depend on
-    length, until they have Phi tokens; the last one is truncated, and later ones do not train. All of them stay in the
-    baselines of their groups. `data.groups_per_step` is then the pool, and should hold slightly more than Phi tokens.
-    How the paper samples from its pool could not be checked; it adds terms for entropy (`model.entropy_coefficient`)
-    and expert balance. Without `fill` the size of the gradient is proportional to the number of tokens.
+    With `fill` a step trains on at most Phi tokens: rollouts are taken in admission order (independent of length) until
+    they have Phi tokens; the last one is truncated, and later ones do not train. All of them stay in the baselines of
+    their groups. `data.groups_per_step` is then the pool, and should hold slightly more than Phi tokens. The paper's
+    sampling from its pool could not be checked; it adds terms for entropy (`model.entropy_coefficient`) and expert
+    balance. Without `fill` the size of the gradient is proportional to the number of tokens.
 
     Args:
         num_tokens: Phi.
@@ -159,13 +160,13 @@ class TokenBudget(Aggregation):
         """Masks the tokens beyond the budget."""
         if not self.fill:
             return groups
-        left = self.num_tokens
+        budget = self.num_tokens
         selected = []
         for group in groups:
             rollouts = []
             for rollout in group.rollouts:
-                rollouts.append(_first_tokens(rollout, left))
-                left -= rollouts[-1].num_trained_tokens
+                rollouts.append(_first_tokens(rollout, budget))
+                budget -= rollouts[-1].num_trained_tokens
             selected.append(replace(group, rollouts=tuple(rollouts)))
         return selected
 
@@ -188,12 +189,12 @@ class SourceMean(Aggregation):
     """(1 / n) times the average over each of n sources: every source counts the same.
 
     The average of Malenia NIGT (arXiv:2509.24305), g = (1 / n) sum_i mean of source i's gradients, for sources with
-    different distributions and speeds. Its stopping rule (a harmonic mean of the numbers per source) is not
+    different distributions and speeds. The paper's stopping rule (by the harmonic mean of gradients per source) is not
     implemented: a step has `data.groups_per_step` groups, and n counts the sources among them.
 
     Args:
         key: key of `Prompt.metadata` that names the source.
-        aggregation: average within a source; `TokenBudget.fill` fills each source by itself.
+        aggregation: average within a source; with `TokenBudget.fill` each source has its own budget.
     """
 
     key: str
@@ -237,14 +238,14 @@ class SourceMean(Aggregation):
 
 
 def within_sources(aggregation: Aggregation) -> Aggregation:
-    """The average that the lengths of rollouts enter."""
+    """The average within a source: the innermost aggregation, which reads the lengths of rollouts."""
     return within_sources(aggregation.aggregation) if isinstance(aggregation, SourceMean) else aggregation
 
 
 def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:
-    """Copy of the rollout in which only the first `num_tokens` trained tokens train."""
+    """Copy of the rollout that trains on its first `num_tokens` trained tokens only."""
     if rollout.num_trained_tokens <= num_tokens:
         return rollout
     mask = rollout.loss_mask or (True,) * len(rollout.token_ids)
-    places = accumulate(mask)
-    return replace(rollout, loss_mask=tuple(on and n <= num_tokens for on, n in zip(mask, places, strict=True)))
+    counts = accumulate(mask)  # trained tokens up to each token
+    return replace(rollout, loss_mask=tuple(on and n <= num_tokens for on, n in zip(mask, counts, strict=True)))

@@ -26,10 +26,12 @@ class LossInputs:
         staleness: age of each token in policy versions.
         token_weights: weight of each token in the average over the step.
         group_index: group of each row; completions of one prompt share it.
-        head_logprobs: log pi of the tokens that the engine recorded in place of each token (`sampling.head`), with
-            gradient; None if the loss does not need them.
+        advantages: advantage A of each token.
+        loss_mask: True where a token trains.
+        head_logprobs: log pi of the k likeliest tokens at each position, which the engine recorded (`sampling.head`),
+            with gradient; None if the loss does not need them.
         head_behavior_logprobs: log mu of the same tokens; -inf where mu is 0.
-        behavior_entropy: entropy of mu at each token.
+        behavior_entropy: entropy of mu at each token, in nats.
     """
 
     logprobs: Float[Tensor, "B T"]
@@ -67,7 +69,7 @@ class LossInputs:
     def cleaned(self) -> LossInputs:
         """Copy with 0 at every token that does not train.
 
-        A completion with a non-finite value is masked as a whole: it would make every ratio of the sequence wrong.
+        A completion with a non-finite value is masked as a whole, because its sequence ratio would not be finite.
         """
         finite = torch.ones_like(self.loss_mask)
         for values in (self.logprobs, self.proximal_logprobs, self.behavior_logprobs, self.advantages):
@@ -98,7 +100,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """`per_token` is never reduced and 0 where `loss_mask` is False; `clipped` marks tokens whose gradient was cut."""
+    """Loss of each token, not reduced and 0 where `loss_mask` is False; `clipped` marks tokens with a cut gradient."""
 
     per_token: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
@@ -110,14 +112,14 @@ class PolicyLoss(ABC):
     Subclasses implement `token_loss`, whose inputs are finite and masked.
 
     Attributes:
-        uses_proximal: True if the loss contains the ratio to the proximal policy, False if it only takes
-            log-probabilities (ratios then enter as correction weights).
-        needs_behavior_proximal: True if that ratio is the method's own off-policy correction, so that the proximal
-            policy must be the behavior policy, and any further correction would count twice.
+        uses_proximal: True if the loss contains the ratio to the proximal policy, False if it reads log-probabilities
+            only (ratios then enter as correction weights).
+        needs_behavior_proximal: True if that ratio is the method's own off-policy correction: the proximal policy must
+            then be the behavior policy, and any further correction would count twice.
         needs_reference: True if the proximal policy is the frozen reference policy.
         needs_entropy: whether it reads the entropy of the sampling distributions.
-        needs_head: smallest `data.sampling.head` that the loss can be computed with; None if it needs no recorded
-            distributions, 0 for their entropy alone.
+        needs_head: smallest admissible `data.sampling.head`; None if the loss reads no recorded distributions, 0 if
+            only their entropy.
         needs_whole_groups: True if it compares the completions of one prompt, which must be in one micro-batch.
     """
 
@@ -132,7 +134,7 @@ class PolicyLoss(ABC):
         """Loss of each token; loss and gradient are exactly 0 where `loss_mask` is False, NaN inputs included.
 
         Raises:
-            ValueError: the loss has another shape; a mean, say, would be broadcast, and count once for each token.
+            ValueError: the loss has another shape; a mean, for example, would be broadcast and count once per token.
         """
         clean = inputs.cleaned()
         output = self.token_loss(clean)

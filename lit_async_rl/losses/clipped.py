@@ -35,18 +35,18 @@ def check_clip(name: str, clip_low: float, clip_high: float) -> None:
 Bound = float | Float[Tensor, "B T"]
 
 
-def moved_away(
+def left_interval(
     ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: Bound, high: Bound
 ) -> Bool[Tensor, "B T"]:
-    """Mask of tokens whose ratio left [low, high] in the direction of their advantage, where PPO clips."""
+    """Mask of tokens that PPO clips: ratio above `high` with A > 0, or below `low` with A < 0."""
     return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
 
 
 def clipped_surrogate(
     ratio: Float[Tensor, "B _"], advantages: Float[Tensor, "B T"], low: Bound, high: Bound
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Returns -min(r A, clip(r, low, high) A), and the mask of clipped tokens, whose gradient is 0."""
-    cut = moved_away(ratio, advantages, low, high=high)
+    """Returns -min(r A, clip(r, low, high) A), and the mask of clipped tokens, which have gradient 0."""
+    cut = left_interval(ratio, advantages, low, high=high)
     clipped = ratio.detach().clamp(low, high)  # type: ignore[arg-type]  # the stubs know numbers or tensors, no union
     return -torch.where(cut, clipped, ratio) * advantages, cut
 
@@ -105,9 +105,9 @@ class MiniRL(PolicyLoss):
 
     The paper splits pi / mu = (pi_prox / mu) (pi / pi_prox) into the mismatch of engine and trainer and the staleness
     since the proximal policy. The first factor is the correction (`TokenTruncatedIS(cap=5.0)` in the paper), the second
-    this loss; without a policy between mu and pi (`BehaviorProximal`) r is both. The gradient is PPO-clip's, the value
-    is not. Advantages: `GroupMean`; averaging without lengths: `TokenMean` or `FixedLength`. From a summary of the
-    paper; its text could not be checked.
+    this loss; without a policy between mu and pi (`BehaviorProximal`) r is their product. The gradient is PPO-clip's,
+    the value is not. Advantages: `GroupMean`; averages without length weights: `TokenMean` or `FixedLength`. From a
+    summary of the paper; its text could not be checked.
 
     Args:
         clip_low: how far r may fall below 1.
@@ -126,7 +126,7 @@ class MiniRL(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-M sg(r) A log pi."""
         ratio = inputs.ratio
-        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
+        cut = left_interval(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         return LossOutput(per_token=surrogate(torch.where(cut, 0.0, ratio), inputs), clipped=cut)
 
 
@@ -134,14 +134,14 @@ class MiniRL(PolicyLoss):
 class ASPO(PolicyLoss):
     """PPO-clip with the weight inverted where A > 0 (1 / r in place of r), so that unlikely good tokens count more.
 
-    A < 0: -r A, cut where r < 1 - low. A > 0: -sg(min(1 / r, cap)) (pi / sg(pi)) A, cut where r > 1 + high; the
-    capped weight keeps its gradient. arXiv:2510.06062 v2; its code could not be checked, and the cap of 3 is read from
-    a figure.
+    A < 0: -r A, cut where r < 1 - low. A > 0: -sg(min(1 / r, cap)) (pi / sg(pi)) A, cut where r > 1 + high; tokens at
+    the cap keep their gradient. arXiv:2510.06062 v2; its code could not be checked, and the cap of 3 is read from a
+    figure.
 
     Args:
         clip_low: how far r may fall below 1 where A < 0.
         clip_high: how far r may rise above 1 where A > 0.
-        cap: largest flipped weight; the paper calls it a soft dual clip, without which gradients explode.
+        cap: largest inverted weight (the paper's soft dual clip); without it gradients explode.
 
     Raises:
         ValueError: a bound is negative, or the cap is below 1.
@@ -159,7 +159,7 @@ class ASPO(PolicyLoss):
         """-r A where A <= 0, -sg(min(1 / r, cap)) pi / sg(pi) A where A > 0, with PPO's cut."""
         ratio = inputs.ratio.detach()
         weights = torch.where(inputs.advantages > 0, (1 / ratio).clamp(max=self.cap), ratio)
-        cut = moved_away(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
+        cut = left_interval(ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         one = (inputs.logprobs - inputs.logprobs.detach()).exp()  # carries the gradient of log pi
         one = torch.where(cut, 1.0, one)
         capped = (inputs.advantages > 0) & (1 / ratio > self.cap)
@@ -201,19 +201,19 @@ class OPSM(PolicyLoss):
 # -- SAT: PPO-clip with a smaller trust region for the tokens that drifted most ---------------------------------------
 
 
-# drifts below are rounding of the engine against the trainer, and no reason for a smaller region
-SMALLEST_DRIFT = 1e-4
+# smaller drifts are rounding differences between engine and trainer, and must not shrink the region
+MIN_DRIFT = 1e-4
 
 
 @dataclass(frozen=True)
 class SAT(PolicyLoss):
-    """PPO-clip whose bound shrinks for tokens beyond a quantile of |log r|. Staleness-adaptive, arXiv:2607.18722.
+    """PPO-clip with a bound that shrinks beyond a quantile of |log r|. Staleness-adaptive, arXiv:2607.18722.
 
-    With d = log r, r = pi / pi_prox, and q the `quantile` of |d| over the tokens of the micro-batch, of all ranks:
-    where |d| > q the bound on the token's side (`clip_high` where d > 0, `clip_low` where d < 0) is multiplied by
-    2 / (1 + (|d| / q)^2). Like PPO-clip, tokens that move back toward r = 1 keep their gradient. quantile = 1 is
-    PPO-clip. From a summary of the paper: the exponent 2 is the paper's, the rest of the kernel ours (1 at the
-    threshold, decreasing).
+    With d = log r, r = pi / pi_prox, and q the `quantile` of |d| over the tokens of the micro-batch, of all ranks (a
+    collective): where |d| > q the bound on the token's side (`clip_high` where d > 0, `clip_low` where d < 0) is
+    multiplied by 2 / (1 + (|d| / q)^2). As in PPO-clip, tokens that move back toward r = 1 keep their gradient.
+    quantile = 1 is PPO-clip. From a summary of the paper: the exponent 2 is the paper's, the rest of the kernel ours (1
+    at the threshold, decreasing).
 
     Args:
         clip_low: how far r may fall below 1.
@@ -237,7 +237,7 @@ class SAT(PolicyLoss):
         drift = inputs.log_ratio.detach().abs()
         counted = gather_over_ranks(drift[inputs.loss_mask])
         everything = torch.ones_like(counted, dtype=torch.bool)
-        threshold = masked_quantiles(counted, everything, [self.quantile]).clamp(min=SMALLEST_DRIFT)
+        threshold = masked_quantiles(counted, everything, [self.quantile]).clamp(min=MIN_DRIFT)
         relative = drift / threshold
         return torch.where(relative > 1, 2 / (1 + relative.square()), 1.0)
 
@@ -250,7 +250,7 @@ class SAT(PolicyLoss):
         return LossOutput(per_token=loss, clipped=cut)
 
 
-# -- ESTR: a trust region that is as wide as the sampler was uncertain ------------------------------------------------
+# -- ESTR: a trust region in proportion to the sampler's entropy ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ class ESTR(PolicyLoss):
 
     d = log pi - log mu, H the entropy of mu at the token (`data.sampling.head: 0` records it). The expected square of d
     grows with H, so that one bound for all tokens keeps the noise of nearly certain tokens and cuts exploration where
-    the sampler was undecided. Entropy-scaled trust region, arXiv:2607.22186; its tau could not be found: calibrate it
-    by the share of tokens that is cut, which is logged.
+    the sampler was uncertain. Entropy-scaled trust region, arXiv:2607.22186; its tau could not be found: calibrate it
+    by the logged share of clipped tokens.
 
     Args:
         tau: largest scaled square; `inf` is PPO-clip.
@@ -289,7 +289,7 @@ class ESTR(PolicyLoss):
         """PPO-clip, with 0 at the tokens outside of the region."""
         if inputs.behavior_entropy is None:
             raise ValueError("ESTR needs the entropy of the sampling distribution: set data.sampling.head: 0")
-        if inputs.behavior_entropy.isnan().any():  # nothing is farther than NaN: that would be PPO-clip
+        if inputs.behavior_entropy.isnan().any():  # comparisons with NaN are False, which would be plain PPO-clip
             raise ValueError("ESTR needs the entropy of the sampling distribution, which the engine has not recorded")
         loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         outside = inputs.log_ratio.detach().square() > self.tau * (inputs.behavior_entropy + self.eps)
@@ -297,9 +297,9 @@ class ESTR(PolicyLoss):
 
 
 # -- Prefix ratios: the weight of a token also depends on the ratios of the tokens before it --------------------------
-# The off-policy policy gradient of token t is weighted by the ratio of the whole prefix, prod over i <= t of r_i, whose
-# variance grows with t. Both losses replace the product by something that does not accumulate. Tokens that do not train
-# (a tool's answer) are not part of any prefix. r = pi / pi_prox of a token.
+# The exact off-policy gradient weights token t by the ratio of the whole prefix, prod over i <= t of r_i: its variance
+# grows with t. Both losses replace the product by a statistic that does not accumulate. Tokens that do not train (a
+# tool's answer) are not part of any prefix. r = pi / pi_prox of a token.
 
 
 def minimum_before(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -374,9 +374,9 @@ class PNPO(PolicyLoss):
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
-    """start, start + step, ... and stop, which the last step reaches even if it is a shorter one."""
+    """start, start + step, ... and stop; the last step may be shorter."""
     below = [start + n * step for n in range(1, math.ceil((stop - start) / step))]
-    inner = [value for value in below if value < stop - 1e-9 * step]  # 1e-9 of a step is rounding, not a step
+    inner = [value for value in below if value < stop - 1e-9 * step]  # closer to `stop` is `stop` itself, rounded
     return [start, *inner, stop] if stop > start else [start]
 
 
@@ -459,12 +459,12 @@ class BAPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class BAPOReleased(PolicyLoss):
-    """BAPO as its repository computes it: positive / negative sums, c_low raised first, and a dual clip.
+    """BAPO as released: the ratio of positive to negative sums, c_low raised first, and a dual clip.
 
     ratio(c_low, c_high) = sum over A > 0 of min(r, c_high) A / |sum over A < 0 of max(r, c_low) A|, without mu; c_low
     rises to its maximum, then c_high, until the ratio is at least the target. (Raising c_low lowers the ratio, so
-    half of the path moves away from the target.) Constants are those of the repository's example script; its
-    configuration defaults differ: target 1, c_low 0.6 to 0.8, both steps 0.05. Reimplemented, no code taken.
+    half of the path moves away from the target.) Constants are from the repository's example script; its configuration
+    defaults differ: target 1, c_low 0.6 to 0.8, both steps 0.05. Reimplemented, no code taken.
 
     Args:
         target_ratio: target ratio of positive to negative sums.

@@ -1,8 +1,8 @@
 """Estimators of the penalty KL(pi || ref), from tokens that a behavior policy mu sampled. B rollouts, T positions.
 
-What is differentiated matters more than what is estimated: k1 and k3 are unbiased for the value of KL(pi || ref) on
-samples of pi, but as losses their gradients are those of 0 and of KL(ref || pi), because the expectation over pi is not
-differentiated (arXiv:2506.09477, arXiv:2510.01555, arXiv:2512.21852). The estimators here state value and gradient
+An unbiased value does not give an unbiased gradient: on samples of pi, k1 and k3 are unbiased for the value of
+KL(pi || ref), but as losses they have the gradients of 0 and of KL(ref || pi), because the expectation over pi is not
+differentiated (arXiv:2506.09477, arXiv:2510.01555, arXiv:2512.21852). The estimators here define value and gradient
 separately.
 """
 
@@ -20,10 +20,10 @@ KLEstimator = Literal["token", "sequence", "k3"]
 
 
 def check_estimator(estimator: str) -> None:
-    """Refuses names of estimators that do not exist.
+    """Checks the name of an estimator.
 
     Raises:
-        ValueError: names the setting, its choices and its value.
+        ValueError: there is no such estimator.
     """
     if estimator not in (choices := get_args(KLEstimator)):
         raise ValueError(f"model.kl_estimator must be {', '.join(choices[:-1])} or {choices[-1]}, got {estimator!r}")
@@ -37,29 +37,28 @@ def reference_kl(
     loss_mask: Bool[Tensor, "B T"],
     group_index: Int[Tensor, " B"],
 ) -> Float[Tensor, "B T"]:
-    """Penalty of each token, in nats; its weighted sum is a loss, see `KLEstimator` for its value and gradient.
+    """Penalty of each token, in nats; the weighted sum of penalties is a loss.
 
     With k = log pi - log ref and r = pi / mu of a token:
 
     * `token`: gradient r k grad log pi, value r k3. Unbiased for the gradient of the sum over positions of
       KL(pi(. | prefix) || ref(. | prefix)), with the prefixes as mu visits them. On fresh data that is the gradient of
       k2 (r = 1); with r it is that of r k3 differentiated through r, as in DeepSeek-V3.2 (arXiv:2512.02556).
-    * `sequence`: the gradient of KL(pi || ref) of whole completions, which also counts the prefixes that a token leads
-      to: k1 in the reward. The coefficient is sum over s >= t of R_s k_s, with the ratio R_s of the completion up to s,
-      less R_t times the mean of that sum over the group's other completions at t, a baseline that depends on nothing
-      this completion did (groups must be whole). Unbiased on stale data, too, with a variance that grows with length
-      and staleness.
+    * `sequence`: the gradient of KL(pi || ref) of whole completions (k1 in the reward), which includes a token's effect
+      on later prefixes. The coefficient of token t is C_t - R_t B_t: C_t is the sum over s >= t of R_s k_s, R_s the
+      ratio of the completion up to s, and B_t the mean of C_t over the other completions of the group, a baseline
+      independent of this completion (groups must be whole). Unbiased on stale data, too, with a variance that grows
+      with length and staleness.
     * `k3`: the derivative of k3 = ref / pi - 1 + k, without importance weights, as in GRPO (arXiv:2402.03300). On
-      fresh data it is the gradient of KL(ref || pi); on stale data of neither.
+      fresh data it is the gradient of KL(ref || pi); on stale data the gradient of neither KL.
 
-    Log-ratios of importance weights are limited to ±20. A completion with a log-probability that is not finite has no
-    penalty.
+    Log-ratios of importance weights are limited to ±20. A completion with a non-finite log-probability has no penalty.
 
     Args:
-        estimator: which one.
+        estimator: `token`, `sequence` or `k3`.
         logprobs: log pi, with gradient.
-        reference_logprobs: log ref, without.
-        behavior_logprobs: log mu, without.
+        reference_logprobs: log ref, without gradient.
+        behavior_logprobs: log mu, without gradient.
         loss_mask: True where a token trains.
         group_index: group of each row.
     """
@@ -85,7 +84,7 @@ def reference_kl(
 def _mean_of_others(
     values: Float[Tensor, "B T"], group_index: Int[Tensor, " B"], counts: Bool[Tensor, " B"]
 ) -> Float[Tensor, "B T"]:
-    """Mean over the other rows of each row's group, of those that count; 0 where there is no other."""
+    """Mean over the other rows of each row's group for which `counts` is True; 0 if there are none."""
     same = (group_index[:, None] == group_index) & counts
     others = (same & ~torch.eye(len(group_index), dtype=torch.bool, device=values.device)).to(values.dtype)
     return (others @ values) / others.sum(-1, keepdim=True).clamp(min=1)

@@ -45,8 +45,8 @@ class OPMD(PolicyLoss):
 class KimiRegression(PolicyLoss):
     """L = -A log pi + (tau / 2) (log pi - log pi_prox)^2: a quadratic pull to the proximal policy in place of a clip.
 
-    After Kimi k1.5 (arXiv:2501.12599), per token as in ROLL; verl calls the same loss DRO. The paper's own form is of
-    whole completions and could not be checked.
+    After Kimi k1.5 (arXiv:2501.12599), per token as in ROLL; verl calls the same loss DRO. The paper's own form is per
+    completion and could not be checked.
 
     Args:
         tau: coefficient of the quadratic penalty.
@@ -67,7 +67,7 @@ class KimiRegression(PolicyLoss):
         return LossOutput(per_token=loss, clipped=torch.zeros_like(inputs.loss_mask))
 
 
-# -- Squared losses that regress the log-ratio of a completion on its reward, without importance weights or clipping
+# -- Squared losses: regress the log-ratio of a completion on its reward ----------------------------------------------
 # The minimiser is the KL-regularised optimal policy for any sampling distribution, so data may be of any age. B
 # rollouts, T positions.
 
@@ -75,7 +75,7 @@ class KimiRegression(PolicyLoss):
 def group_mean(
     values: Float[Tensor, " B"], group_index: Int[Tensor, " B"], counts: Bool[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """Mean of each row's group over the rows where `counts`; 0 for a group without any."""
+    """Mean of each row's group over the rows for which `counts` is True; 0 if there are none."""
     same = ((group_index[:, None] == group_index) & counts).to(values.dtype)
     return (same @ masked(values, counts)) / same.sum(-1).clamp(min=1)
 
@@ -85,8 +85,8 @@ def spread_square(
 ) -> Float[Tensor, "B T"]:
     """Spreads residual^2 evenly over the tokens of a completion, with the gradient 2 residual d log pi at each token.
 
-    If all tokens have the same weight w, the weighted sum and its gradient are those of w residual^2, provided that
-    d residual = d log pi of the completion.
+    If all tokens have the same weight w and d residual = d log pi of the completion, the weighted sum has the value and
+    the gradient of w residual^2.
     """
     residual = residual.detach()[:, None]
     share = residual.square() / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -102,9 +102,9 @@ class TrajectoryBalance(PolicyLoss):
     """L_i = (log Z + log pi(y_i) - log ref(y_i) - r_i / beta)^2, log Z = mean of log ref - log pi + r / beta.
 
     TBA, arXiv:2503.18929 (VarGrad's estimate of log Z). With k_i = log pi(y_i) - log ref(y_i), log Z of the group
-    without gradient, and A_i = r_i - mean r (`GroupMean`) that is ((k_i - mean k) - A_i / beta)^2, and its gradient
-    -(2 / beta) (A_i - beta (k_i - mean k)) grad log pi(y_i): REINFORCE with the KL penalty in the reward, at the
-    current log-probabilities.
+    without gradient, and A_i = r_i - mean r (`GroupMean`) the loss is ((k_i - mean k) - A_i / beta)^2, with the
+    gradient -(2 / beta) (A_i - beta (k_i - mean k)) grad log pi(y_i): REINFORCE with the KL penalty in the reward, at
+    the current log-probabilities.
 
     Groups must be whole in a micro-batch (`data.keep_groups_whole`, which `WeightSync` sets); every token must have
     the same weight (`FixedLength(1)` is the paper's mean of squares).
@@ -138,10 +138,10 @@ class TrajectoryBalance(PolicyLoss):
 
 @dataclass(frozen=True)
 class TrajectoryBalancePrime(TrajectoryBalance):
-    """L_i = (beta log Z + beta k_i - r_i)^2 / (2 beta): `TrajectoryBalance` times beta / 2, the size of REINFORCE.
+    """L_i = (beta log Z + beta k_i - r_i)^2 / (2 beta): `TrajectoryBalance` times beta / 2, on the scale of REINFORCE.
 
-    TBA' of the authors' PRIME-RL fork, with `FixedLength(max_tokens)`. There log Z comes from the policy before the
-    rollout's updates; with one optimizer step on each batch that is the same policy.
+    TBA' of the authors' PRIME-RL fork, with `FixedLength(max_tokens)`. The fork takes log Z from the policy before the
+    updates on the batch; with one optimizer step per batch that is the current policy.
     """
 
     beta: float = 0.005
@@ -156,10 +156,10 @@ class TrajectoryBalancePrime(TrajectoryBalance):
 class OAPL(PolicyLoss):
     """L_i = (beta log(pi(y_i) / mu(y_i)) - A_i)^2, A_i = r_i - V, V = tau log mean exp(r / tau) (`LogMeanExp(tau)`).
 
-    Optimal-advantage regression, arXiv:2602.19362: the best policy within a KL penalty around the policy mu that
-    samples is mu exp(r / beta) / Z, which this fits. mu stays for `data.weight_sync_steps` optimizer steps; with
-    `data.max_staleness: 0` nothing older is trained on, which is the paper's cleared buffer. The paper's two constants
-    are beta here (its beta_2) and tau (its beta_1); no default values of it are known.
+    Optimal-advantage regression, arXiv:2602.19362: fits mu exp(r / beta) / Z, the optimal policy under a KL penalty to
+    the sampling policy mu. mu stays for `data.weight_sync_steps` optimizer steps; `data.max_staleness: 0` trains on no
+    older data, like the paper's cleared buffer. The paper's constants beta_2 and beta_1 are beta and tau here; default
+    values of the paper are not known.
 
     Args:
         beta: strength of the KL penalty.

@@ -21,7 +21,7 @@ class Reinforce(PolicyLoss):
     """Policy gradient: L = -A log pi. Williams 1992.
 
     Off-policy data need a correction (`lit_async_rl.corrections`) with `proximal: CurrentProximal`: its weights
-    pi / mu then multiply each token's loss. With `SequenceTruncatedIS(cap=8.0)` that is the base objective of VCPO
+    pi / mu then multiply each token's loss. With `SequenceTruncatedIS(cap=8.0)` this is the base objective of VCPO
     (arXiv:2602.17616; from its released code, the paper's text could not be checked).
     """
 
@@ -40,7 +40,7 @@ class CISPO(PolicyLoss):
 
     MiniMax-M1, arXiv:2506.13585 (formula as several frameworks implement it; the paper's text could not be checked).
     Only the upper bound is active in the original, so `clip_low` is off by default. The paper's bound could not be
-    checked: implementations range from 1.02 (PipelineRL, whose REINFORCE is the same loss) to 5; the default here is 5.
+    checked: implementations range from 1.02 (PipelineRL's REINFORCE, the same loss) to 5; the default here is 5.
 
     Args:
         clip_low: how far below 1 the weight may fall; `inf` does not bound it.
@@ -96,7 +96,7 @@ class SAPO(PolicyLoss):
 # -- Score centering: REINFORCE on off-policy data without the drift of its score's expectation -----------------------
 
 
-SMALLEST_TAIL = 1e-6  # probability: the rounding of a float32 sum of probabilities
+MIN_TAIL_PROBABILITY = 1e-6  # rounding error of a float32 sum of probabilities
 
 
 class ImportanceWeight(Enum):
@@ -112,15 +112,16 @@ class ImportanceWeight(Enum):
 class ScoreCentering(PolicyLoss):
     """REINFORCE with weights w = f(pi / mu) and the score's expectation under the sampler subtracted.
 
-    On-policy the score s_v = grad log pi_v has expectation 0. Under another sampler mu it has not, and the gradient
-    gets a term E[A] E_mu[w s], which moves the policy wherever the mean advantage is not 0. Subtracted, per token y:
+    On-policy the score s_v = grad log pi_v has expectation 0. Under another sampler mu it does not, and the gradient
+    has a term E[A] E_mu[w s], which moves the policy wherever the mean advantage is not 0. With that term subtracted,
+    per token y:
 
         L = -A (sg(w_y) log pi_y - sum over v in H of sg(mu_v w_v - alpha pi_v) log pi_v)
 
-    H are the k tokens that mu finds likeliest (`data.sampling.head: k`), with their true probabilities; beyond them
-    mu_v is taken for rho pi_v, rho = (1 - sum_H mu) / (1 - sum_H pi), and alpha = rho f(1 / rho). Exact where H is the
+    H are the k likeliest tokens under mu (`data.sampling.head: k`), with their true probabilities; outside of H, mu_v
+    is approximated by rho pi_v, rho = (1 - sum_H mu) / (1 - sum_H pi), and alpha = rho f(1 / rho). Exact where H is the
     whole vocabulary (or the whole support of a truncated sampler). f(r) = r needs no centering, and gets none.
-    arXiv:2609.20807, which uses k = 128 and advantages without division by their standard deviation (`GroupMean`).
+    arXiv:2609.20807, with k = 128 and advantages not divided by their standard deviation (`GroupMean`).
 
     Args:
         weight: f: `NONE` (score centering alone), `TRUNCATED` (with TIS), `MASKED` (with MIS) or `FULL`.
@@ -164,7 +165,7 @@ class ScoreCentering(PolicyLoss):
         p = log_p.exp()
         q = log_q.exp()
         weights = self.weigh(torch.where(possible, log_p - log_q, 0.0))
-        rest_p, rest_q = ((1 - known.sum(-1, keepdim=True)).clamp(min=SMALLEST_TAIL) for known in (p, q))
+        rest_p, rest_q = ((1 - known.sum(-1, keepdim=True)).clamp(min=MIN_TAIL_PROBABILITY) for known in (p, q))
         rho = rest_q / rest_p
         alpha = rho * self.weigh(-rho.log())
         return torch.where(possible, q * weights - alpha * p, 0.0)

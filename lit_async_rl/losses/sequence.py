@@ -72,11 +72,10 @@ class GSPOToken(PolicyLoss):
 class TOPR(PolicyLoss):
     """Tapered off-policy REINFORCE: L = -sg(clip(w_i, low, high)) A log pi, w_i = prod_t r_t, bounds by the sign of A.
 
-    With the paper's bounds good completions count fully however unlikely they have become, and bad ones with
-    min(w, 1), so that completions that have already become unlikely are not pushed down further. arXiv:2503.14286, no
-    official code; the paper splits by the sign of the *reward* (±1, no baseline), which is that of A with `Raw`
-    advantages. ROLL's implementation takes token ratios, other frameworks length-normalised ones; this is the paper's
-    sequence ratio.
+    With the paper's bounds good completions have weight 1 at any ratio, and bad ones min(w, 1), so that completions
+    which have become unlikely are not pushed down further. arXiv:2503.14286, no official code; the paper splits by the
+    sign of the *reward* (±1, no baseline), which is the sign of A with `Raw` advantages. This is the paper's sequence
+    ratio; ROLL takes token ratios, other frameworks length-normalised ones.
 
     Args:
         positive_low: smallest weight where A > 0.
@@ -108,9 +107,9 @@ class TOPR(PolicyLoss):
             ratio.clamp(self.positive_low, self.positive_high),
             ratio.clamp(self.negative_low, self.negative_high),
         )
-        # a weight that is the same for every ratio is no cut
-        free = (inputs.advantages > 0) & (self.positive_low == self.positive_high)
-        return LossOutput(per_token=surrogate(weights, inputs), clipped=(weights != ratio) & ~free)
+        # a constant weight does not cut the gradient of any token
+        is_constant = (inputs.advantages > 0) & (self.positive_low == self.positive_high)
+        return LossOutput(per_token=surrogate(weights, inputs), clipped=(weights != ratio) & ~is_constant)
 
 
 @dataclass(frozen=True)

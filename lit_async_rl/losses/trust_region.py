@@ -32,14 +32,14 @@ class DPPO(PolicyLoss):
     """L = -keep r A + kl (log r)^2; a token is masked once its *probability* moved too far along its advantage.
 
     keep = not (A > 0 and pi - mu > max_increase, or A <= 0 and pi - mu < -max_decrease). A ratio is a poor measure for
-    rare tokens: 1e-6 to 1e-5 is a ratio of 10 and no change at all. arXiv:2602.04879, formula and constants from
+    rare tokens: from 1e-6 to 1e-5 is a ratio of 10 and hardly a change. arXiv:2602.04879, formula and constants from
     prime-rl, without its factor on the advantage (1 there); the paper's text could not be checked. verl's `dppo_tv`
     differs: no squared log-ratio, and the gradient flows through log pi with the detached weight min(r, 20).
 
     Args:
         max_increase: largest rise of the probability where A > 0.
         max_decrease: largest fall where A <= 0.
-        kl_coefficient: of the squared log-ratio, which also acts on dropped tokens.
+        kl_coefficient: coefficient of the squared log-ratio, which also acts on dropped tokens.
 
     Raises:
         ValueError: a setting is negative.
@@ -68,7 +68,7 @@ class IPO(PolicyLoss):
 
     Args:
         threshold: largest change of the probability.
-        kl_coefficient: of the squared log-ratio, which also acts on dropped tokens.
+        kl_coefficient: coefficient of the squared log-ratio, which also acts on dropped tokens.
 
     Raises:
         ValueError: a setting is negative.
@@ -92,8 +92,8 @@ class DPPOBinaryKL(PolicyLoss):
     """L = -keep sg(min(r, cap)) A log pi; keep = the binary KL of the sampled token against all others is small.
 
     KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), p = mu's and q = pi's probability; a token is dropped only where
-    the advantage pushes it further (A > 0 and r > 1, or A < 0 and r < 1). arXiv:2602.04879, as in verl; the threshold
-    is not from the paper, whose value could not be checked.
+    the advantage pushes it further (A > 0 and r > 1, or A < 0 and r < 1). arXiv:2602.04879, as in verl; the default
+    threshold is not the paper's, which could not be checked.
 
     Args:
         threshold: largest KL, in nats.
@@ -124,14 +124,17 @@ class DPPOBinaryKL(PolicyLoss):
 
 def binary_kl(logprobs_p: Float[Tensor, "*shape"], logprobs_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """KL divergence of two Bernoulli distributions with the probabilities p and q of the sampled token."""
-    logprobs_p, logprobs_q = (x.double().clamp(max=-1e-12) for x in (logprobs_p, logprobs_q))  # p = 1 has no log(1 - p)
-    others_p, others_q = (-torch.expm1(x) for x in (logprobs_p, logprobs_q))
+    # float64, because 1 - p loses its digits near p = 1 in float32; clamped, because log(1 - p) is infinite at p = 1
+    logprobs_p = logprobs_p.double().clamp(max=-1e-12)
+    logprobs_q = logprobs_q.double().clamp(max=-1e-12)
+    others_p = -torch.expm1(logprobs_p)
+    others_q = -torch.expm1(logprobs_q)
     divergence = logprobs_p.exp() * (logprobs_p - logprobs_q) + others_p * (others_p.log() - others_q.log())
     return divergence.clamp(min=0).float()
 
 
-def _harmful(inputs: LossInputs) -> Bool[Tensor, "B T"]:
-    """Tokens whose advantage pushes them further from the proximal policy; only they can leave the trust region."""
+def _pushed_outward(inputs: LossInputs) -> Bool[Tensor, "B T"]:
+    """Mask of tokens pushed further from the proximal policy by their advantage: only these can leave the region."""
     log_ratio = inputs.log_ratio
     pushed = ((inputs.advantages > 0) & (log_ratio > 0)) | ((inputs.advantages < 0) & (log_ratio < 0))
     return pushed & inputs.loss_mask
@@ -141,9 +144,9 @@ def _harmful(inputs: LossInputs) -> Bool[Tensor, "B T"]:
 class M2PO(PolicyLoss):
     """Second-moment trust region: L = -M r A without a clip, M drops tokens until mean (log r)^2 <= budget.
 
-    Counted are the tokens that move further away (A > 0 and r > 1, or A < 0 and r < 1); the one with the largest
-    (log r)^2 is dropped while their mean is above the budget. arXiv:2510.01161 v2, algorithm 1: the paper's mask, over
-    all tokens of the micro-batch, of all ranks (the paper: of the training batch, so one micro-batch a step is exact).
+    The mean is over tokens that move further away (A > 0 and r > 1, or A < 0 and r < 1); while it is above the budget,
+    the token with the largest (log r)^2 is dropped. arXiv:2510.01161 v2, algorithm 1: the paper's mask, over the
+    micro-batch of all ranks, a collective (the paper: over the training batch, so one micro-batch per step is exact).
     The released code differs (`M2POAdaptiveClip`), and so does AReaL (`lit_async_rl.corrections.SecondMomentMask`).
 
     Args:
@@ -162,18 +165,17 @@ class M2PO(PolicyLoss):
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-M r A."""
-        dropped = second_moment_excess(inputs.log_ratio.detach().square(), _harmful(inputs), self.budget)
+        dropped = second_moment_excess(inputs.log_ratio.detach().square(), _pushed_outward(inputs), self.budget)
         return _masked_surrogate(inputs, dropped, kl_coefficient=0.0)
 
 
 @dataclass(frozen=True)
 class M2POAdaptiveClip(PolicyLoss):
-    """PPO-clip with bounds [e^-c, e^c], c such that mean min((log r)^2, c^2) = budget over the harmful tokens.
+    """PPO-clip with bounds [e^-c, e^c], c such that mean min((log r)^2, c^2) = budget over tokens moving further away.
 
-    The rule of M2PO's released code (per micro-batch, as here, of all ranks) in place of the paper's mask. Nothing is
-    clipped while the mean is within the budget. It differs from that code in two ways: c is solved for exactly, where
-    the code only comes close to the budget; and the floors under the clip range (0.3 and 0.5), which are inactive in
-    the code's runs, are left out.
+    The rule of M2PO's released code (per micro-batch of all ranks, a collective) in place of the paper's mask. Nothing
+    is clipped while the mean is within the budget. It differs from that code in two ways: c is exact, where the code
+    approximates it; and the floors under the clip range (0.3 and 0.5), inactive in the code's runs, are left out.
 
     Args:
         budget: largest mean of the capped (log r)^2.
@@ -192,7 +194,7 @@ class M2POAdaptiveClip(PolicyLoss):
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """-min(r A, clip(r, e^-c, e^c) A)."""
         ratio = inputs.ratio
-        squares = gather_over_ranks(inputs.log_ratio.detach().square()[_harmful(inputs)])
+        squares = gather_over_ranks(inputs.log_ratio.detach().square()[_pushed_outward(inputs)])
         bound = math.sqrt(water_level(squares, self.budget))
         loss, cut = clipped_surrogate(ratio, inputs.advantages, math.exp(-bound), high=math.exp(min(bound, 80.0)))
         return LossOutput(per_token=loss, clipped=cut)

@@ -1,8 +1,9 @@
-"""Kernels of attention and experts: the one that honours a model's configuration, and the reference for the others.
+"""Choice of attention and expert kernels that compute every setting of a model's configuration.
 
-The kernels of transformers take the same arguments and ignore those they cannot compute, in silence. Of the families
-of transformers 5.19, with every setting of attention and experts exaggerated in turn, `sdpa` differs from `eager` in
-`attn_logit_softcapping` only (Gemma 2, VaultGemma); families whose attention has sinks do not offer it.
+The kernels of transformers take the same arguments, and silently ignore those they do not support. A test of all
+families of transformers 5.19, with every setting of attention and experts exaggerated in turn, found one difference
+between `sdpa` and `eager`: `attn_logit_softcapping` (Gemma 2, VaultGemma). Families with attention sinks do not offer
+`sdpa`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-IGNORED = {"sdpa": ("attn_logit_softcapping",)}  # settings of configurations that a kernel does not compute
+IGNORED_SETTINGS = {"sdpa": ("attn_logit_softcapping",)}  # of a configuration, by kernel
 log = logging.getLogger(__name__)
 
 
@@ -23,17 +24,17 @@ def ignored_setting(lm: PreTrainedModel, implementation: str | None = None) -> s
 
     Args:
         lm: the model.
-        implementation: the kernel; None is the one that the model uses.
+        implementation: the kernel; None is the model's present one.
     """
     for config in (lm.config, lm.config.get_text_config()):
-        for name in IGNORED.get(implementation or lm.config._attn_implementation, ()):
+        for name in IGNORED_SETTINGS.get(implementation or lm.config._attn_implementation, ()):
             if (value := getattr(config, name, None)) is not None:
                 return f"{name}={value:g}"
     return ""
 
 
 def choose_attention(lm: PreTrainedModel, named: str | None) -> None:
-    """Gives a model whose default kernel ignores a setting of its configuration eager attention instead.
+    """Switches a model to eager attention if its default kernel ignores a setting of its configuration.
 
     Args:
         lm: the model.
@@ -70,9 +71,9 @@ def decoding_attention(lm: PreTrainedModel) -> str:
 
 @contextmanager
 def eager_kernels(lm: PreTrainedModel) -> Iterator[None]:
-    """Context in which attention and experts are computed eagerly, which honours every setting of a configuration.
+    """Context with eager attention and experts, which compute every setting of a configuration.
 
-    Families that choose the kernel when they are built keep theirs.
+    Families that choose their kernel at construction keep it.
     """
     parts = [part for part in lm.modules() if isinstance(part, PreTrainedModel)]
     before: list[tuple[PreTrainedConfig, str, str]] = []

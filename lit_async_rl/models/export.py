@@ -1,4 +1,4 @@
-"""Writing a model as a Hugging Face folder, and finding out before training whether that will work."""
+"""Export of a model as a Hugging Face folder, and a check before training that it will work."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def export_model(
 ) -> None:
     """Writes model and tokenizer.
 
-    A `generation_config` that transformers loads, and then refuses to save (`temperature` without `do_sample`, say),
-    is written as it was loaded.
+    transformers loads some generation configurations that it refuses to save (such as `temperature` without
+    `do_sample`); these are written unchanged.
 
     Args:
         lm: causal LM.
-        tokenizer: of the model.
-        folder: to write to.
-        weights: by their Hugging Face names, contiguous.
+        tokenizer: tokenizer of the model.
+        folder: output folder.
+        weights: contiguous tensors by their Hugging Face names.
     """
     with _savable(lm, Path(folder)):
         lm.save_pretrained(folder, state_dict=dict(weights))
@@ -34,7 +34,10 @@ def export_model(
 
 
 def export_problems(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Problems that `export_model` or a reader would have: found by writing all but the weights to a scratch folder."""
+    """Reasons why an export would fail or could not be loaded again.
+
+    Found by writing everything but the weights to a temporary folder.
+    """
     problems = []
     if type(lm.config) not in AutoModelForCausalLM._model_mapping:  # the text part of Mllama and Emu3
         problems.append(
@@ -55,17 +58,17 @@ def export_problems(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 @contextmanager
 def _savable(lm: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Context in which transformers saves a model whatever its `generation_config`, which is written on exit."""
-    given: GenerationConfig | None = lm.generation_config
-    if given is None or _is_valid(given):
+    """Context without an invalid `generation_config`, so that transformers saves the model; it is written on exit."""
+    original: GenerationConfig | None = lm.generation_config
+    if original is None or _is_valid(original):
         yield
         return
     lm.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        lm.generation_config = given
-    given.to_json_file(folder / GENERATION_CONFIG_NAME)
+        lm.generation_config = original
+    original.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def _is_valid(config: GenerationConfig) -> bool:

@@ -40,15 +40,21 @@ from lit_async_rl.utils.checks import check_dtype
 from lit_async_rl.utils.guarded_calls import announced
 from lit_async_rl.utils.hub import go_offline_if_unreachable
 
-# -- Properties of a loaded model's architecture: its context length, layers other than attention, and stored buffers
+# -- Properties of a model's architecture: context length, layers other than attention, stored buffers ----------------
 
 
-# settings of configurations beyond whose number of tokens some layers do not attend to all of them
-WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "attention_chunk_size", "index_topk")
+# settings of configurations that limit the number of tokens some layers attend to
+WINDOW_SETTINGS = (
+    "sliding_window",
+    "attention_window_size",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "index_topk",
+)
 
 
 def body(lm: PreTrainedModel) -> nn.Module:
-    """The model below the output head, also where `base_model_prefix` names no part of it (Llama 4, Mllama)."""
+    """The model below the output head, also if `base_model_prefix` names no submodule (Llama 4, Mllama)."""
     base: nn.Module = lm.base_model
     return getattr(lm, "model", lm) if base is lm else base
 
@@ -62,42 +68,43 @@ def configured_length(of_model: PreTrainedConfig) -> int:
     """Context length in tokens: positions, the shortest attention window, or `rotary_length`, whichever is least."""
     config = of_model.get_text_config()
     length = min(getattr(config, "max_position_embeddings", None) or 2**20, rotary_length(config) or 2**20)
-    names = WINDOWS if getattr(config, "use_sliding_window", True) else ()
+    names = WINDOW_SETTINGS if getattr(config, "use_sliding_window", True) else ()
     windows = [getattr(config, name, None) for name in names]
-    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; other families have a window of another kind
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo; `window_size` means something else elsewhere
         windows.append(config.window_size)
     return min(length, *(window or length for window in windows), length)
 
 
 def rotary_length(of_model: PreTrainedConfig) -> int | None:
-    """Tokens from which on all positions are rotated by other frequencies; None if they are the same at any length.
+    """Number of tokens beyond which the rotary frequencies of all positions change; None if they never do.
 
-    transformers chooses them by the longest row of a forward pass (`longrope` of Phi-3 and Phi-4-mini, `dynamic`).
-    Beyond this number, short rows beside a long one would change, and so would keys that a cache holds.
+    transformers chooses the frequencies by the longest row of a forward pass (`longrope` of Phi-3 and Phi-4-mini,
+    `dynamic`). Beyond this length a row would change the shorter rows beside it, and keys in a cache would be wrong.
     """
     config = of_model.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     limits = []
-    for each in [parameters] if "rope_type" in parameters else parameters.values():  # or of each kind of layer
-        kind = each.get("rope_type") if isinstance(each, dict) else None
+    # one set of parameters, or one for each kind of layer
+    for rope in [parameters] if "rope_type" in parameters else parameters.values():
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind == "longrope":
-            limits.append(each["original_max_position_embeddings"])
+            limits.append(rope["original_max_position_embeddings"])
         elif kind == "dynamic":
             limits.append(config.max_position_embeddings)
     return min(limits, default=None)
 
 
 def other_layers(lm: PreTrainedModel) -> str:
-    """Kinds of layers that are neither full nor sliding attention, as the configuration calls them; empty if none."""
+    """Kinds of layers other than full and sliding attention, by their names in the configuration; empty if none."""
     kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
 
 
 def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of buffers that belong to a model's weights: files hold them, and no gradient changes them.
+    """(name, buffer) of persistent buffers: weights in the model's files that receive no gradient.
 
-    Scales of Gemma 4's layers, biases of the routers of DeepSeek, GLM and others.
+    Examples are scales of Gemma 4's layers, and router biases of DeepSeek, GLM and others.
     """
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -110,23 +117,24 @@ def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # block after the other (FSDP1), from the safetensors files of the Hugging Face model.
 
 
-_patching = threading.Lock()
+_patch_lock = threading.Lock()
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Context in which parameters are created on the meta device; buffers, which files do not hold, get their values.
+    """Context in which parameters are created on the meta device; buffers are computed, because files lack most.
 
-    Patches `nn.Module` while active, for this thread.
+    Patches `nn.Module` while active. Other threads are unaffected: the patch acts in the thread that entered.
     """
     owner = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta and threading.get_ident() == owner:  # one on meta may be tied
+        # a parameter that is on meta already may be tied: replacing it would untie it
+        if param is not None and not param.is_meta and threading.get_ident() == owner:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    with _patching:
+    with _patch_lock:  # two threads that patch at once would restore each other's function
         register = nn.Module.register_parameter
         nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
         try:
@@ -160,7 +168,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
-        """Reads stored buffers of `part`, and its parameters that are on meta; sharded ones read their own slices.
+        """Reads stored buffers of `part` and its parameters on the meta device; of sharded ones only own slices.
 
         Args:
             lm: model whose parameter names the files use; contains `part`.
@@ -171,10 +179,10 @@ class WeightFiles:
             ValueError: names or shapes in the files differ.
         """
         inside = {id(p) for p in part.parameters() if p.is_meta}
-        names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied ones once
+        names = [name for name, p in lm.named_parameters() if id(p) in inside]  # tied parameters appear once
         allocate(part, device)
         own = dict(lm.named_parameters())
-        buffers = {id(buffer) for _, buffer in stored_buffers(part)}  # by now on `device`
+        buffers = {id(buffer) for _, buffer in stored_buffers(part)}  # after `allocate`, which replaces them
         stored = {name: b for name, b in stored_buffers(lm) if id(b) in buffers and name in self._names}
         self._load({name: own[name].detach() for name in names} | stored)
 
@@ -185,7 +193,7 @@ class WeightFiles:
                 "transformers renames them while it loads. Leave meta_device out for this model."
             )
         state: dict[str, Any] = dict(parameters)
-        with warnings.catch_warnings():  # every process reads by itself, on purpose
+        with warnings.catch_warnings():  # `no_dist`, because each process reads slices of its own
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
             dcp.load(state, storage_reader=self._reader, no_dist=True)
 
@@ -208,20 +216,20 @@ def allocate(part: nn.Module, device: torch.device) -> None:
 # -- Loading by classes of transformers, with errors that name the setting --------------------------------------------
 
 
-ADAPTER = "adapter_config.json"  # of an adapter that PEFT has saved
-FETCHED = "models/smollm2"  # where configs/smollm2.yaml expects what has to be fetched first
+ADAPTER = "adapter_config.json"  # marks a folder with an adapter saved by PEFT
+FETCHED_MODELS = "models/smollm2"  # prefix of the folders in configs/smollm2.yaml that have to be fetched first
 
 
 def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
-    """Loads something of a model by a class of transformers.
+    """Loads a model, tokenizer or configuration by a class of transformers.
 
     Args:
         loader: class with `from_pretrained`.
         model: name on the Hugging Face hub, or folder.
-        **kwargs: of `from_pretrained`.
+        **kwargs: arguments of `from_pretrained`.
 
     Raises:
-        FileNotFoundError: there is no such model, or its folder holds none.
+        FileNotFoundError: there is no such model, or the folder contains none.
         ValueError: the model does not support `attn_implementation`.
     """
     if not model:
@@ -236,10 +244,10 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
     if not is_folder:
         go_offline_if_unreachable()
     try:
-        with _without_bar():
-            # without `trust_remote_code=False` transformers asks on the terminal whether to run a model's own code
+        with _without_progress_bar():
+            # explicit, because by default transformers asks on the terminal whether to run a model's own code
             return loader.from_pretrained(model, trust_remote_code=False, **kwargs)
-    except (OSError, ValueError, ImportError, TypeError, SafetensorError) as error:  # TypeError: a file is not there
+    except (OSError, ValueError, ImportError, TypeError, SafetensorError) as error:  # TypeError: a file is missing
         if (chosen := kwargs.get("attn_implementation")) and _is_about_attention(error):
             raise ValueError(f"model.attn_implementation={chosen!r} cannot be used: {_first_line(error)}") from error
         if "trust_remote_code" in str(error):
@@ -253,34 +261,34 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether `model` can only be the name of a repository on the hub: it is no folder, and not written as a path."""
-    if not model:  # None from Python, which the model's own loader refuses
+    """Whether `model` can only be the name of a repository on the hub: neither an existing folder nor a path."""
+    if not model:  # such as None; `load_pretrained` raises the error
         return False
-    is_path = model.startswith((".", "/", "~", FETCHED)) or model.count("/") > 1
+    is_path = model.startswith((".", "/", "~", FETCHED_MODELS)) or model.count("/") > 1
     return not is_path and not Path(model).exists()
 
 
 @functools.cache
 def adapter_snapshot(repository: str) -> str | None:
-    """Local copy of a repository on the hub that holds an adapter of PEFT; None if it holds none.
+    """Local copy of a repository on the hub that contains an adapter of PEFT; None if it contains none.
 
-    Asks the hub once in a process, or the cache where that is all there is. Without the copy transformers would load
-    the base that the adapter names, put the adapter's layers into it, and call the result the model.
+    Asks the hub once per process, or only the cache when offline. The adapter is loaded separately, because
+    transformers would load the adapter's base, insert its layers, and return that as the model.
     """
     go_offline_if_unreachable()
     try:
         if find_adapter_config_file(repository) is None:
             return None
-    except OSError:  # no such repository: the model's own loader says so
+    except OSError:  # no such repository: `load_pretrained` raises the error
         return None
-    return snapshot_download(repository, ignore_patterns=["*/*"])  # the folders of a run's checkpoints stay there
+    return snapshot_download(repository, ignore_patterns=["*/*"])  # without the checkpoints of a training run
 
 
 def check_peft(model: str) -> None:
-    """Refuses an adapter where PEFT is not installed.
+    """Checks that PEFT is installed, for a model with an adapter.
 
     Raises:
-        ModuleNotFoundError: it is not.
+        ModuleNotFoundError: it is not installed.
     """
     if importlib.util.find_spec("peft") is None:
         raise ModuleNotFoundError(
@@ -297,8 +305,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _without_bar() -> Iterator[None]:
-    """Without transformers' own progress bar: in a notebook it recurses endlessly inside of Lightning's."""
+def _without_progress_bar() -> Iterator[None]:
+    """Context without the progress bar of transformers, which in a notebook recurses endlessly inside Lightning's."""
     was_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -309,13 +317,13 @@ def _without_bar() -> Iterator[None]:
 
 
 def _how_to_fetch(model: str) -> str:
-    """The command that fetches a shipped configuration's model; empty if it is another one."""
+    """Hint with the command that fetches the model of a shipped configuration; empty for other models."""
     command = f"`make smollm2`, or `lit-async-rl fetch smollm2 --out {model}`, makes it"
-    return f"; {command}" if model.startswith(FETCHED) else ""
+    return f"; {command}" if model.startswith(FETCHED_MODELS) else ""
 
 
 def _how_to_export(folder: Path) -> str:
-    """The command that makes a model of a run's folder; empty if it is none."""
+    """Hint with the command that exports a model from a run's folder; empty for other folders."""
     config = folder / "config.yaml"
     checkpoint = folder / "checkpoints" / "last.ckpt"
     if not (config.is_file() and checkpoint.exists()):
@@ -342,11 +350,11 @@ def load_policy(
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
         dtype: name of a torch dtype.
-        attn_implementation: attention implementation of transformers; None is its default, or eager attention where
-            the default ignores a setting of the configuration (Gemma 2's soft cap), see `choose_attention`.
+        attn_implementation: attention implementation of transformers; None is its default, or eager attention if the
+            default ignores a setting of the configuration (Gemma 2's soft cap), see `choose_attention`.
         random_init: initialise randomly, with the architecture of `model`.
         device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
-        adapter: what becomes of an adapter in the folder; `leave_out` is for those who load it themselves.
+        adapter: `merge` an adapter in the folder into the weights, or `leave_out`, for callers that load it.
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
@@ -388,10 +396,7 @@ def load_policy(
 
 
 def build_policy(model: str, dtype: str, device: str) -> PreTrainedModel:
-    """The architecture of a causal LM for inference, with room for its weights, which are neither read nor initialised.
-
-    Takes the arguments of `load_policy`.
-    """
+    """Causal LM for inference with allocated, uninitialised weights; takes the arguments of `load_policy`."""
     lm = load_policy(model, dtype=dtype, device="meta").requires_grad_(False)
     allocate(lm, find_device(device))
     return lm
@@ -407,10 +412,10 @@ def weight_bytes(model: str, dtype: torch.dtype) -> int:
 
 
 def check_not_quantized(config: PreTrainedConfig, model: str) -> None:
-    """Refuses quantized weights: they cannot be trained, merged with adapters or published to an engine.
+    """Checks that weights are not quantized: such weights cannot be trained, merged or published to an engine.
 
     Raises:
-        ValueError: names the quantization.
+        ValueError: they are quantized; names the method.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -422,14 +427,14 @@ def check_not_quantized(config: PreTrainedConfig, model: str) -> None:
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Refuses weights that are NaN or infinite: they would train nothing, in silence.
+    """Checks that weights are finite; with NaN or infinity a run would silently train nothing.
 
     Args:
-        weights: by name; those without values (on `meta`) are left out.
-        where: how the message begins.
+        weights: weights by name; those on the meta device are skipped.
+        where: beginning of the message.
 
     Raises:
-        ValueError: names the first such weight.
+        ValueError: a weight is not finite; names the first one.
     """
     for name, weight in weights:
         if weight.is_floating_point() and not weight.is_meta and not bool(weight.detach().isfinite().all()):
@@ -437,22 +442,19 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
 
 
 def adapter_folder(model: str) -> str | None:
-    """Folder with the adapter of PEFT that is part of a model; None where it has none.
-
-    It is `model` itself, or the local copy of a repository on the hub.
-    """
+    """Folder of a model's PEFT adapter: `model` itself, or the local copy of a repository; None without adapter."""
     if is_hub_name(model):
         return adapter_snapshot(model)
     return model if model and Path(model, ADAPTER).is_file() else None
 
 
 def has_adapter(model: str) -> bool:
-    """Whether the model's folder, or its repository on the hub, holds an adapter of PEFT."""
+    """Whether the model's folder, or its repository on the hub, contains an adapter of PEFT."""
     return adapter_folder(model) is not None
 
 
 def base_of(model: str) -> str:
-    """Name or folder of the weights: those below an adapter whose folder holds nothing else, or the model's own.
+    """Name or folder of the full weights: the base of an adapter if `model` contains only an adapter, else its own.
 
     Raises:
         ValueError: the adapter names no base.
@@ -470,7 +472,7 @@ def base_of(model: str) -> str:
 
 @contextmanager
 def _without_adapter(model: str) -> Iterator[str]:
-    """Name or folder of the weights below an adapter: transformers would put the adapter's layers into the model."""
+    """Context with the name or folder of a model without its adapter, whose layers transformers would insert."""
     base = base_of(model)
     if base != adapter_folder(model):
         yield base
@@ -483,7 +485,7 @@ def _without_adapter(model: str) -> Iterator[str]:
 
 
 def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with the changes of the folder's adapter in its weights, of whatever kind PEFT can merge."""
+    """The model with the folder's adapter (of any kind that PEFT can merge) merged into its weights."""
     import peft
 
     adapted: Any = peft.PeftModel.from_pretrained(lm, folder)
@@ -492,10 +494,10 @@ def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 
 def _load_base(loader: Any, model: str) -> Any:
-    """Loads something of a model that its base has, below an adapter.
+    """Loads a configuration or tokenizer from the base of a model.
 
     Raises:
-        FileNotFoundError: there is no such model, or not the one that its adapter names.
+        FileNotFoundError: there is no such model, or no such base of its adapter.
     """
     base = base_of(model)
     if base in (model, adapter_folder(model)):
@@ -520,10 +522,10 @@ def load_config(model: str) -> PreTrainedConfig:
 
 
 def load_generation_config(model: str) -> GenerationConfig | None:
-    """Loads what the model's files say about generation; None if there are no such files."""
+    """Loads the generation configuration of a model; None if it has no such file."""
     try:
         return GenerationConfig.from_pretrained(base_of(model))
-    except OSError:  # many models have no such file; transformers, too, then asks the configuration
+    except OSError:  # many models have none; transformers then uses the configuration, too
         return None
 
 
@@ -534,7 +536,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         FileNotFoundError: there is no such model, or it has no tokenizer.
     """
     folder = adapter_folder(model)
-    if folder is not None and any(Path(folder).glob("tokenizer*")):  # beside an adapter, where tokens were added
+    if folder is not None and any(Path(folder).glob("tokenizer*")):  # saved with an adapter that added tokens
         return load_pretrained(AutoTokenizer, folder)
     return _load_base(AutoTokenizer, model)
 
@@ -553,7 +555,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
 
 
 def stored_dtype(model: str) -> str:
-    """Name of the dtype of a model's files; float32 where its configuration does not say.
+    """Name of the dtype of a model's files; float32 if its configuration does not name one.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -575,7 +577,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def find_device(name: str) -> torch.device:
-    """Device of that name; `auto` is the first accelerator, or the CPU."""
+    """Device by name; `auto` is the first accelerator, or the CPU."""
     if name != "auto":
         return torch.device(name)
     accelerator = torch.accelerator.current_accelerator()
@@ -583,37 +585,38 @@ def find_device(name: str) -> torch.device:
 
 
 def _remove_dropout(lm: nn.Module) -> None:
-    """Sets probabilities of dropout, of skipped layers and of router noise to 0, which families keep in many places."""
+    """Sets probabilities of dropout, layer skipping and router noise to 0; each family keeps them elsewhere."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for holder in (module, getattr(module, "config", None)):  # Falcon and Persimmon read it from there
+        for holder in (module, getattr(module, "config", None)):  # Falcon and Persimmon read it from the configuration
             for name, value in vars(holder).copy().items() if holder is not None else ():
                 if isinstance(value, float) and value and ("drop" in name or "jitter" in name):
                     setattr(holder, name, 0.0)
 
 
-# -- Tokens that end a completion: one set for every engine, from all places where a model's files name some ----------
+# -- Tokens that end a completion: one set for every engine, collected from all of a model's files --------------------
 
 
 log = logging.getLogger(__name__)
 GENERATION = "generation_config"
 TEMPLATE = "chat template"
-USER = "USERTEXT"  # contents of the conversations that are rendered to find out how a template ends a turn
+# contents of conversations that are rendered to find out how a template ends a turn
+USER = "USERTEXT"
 ANSWER = "ANSWERTEXT"
 REASONING = "REASONINGTEXT"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndTokens:
-    """Tokens that end a completion of a model, and where they were found.
+    """Tokens that end a completion of a model, and their sources.
 
     Attributes:
-        ids: union of what is safe; empty if nothing ends a completion.
-        named: ids by place: generation_config, config, tokenizer, chat template; places that name none are left out.
-        left_out: ids that a place names and that are no end, because the chat template writes them inside of a turn.
+        ids: all end tokens; empty if nothing ends a completion.
+        named: ids by source (generation_config, config, tokenizer, chat template), without sources that name none.
+        left_out: named ids that are no end, because the chat template writes them inside of a turn.
         turn_end: text that the chat template writes after an assistant's last message; empty if it writes none.
-        turn_ends_with_token: False if that text begins with ordinary text, which no token id stands for.
+        turn_ends_with_token: False if that text begins with ordinary text instead of a special token.
     """
 
     ids: tuple[int, ...]
@@ -624,12 +627,12 @@ class EndTokens:
 
     @property
     def are_disputed(self) -> bool:
-        """Whether the place that counted alone before, the first one, does not name all of them."""
+        """Whether the first source, the only one in use elsewhere, names other tokens."""
         first = next(iter(self.named.values()), ())
         return bool(self.left_out) or not set(self.ids) <= set(first)
 
     def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """One line that names what was found where."""
+        """One line with the end tokens and their sources."""
 
         def shown(ids: Collection[int]) -> str:
             return ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in sorted(ids))
@@ -644,12 +647,12 @@ class EndTokens:
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
     """Token ids that end a completion of a loaded model, see `find_end_tokens`. Warns if there are none."""
-    return _or_warning(find_end_tokens(lm.name_or_path or "", lm.generation_config, lm.config), lm.name_or_path)
+    return _ids_or_warning(find_end_tokens(lm.name_or_path or "", lm.generation_config, lm.config), lm.name_or_path)
 
 
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
     """Token ids that end a completion, read from the files of a model that is not loaded. Warns if there are none."""
-    return _or_warning(stored_end_tokens(model), model)
+    return _ids_or_warning(stored_end_tokens(model), model)
 
 
 def stored_end_tokens(model: str) -> EndTokens:
@@ -658,17 +661,17 @@ def stored_end_tokens(model: str) -> EndTokens:
 
 
 def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndTokens:
-    """Union of the tokens that generation configuration, configuration, tokenizer and chat template name as ends.
+    """Union of the end tokens named by generation configuration, configuration, tokenizer and chat template.
 
-    What the generation configuration names always counts; an empty list there says that nothing ends a completion.
-    Ids of the configuration count if there are none, or if they are special tokens: it has stale ids more often. The
-    tokenizer's end of text and the token that the chat template writes after an answer count as well, unless the
-    template writes it between reasoning and answer, as gpt-oss writes `<|end|>`.
+    Tokens of the generation configuration always count; an empty list there means that nothing ends a completion. Ids
+    of the configuration, which are stale more often, count if the generation configuration names none, or if they are
+    special tokens. The tokenizer's end of text and the token that the chat template writes after an answer count as
+    well, unless the template also writes it between reasoning and answer, as gpt-oss writes `<|end|>`.
 
     Args:
-        model: name or folder of the tokenizer; a model without one has the ends of its configurations.
-        generation_config: of the model; None if it has none.
-        config: of the model.
+        model: name or folder of the tokenizer; without a tokenizer only the configurations count.
+        generation_config: generation configuration of the model; None if it has none.
+        config: configuration of the model.
     """
     stated = _ids(generation_config)
     configured = _ids(config.get_text_config())
@@ -677,7 +680,7 @@ def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndToken
     if first == ():
         return EndTokens(ids=(), named={place: ids for place, ids in named.items() if ids == ()})
     kept = list(first or ())
-    found = _of_tokenizer(model, _modified(model)) if model else None
+    found = _cached_tokenizer_ends(model, _modification_time(model)) if model else None
     if found is not None:
         kept += [token for token in configured or () if token in found.special]
         named["tokenizer"] = found.eos
@@ -704,8 +707,8 @@ def _ids(config: Any) -> tuple[int, ...] | None:
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def _or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
-    if not ends.ids and not ends.named:  # an empty list is meant
+def _ids_or_warning(ends: EndTokens, model: str | None) -> tuple[int, ...]:
+    if not ends.ids and not ends.named:  # not if a configuration has an empty list on purpose
         log.warning(
             "model.model=%r: neither generation_config.json nor config.json nor the tokenizer names a token that ends "
             "a text, so completions end at sampling.max_tokens only; see sampling.stop_token_ids and sampling.stop",
@@ -726,21 +729,21 @@ class _TokenizerEnds:
     turn_ends_with_token: bool = True
 
 
-def _modified(model: str) -> float:
-    """Time of the last change of a folder's tokenizer, so that a cached answer is not another tokenizer's."""
+def _modification_time(model: str) -> float:
+    """Time of the last change of a folder's tokenizer, part of the key of the cache of `_cached_tokenizer_ends`."""
     files = [Path(model) / name for name in ("tokenizer_config.json", "tokenizer.json", "chat_template.jinja")]
     return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
 
 @functools.lru_cache(maxsize=16)
-def _of_tokenizer(model: str, modified: float) -> _TokenizerEnds | None:
+def _cached_tokenizer_ends(model: str, modified: float) -> _TokenizerEnds | None:
     with contextlib.suppress(FileNotFoundError):  # a model may come without a tokenizer, or from memory
         return tokenizer_ends(load_tokenizer(model))
     return None
 
 
 def tokenizer_ends(tokenizer: PreTrainedTokenizerBase) -> _TokenizerEnds:
-    """Ends that a tokenizer names, and those that its chat template writes, found by rendering conversations."""
+    """End tokens of a tokenizer and of its chat template; the latter are found by rendering conversations."""
     special = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
     eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     if not tokenizer.chat_template:
@@ -752,7 +755,7 @@ def tokenizer_ends(tokenizer: PreTrainedTokenizerBase) -> _TokenizerEnds:
     turn_end = _after_answer(tokenizer, [question, answer])
     ids = _first_token(tokenizer, turn_end, special)
     ends_with_token = bool(ids) or not turn_end.strip()
-    if not turn_end.strip():  # nothing ends the last message: what begins the next one does, as in GLM-4
+    if not turn_end.strip():  # nothing after the last message: the token before the next one is the end, as in GLM-4
         between = _after_answer(tokenizer, [question, answer, question]).partition(USER)[0]
         ids = _first_token(tokenizer, between, special)
     return _TokenizerEnds(
@@ -788,7 +791,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _first_token(tokenizer: PreTrainedTokenizerBase, text: str, special: Collection[int]) -> tuple[int, ...]:
-    """The special token that `text` begins with, after whitespace; empty if it begins with anything else."""
+    """The special token at the beginning of `text`, after whitespace; empty if there is other text before."""
     for token in _encoded(tokenizer, text.lstrip()):
         if token in special:
             return (int(token),)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from lit_async_rl.models.policy import CausalPolicy, TokenStats
 
 
-PLAIN_SETTINGS = (  # of PEFT, in which an adapter that is trained further must have the defaults
+# settings of PEFT that must have their defaults in an adapter to be trained further
+SETTINGS_AT_DEFAULT = (
     "bias",
     "lora_bias",
     "modules_to_save",
@@ -37,11 +38,11 @@ class LoRA:
         alpha: the update is scaled by alpha / rank.
         target_modules: names of the adapted layers, or a regular expression of their full names; None is the default of
             PEFT.
-        modules_to_save: names of layers whose own weights train, too, without adapters ("embed_tokens", where a small
-            vocabulary or new tokens need it). A KL penalty then takes a frozen copy of the model as its reference.
-        continue_adapter: train the adapter in the model's folder (`adapter_config.json` of PEFT, as supervised
-            fine-tuning leaves it) further; rank, alpha and layers are its own. Otherwise it is merged into the weights,
-            on which new adapters begin. Either way the reference of a KL penalty is the model with that adapter.
+        modules_to_save: names of layers to train in full, without adapters (such as "embed_tokens", for new tokens). A
+            KL penalty then takes a frozen copy of the model as its reference.
+        continue_adapter: continue the training of the adapter in the model's folder (`adapter_config.json` of PEFT, as
+            written by supervised fine-tuning), with its rank, alpha and layers. Otherwise it is merged into the weights
+            before new adapters are added. Either way the reference of a KL penalty is the model with that adapter.
 
     Raises:
         ValueError: a number is not positive.
@@ -62,13 +63,13 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
 
     Args:
         lm: the model.
-        lora: which adapters.
-        adapter: folder of the adapter that `lora.continue_adapter` goes on with.
+        lora: settings of the adapters.
+        adapter: folder of the adapter to continue, for `lora.continue_adapter`.
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
-        ValueError: there are no such layers, an adapted weight is tied to another layer's, or a layer is to have both
-            adapters and weights of its own that train.
+        ValueError: there are no such layers, an adapted weight is tied to another layer's, or a layer is named both
+            for adapters and for training in full.
     """
     try:
         import peft
@@ -78,7 +79,8 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
     for name, module in lm.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
-    trained = {  # by the model's own names, before PEFT adds others
+    # looked up now, because PEFT renames the layers it wraps
+    trained = {
         name: [path for path, _ in lm.named_modules() if name and f".{path}".endswith(f".{name}")]
         for name in lora.modules_to_save or ()
     }
@@ -91,7 +93,7 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
     )
     try:
         if lora.continue_adapter:
-            adapted: nn.Module = _continued(lm, adapter)
+            adapted: nn.Module = _with_trainable_adapter(lm, adapter)
         else:
             adapted = peft.get_peft_model(lm, config)
     except ValueError as error:
@@ -112,12 +114,12 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
                     "Leave them out"
                 )
     for name, paths in trained.items():
-        _train(name, [lm.get_submodule(path) for path in paths])
+        _train_in_place(name, [lm.get_submodule(path) for path in paths])
     return adapted
 
 
-def _continued(lm: nn.Module, folder: str | None) -> nn.Module:
-    """The model with the adapter of a folder, which trains."""
+def _with_trainable_adapter(lm: nn.Module, folder: str | None) -> nn.Module:
+    """The model with the adapter of a folder, set to train."""
     import peft
 
     setting = "model.lora.continue_adapter=true"
@@ -126,21 +128,21 @@ def _continued(lm: nn.Module, folder: str | None) -> nn.Module:
     config = peft.PeftConfig.from_pretrained(folder)
     if not isinstance(config, peft.LoraConfig):
         raise SetupError(f"{setting}: the adapter is of the type {config.peft_type}, and only LoRA can be continued")
-    # what is sent to engines is a layer's weight with the product of two factors added to it
+    # engines receive the weight of a layer plus the product of two factors, so an adapter must be no more than that
     plain = peft.LoraConfig()
-    others = [name for name in PLAIN_SETTINGS if getattr(config, name, None) != getattr(plain, name, None)]
+    others = [name for name in SETTINGS_AT_DEFAULT if getattr(config, name, None) != getattr(plain, name, None)]
     if others:
         raise SetupError(
             f"{setting}: the adapter changes more than weights by two factors ({', '.join(others)} in its "
             "adapter_config.json); leave continue_adapter out, and it is merged"
         )
-    config.lora_dropout = 0.0  # ratios would not be 1 on fresh data
+    config.lora_dropout = 0.0  # with dropout, ratios of fresh data would not be 1
     config.inference_mode = False
     return peft.PeftModel.from_pretrained(lm, folder, is_trainable=True, config=config)
 
 
-def _train(name: str, layers: list[nn.Module]) -> None:
-    """Trains the weights of the layers of this name where they are: PEFT's `modules_to_save` would copy them."""
+def _train_in_place(name: str, layers: list[nn.Module]) -> None:
+    """Sets the weights of these layers to train in place, where PEFT's `modules_to_save` would copy them."""
     setting = f"model.lora.modules_to_save: {name!r}"
     if not any([*layer.parameters()] for layer in layers):
         raise ValueError(f"{setting}: the model has no weights of this name")
@@ -151,7 +153,7 @@ def _train(name: str, layers: list[nn.Module]) -> None:
 
 
 def alpha_of(policy: CausalPolicy) -> float:
-    """`alpha` of a policy's adapters, which their weights do not tell."""
+    """`alpha` of a policy's adapters, which cannot be read off their weights."""
     lm: Any = policy.lm
     return float(lm.peft_config[lm.active_adapter].lora_alpha)
 

@@ -10,9 +10,9 @@ For a prompt of P and completions of L_1 ... L_G tokens
     tokens            G P + sum L_i                    ->  P + sum L_i
     attention pairs   sum (P + L_i)(P + L_i + 1) / 2   ->  P (P + 1) / 2 + sum (P L_i + L_i (L_i + 1) / 2)
 
-Here "prompt" is the longest common prefix of the rows of a group; tokens after which nothing is predicted are omitted,
-at least one per completion. The input has B rows (completions) of T positions, the packed form R rows of L positions. H
-is the hidden size.
+Here "prompt" is the longest common prefix of the rows of a group. Tokens that predict nothing (at least the last one of
+each completion) are omitted. The input has B rows (completions) of T positions, the packed form R rows of L positions.
+H is the hidden size.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from lit_async_rl.models.loading import body, context_length, other_layers
 from lit_async_rl.models.routers import Replaying
 from lit_async_rl.utils.checks import check_range
 
-# -- Layout of shared-prompt packing: which token of which completion stands where in the packed rows -----------------
-# The input has B rows (completions) of T positions, the packed form R rows of L positions; why, see `models.packing`.
+# -- Layout: positions of the tokens of completions in the packed rows ------------------------------------------------
 
 
 _PADDING = -1  # branch of positions that hold no token
@@ -64,7 +63,7 @@ class PackedRows:
         return int((self.branch != _PADDING).sum())
 
     def to(self, device: torch.device) -> PackedRows:
-        """The same on another device."""
+        """Copy on another device."""
         return PackedRows(**{name: value.to(device) for name, value in vars(self).items()})
 
 
@@ -81,16 +80,23 @@ class _Segment:
 def pack(
     input_ids: Int[Tensor, "B T"], needed: Bool[Tensor, "B T"], group_index: Sequence[int], row_tokens: int = 0
 ) -> PackedRows:
-    """Packs the tokens that `needed` positions depend on, on the CPU; rows without needed positions are omitted."""
+    """Packs the tokens that `needed` positions depend on, on the CPU; rows without needed positions are omitted.
+
+    Args:
+        input_ids: unpacked rows.
+        needed: True at positions that predict a trained token.
+        group_index: group of each row.
+        row_tokens: capacity of a packed row, in tokens; longer groups have a row of their own.
+    """
     width = input_ids.shape[1]
-    lengths = (needed * torch.arange(1, width + 1)).amax(-1).tolist()  # up to the last position that predicts
+    lengths = (needed * torch.arange(1, width + 1)).amax(-1).tolist()  # up to the last predicting position
     members: dict[int, list[int]] = {}
     for row, index in enumerate(group_index):
         if lengths[row]:
             members.setdefault(index, []).append(row)
     if not members:
         raise InvariantError("no position is needed, so there is nothing to pack")
-    # lists: there are many short segments, and each tensor operation costs as much as a long one
+    # lists, because there are many short segments, and a tensor operation on a short one costs as much as on a long one
     ids = input_ids.tolist()
     groups = [_segments(ids, rows, lengths) for rows in members.values()]
     sizes = [sum(segment.end - segment.begin for segment in group) for group in groups]
@@ -120,7 +126,7 @@ def pack(
 
 def _segments(ids: Sequence[list[int]], rows: list[int], lengths: Sequence[int]) -> list[_Segment]:
     """Common prefix of the rows, then the remainder of each row."""
-    columns = zip(*(ids[row][: lengths[row]] for row in rows), strict=False)  # as many as the shortest has
+    columns = zip(*(ids[row][: lengths[row]] for row in rows), strict=False)  # ends with the shortest row
     shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
     tails = [_Segment((row,), shared, lengths[row], branch=branch) for branch, row in enumerate(rows, start=1)]
     return [_Segment(tuple(rows), 0, shared, branch=0), *tails]
@@ -146,14 +152,14 @@ class SharedPromptPacking:
     """Computes the shared prefix of each group once (setting `model.packing`).
 
     Log-probabilities and gradients are unchanged. It saves most with long prompts and whole groups
-    (`data.keep_groups_whole`, which `WeightSync` sets); prefixes are shared within a group only.
+    (`data.keep_groups_whole`, set by `WeightSync`); prefixes are shared within a group only.
 
     With `attn_implementation: flex_attention` (for GPUs: forbidden blocks are skipped) the mask is a FlexAttention
     block mask, with `sdpa` or `eager` a dense one of R L^2 entries, for which one group in a row is best.
 
     Args:
-        row_tokens: groups share a packed row up to this many tokens; a longer group has a row of its own. 0 puts each
-            group in its own row.
+        row_tokens: largest number of tokens in a packed row of several groups; a longer group has a row of its own. 0
+            gives each group its own row.
 
     Raises:
         ValueError: `row_tokens` is negative.
@@ -174,7 +180,15 @@ class SharedPromptPacking:
     ) -> tuple[Float[Tensor, "N H"], PackedRows]:
         """Last hidden states at the `needed` positions, equal to `hidden[needed]` of an unpacked forward pass.
 
-        The second value is the layout. Of the `experts` to replay, the shared prefix has those of its first row.
+        Args:
+            lm: the model.
+            input_ids: unpacked rows.
+            needed: positions of the returned hidden states.
+            group_index: group of each row.
+            experts: experts to replay in n routers; the shared prefix takes those of the group's first row.
+
+        Returns:
+            The hidden states of N positions, and the layout.
 
         Raises:
             ValueError: the input is longer than the model's attention window.
@@ -194,7 +208,7 @@ class SharedPromptPacking:
 
 
 def group_cost(prompt: int, completions: Sequence[int], shared: bool) -> tuple[int, int]:
-    """Tokens and attention pairs of one group by the formula above, unpacked or with a shared prompt."""
+    """Tokens and attention pairs of one group by the module's formula, unpacked or with a shared prompt."""
     if shared:
         pairs = prompt * (prompt + 1) // 2 + sum(prompt * n + n * (n + 1) // 2 for n in completions)
         return prompt + sum(completions), pairs
@@ -202,7 +216,7 @@ def group_cost(prompt: int, completions: Sequence[int], shared: bool) -> tuple[i
 
 
 def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
-    """Attention mask of packed rows: causal, over the prefix and the own completion.
+    """Attention mask of packed rows: causal, over the prefix and the token's completion.
 
     Padding attends to itself, because a softmax over an empty set is NaN.
 
@@ -220,7 +234,7 @@ def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
         real = branch[row, key] >= 0
         return ((group[row, key] == group[row, query]) & (own | prefix) & before & real) | (query == key)
 
-    (num_rows, length) = rows.branch.shape
+    num_rows, length = rows.branch.shape
     implementation = lm.config._attn_implementation
     if implementation == "flex_attention":
         device = str(branch.device)

@@ -23,10 +23,13 @@ from lit_async_rl.utils.checks import check_range
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Log-probability of each token, entropy of its distribution, and log-probabilities of other tokens in its place.
+    """Statistics of each token; 0 where the mask is False.
 
-    0 where the mask is False. `head` has the tokens asked for by `head_ids`, k of them (none by default). `rows` is the
-    layout of the forward pass if it was packed.
+    Attributes:
+        logprobs: log-probability of the token.
+        entropy: entropy of its distribution, in nats.
+        head: log-probabilities of the k tokens in `head_ids` at its position (k = 0 by default).
+        rows: layout of the forward pass if it was packed.
     """
 
     logprobs: Float[Tensor, "B T"]
@@ -40,9 +43,9 @@ class CausalPolicy(nn.Module):
 
     Args:
         lm: any Hugging Face causal LM, LoRA-wrapped or not.
-        chunk_tokens: logits of at most this many tokens are in memory at a time; with more than one chunk they are
-            recomputed in the backward pass.
-        packing: shared-prompt attention, used where `group_index` is given.
+        chunk_tokens: largest number of tokens with logits in memory; with more than one chunk, logits are recomputed in
+            the backward pass.
+        packing: shared-prompt attention, for forward passes with `group_index`.
 
     Raises:
         ValueError: the model cannot be packed.
@@ -84,11 +87,21 @@ class CausalPolicy(nn.Module):
         head_ids: Int[Tensor, "B T k"] | None = None,
         experts: Int[Tensor, "B T n e"] | None = None,
     ) -> TokenStats:
-        """Statistics of the tokens where `mask` is True, given all tokens before them, at `temperature`.
+        """Statistics of the tokens where `mask` is True, given all tokens before them.
 
-        No attention mask is needed: rows are right-padded, and the model is causal. Without `entropy_grad` the entropy
-        is detached and costs no memory. `head_ids` are tokens whose log-probabilities are wanted at each position,
-        `experts` those that routers are to use for each token (see `Replaying`).
+        No attention mask is needed: rows are right-padded, and the model is causal.
+
+        Args:
+            input_ids: prompts and completions.
+            mask: tokens to evaluate.
+            temperature: divisor of the logits; 0 counts as 1.
+            entropy_grad: differentiate the entropy; otherwise it is detached and costs no memory.
+            group_index: group of each row, for packing; None does not pack.
+            head_ids: k further tokens to evaluate at each position.
+            experts: e experts of each of n routers to replay for each token, see `Replaying`.
+
+        Raises:
+            ValueError: rows are too long for the model, see `rotary_length` and `check_length`.
         """
         self._check_length(input_ids.shape[1])
         predicts = mask[:, 1:]  # the token at t is predicted at t - 1
@@ -109,16 +122,16 @@ class CausalPolicy(nn.Module):
                 hidden = body(self.causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
             features = hidden[:, :-1][predicts]
         targets = input_ids[:, 1:][predicts]  # [N]
-        wanted = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
-        stats = self._chunked_stats(features, targets, wanted, temperature=temperature, entropy_grad=entropy_grad)
+        head = targets.new_empty(len(targets), 0) if head_ids is None else head_ids[:, 1:][predicts]  # [N, k]
+        stats = self._chunked_stats(features, targets, head, temperature=temperature, entropy_grad=entropy_grad)
         logprobs, entropy, head = (_scatter(values, predicts, mask) for values in stats)
         return TokenStats(logprobs=logprobs, entropy=entropy, head=head, rows=rows)
 
     def _check_length(self, num_tokens: int) -> None:
-        """Refuses rows beside which others would be computed differently, see `rotary_length`.
+        """Checks that no row changes the rotary embedding of shorter ones, see `rotary_length`.
 
         Raises:
-            ValueError: a row has more tokens.
+            ValueError: a row is longer than that.
         """
         if self._rotary_length is not None and num_tokens > self._rotary_length:
             raise ValueError(
@@ -144,8 +157,8 @@ class CausalPolicy(nn.Module):
         temperature: float,
         entropy_grad: bool,
     ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "N k"]]:
-        logits = self.logits(features).float()
-        if temperature not in (0, 1):  # each copy of the logits counts
+        logits = self.logits(features).float()  # the 8 bits of bfloat16 are too few for log-probabilities
+        if temperature not in (0, 1):  # a division makes another copy of the logits, the largest tensor of the pass
             logits = logits / temperature
         log_p = torch.log_softmax(logits, dim=-1)
         if entropy_grad and torch.is_grad_enabled():
@@ -155,7 +168,7 @@ class CausalPolicy(nn.Module):
         return log_p.gather(-1, targets[:, None])[:, 0], entropy, log_p.gather(-1, head_ids)
 
     def logits(self, features: Float[Tensor, "N H"]) -> Float[Tensor, "N V"]:
-        """Applies the output head, with the scalings and soft caps of logits that families have."""
+        """Applies the output head, with the model family's scaling and soft cap of logits."""
         config = self.causal_lm.config.get_text_config()
         logits = self.causal_lm.get_output_embeddings()(features)
         for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
@@ -173,8 +186,9 @@ class CausalPolicy(nn.Module):
 
 def _scatter(values: Tensor, predicts: Bool[Tensor, "B T1"], mask: Bool[Tensor, "B T"]) -> Tensor:
     """Puts values [N] or [N, k] predicted at t - 1 in position t; 0, also in the gradient, where `mask` is False."""
-    more = values.dim() - 1
-    predicts, mask = (places.reshape(*places.shape, *[1] * more) for places in (predicts, mask))
+    trailing = [1] * (values.dim() - 1)
+    predicts = predicts.reshape(*predicts.shape, *trailing)
+    mask = mask.reshape(*mask.shape, *trailing)
     out = torch.zeros(*mask.shape[:2], *values.shape[1:], dtype=values.dtype, device=values.device)
     out[:, 1:] = out[:, 1:].masked_scatter(predicts, values)
     return torch.where(mask, out, 0.0)

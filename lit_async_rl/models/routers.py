@@ -1,6 +1,6 @@
-"""Routers of mixture-of-experts models: recording the experts they choose, and replaying recorded ones.
+"""Router replay of mixture-of-experts models: records the chosen experts, and replays recorded choices.
 
-N tokens in one forward pass, n routers (one in each sparse layer), k experts for each token.
+N tokens in one forward pass, n routers (one per sparse layer), k experts per token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lit_async_rl.types import OWN_CHOICE
 
-# In transformers these return (logits [N, E], weights [N, k], experts [N, k]), the weights by softmax over all logits.
+# routers of transformers that return (logits [N, E], weights [N, k], experts [N, k]), with weights by softmax over all
+# logits
 _SUPPORTED = frozenset({"MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"})
 _replayed: ContextVar[Tensor | None] = ContextVar("replayed experts", default=None)
 
@@ -42,13 +43,13 @@ def check_routers(lm: nn.Module) -> None:
 
 
 class Replaying(AbstractContextManager[None]):
-    """Within it, forward passes of models with `replay_in` use the given experts.
+    """Context in which forward passes of models prepared by `replay_in` use the given experts.
 
     Router replay (R3, arXiv:2510.11370): the engine's choice of experts with the gate weights of the present router, so
-    that the gradient reaches the router. Can be entered more than once, one after the other.
+    that the gradient reaches the router. Can be entered repeatedly, but not while it is active.
 
     Args:
-        experts: of each token of the forward pass, `OWN_CHOICE` where the router chooses; None changes nothing.
+        experts: experts of each token of the forward pass, `OWN_CHOICE` where the router chooses; None changes nothing.
     """
 
     def __init__(self, experts: Int[Tensor, "N n k"] | None) -> None:
@@ -63,19 +64,20 @@ class Replaying(AbstractContextManager[None]):
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of gradient checkpointing: what is computed again in the backward pass replays the same experts."""
+    """`context_fn` of gradient checkpointing: the recomputation in the backward pass replays the same experts."""
     return nullcontext(), Replaying(_replayed.get())
 
 
 def replay_in(lm: nn.Module) -> None:
-    """Makes the routers of a model follow `Replaying`; those that do already do so once (validation asks each time)."""
+    """Makes the routers of a model follow `Replaying`; idempotent."""
     for number, router in enumerate(routers_of(lm)):
+        # validation calls this each time, and a second hook would replay twice
         if not any(getattr(hook, "func", None) is _replay for hook in router._forward_hooks.values()):
             router.register_forward_hook(partial(_replay, number))
 
 
 def record_in(lm: nn.Module, note: Callable[[int, Tensor], None]) -> None:
-    """Calls `note(number of the router, experts [N, k])` in every forward pass of a router."""
+    """Calls `note(number of the router, experts [N, k])` after every forward pass of a router."""
     for number, router in enumerate(routers_of(lm)):
         router.register_forward_hook(partial(_note, note, number))
 
@@ -91,7 +93,7 @@ def _replay(number: int, router: Any, args: Any, output: tuple[Tensor, Tensor, T
     logits, weights, own = output
     experts = replayed[:, number].to(own.dtype)
     experts = torch.where(experts == OWN_CHOICE, own, experts)
-    precise = torch.promote_types(logits.dtype, torch.float32)
+    precise = torch.promote_types(logits.dtype, torch.float32)  # as in the routers of transformers
     chosen = torch.softmax(logits, dim=-1, dtype=precise).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):  # Mixtral has no such setting, and always normalises
         chosen = chosen / chosen.sum(-1, keepdim=True)

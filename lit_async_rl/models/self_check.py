@@ -1,9 +1,9 @@
-"""Self-check of a model at set-up: log-probabilities as computed here against plain forward passes of transformers.
+"""Self-check of a model at set-up: our log-probabilities against plain forward passes of transformers.
 
-A family whose head, cache or positions work otherwise than assumed would train on, or sample from, another
-distribution without any sign of it. Plain passes compute attention and experts eagerly, without cache, mask and
-autocast: faster kernels may ignore settings of a configuration, and would do so on both sides. A few short random
-sequences show that for less than the price of a training step.
+If the head, cache or positions of a model family differ from our assumptions, the run would silently train on, or
+sample from, another distribution. A few short random sequences reveal that at less than the cost of a training step.
+The plain passes use eager attention and experts, without cache, mask and autocast: faster kernels may ignore settings
+of a configuration, and would do so on both sides of the comparison.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from lit_async_rl.models.attention import eager_kernels
 from lit_async_rl.models.loading import evaluation_mode
 from lit_async_rl.models.policy import CausalPolicy
 
-SWITCH = {"trainer": "model.self_check", "engine": "data.engine.self_check", "validation": "model.self_check"}
-ADVICE = {
+CHECK_SETTING = {"trainer": "model.self_check", "engine": "data.engine.self_check", "validation": "model.self_check"}
+ALTERNATIVE = {
     "trainer": "",
     "engine": "; data.engine=VLLMEngine may know it",
     "validation": "; validation samples with the embedded engine: leave data.validation.prompts out",
 }
-NUM_PROMPT_TOKENS = (3, 1)  # lengths of the prompts, and of the longest completion
-NUM_SAMPLED = 3
+PROMPT_LENGTHS = (3, 1)  # tokens
+MAX_COMPLETION_LENGTH = 3  # tokens
 
 
 def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
-    """Token ids from the model's vocabulary, without the special ones that its configuration names."""
-    config = lm.config.get_text_config()
+    """Random token ids of the model's vocabulary, without the special tokens named in its configuration."""
+    text_config = lm.config.get_text_config()
     special = {
-        value for one in (lm.config, config) for name, value in vars(one).items() if "token" in name and _is_id(value)
+        value
+        for config in (lm.config, text_config)
+        for name, value in vars(config).items()
+        if "token" in name and _is_id(value)
     }
     rng = random.Random(seed)
-    found = list[int]()
-    usual = range(4, config.vocab_size)  # the first are special in most vocabularies
-    while len(found) < number:
-        token = rng.choice(usual) if len(usual) else 0
-        if token not in special or len(special) >= len(usual):
-            found.append(token)
-    return found
+    tokens: list[int] = []
+    candidates = range(4, text_config.vocab_size)  # the first ids are special in most vocabularies
+    while len(tokens) < number:
+        token = rng.choice(candidates) if len(candidates) else 0
+        if token not in special or len(special) >= len(candidates):
+            tokens.append(token)
+    return tokens
 
 
 def _is_id(value: object) -> bool:
@@ -59,17 +62,17 @@ def full_logprobs(lm: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, float]]:
-    """`full_logprobs` of each sequence, and what rounding explains; one forward pass, as each reads all weights.
+    """`full_logprobs` of each sequence, and an error bound for rounding in nats.
 
-    Kernels are eager, and the precision is that of the weights: autocast is off. Shorter sequences go on with their
-    first token instead of padding: in a causal model that changes nothing before. Rounding explains two units in the
-    last place of the largest logit, in nats. Training sharpens a model, and logits grow: bfloat16 has steps of 0.125
-    between 16 and 32.
+    A single forward pass, because each one reads all weights. Kernels are eager, and computation is in the dtype of the
+    weights, without autocast. Shorter sequences are padded with their first token, which in a causal model changes no
+    earlier position. The error bound is two units in the last place of the largest logit: training sharpens a model,
+    logits grow, and bfloat16 has steps of 0.125 between 16 and 32.
     """
     longest = max(len(ids) for ids in sequences)
     rows = [[*ids, *[ids[0]] * (longest - len(ids))] for ids in sequences]
     tokens = torch.tensor(rows, device=lm.device)
-    found = []
+    results = []
     kind = lm.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with eager_kernels(lm), torch.autocast(kind, enabled=False):
@@ -79,31 +82,31 @@ def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[
         targets = row[1 : len(ids), None]
         largest = torch.cat([own.amax(-1), own.gather(-1, targets)[:, 0]]).abs().max()
         logprobs = own.float().log_softmax(-1).gather(-1, targets)[:, 0]
-        found.append((logprobs, 2 * torch.finfo(precision or own.dtype).eps * float(largest)))
-    return found
+        results.append((logprobs, 2 * torch.finfo(precision or own.dtype).eps * float(largest)))
+    return results
 
 
 @contextmanager
-def named(lm: PreTrainedModel, what: str, side: str) -> Iterator[None]:
-    """Turns whatever a model raises that does not fit into one line that names it.
+def unsupported_model_errors(lm: PreTrainedModel, what: str, side: str) -> Iterator[None]:
+    """Context that turns errors of an unsupported model into one line that names the model and `what` failed.
 
     Raises:
-        UnsupportedModelError: in place of any error but a lack of memory.
+        UnsupportedModelError: in place of any error except running out of memory.
     """
     try:
         yield
     except (UnsupportedModelError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        first = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        raise refusal(lm, f"{what} cannot be computed ({first})", side) from error
+        summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        raise refusal(lm, f"{what} cannot be computed ({summary})", side) from error
 
 
 def refusal(lm: PreTrainedModel, reason: str, side: str) -> UnsupportedModelError:
-    """The error that ends a run: model type, reason, and what can be done."""
+    """The error that ends a run, with model type, reason and remedy."""
     return UnsupportedModelError(
-        f"model type {lm.config.model_type!r} ({type(lm).__name__}): {reason}{ADVICE[side]}; {SWITCH[side]}=false "
-        "leaves this check out"
+        f"model type {lm.config.model_type!r} ({type(lm).__name__}): {reason}{ALTERNATIVE[side]}; "
+        f"{CHECK_SETTING[side]}=false leaves this check out"
     )
 
 
@@ -117,9 +120,17 @@ def compare(
 ) -> None:
     """Compares log-probabilities of the last tokens of each sequence with those of `plain_pass`.
 
+    Args:
+        lm: the model.
+        what: description of the log-probabilities, for the message.
+        found: log-probabilities of the last tokens of each sequence.
+        plain: result of `plain_pass` for the same sequences.
+        bound: largest mean absolute difference, in nats.
+        side: trainer, engine or validation; selects the advice in the message.
+
     Raises:
-        UnsupportedModelError: the mean absolute difference of one sequence is above `bound` and above what rounding of
-            its logits explains, or not a number.
+        UnsupportedModelError: the mean absolute difference of one sequence is above `bound` and above the rounding
+            error of its logits, or not a number.
     """
     for values, (expected, rounding) in zip(found, plain, strict=True):
         error = float((values.float() - expected[-len(values) :].to(values.device)).abs().mean())
@@ -132,7 +143,7 @@ def compare(
 
 
 def compute_dtype(lm: PreTrainedModel) -> str:
-    """Name of the dtype in which the model computes here; `tf32` is float32 on an accelerator."""
+    """Name of the dtype of the model's computations in the present context; `tf32` is float32 on an accelerator."""
     kind = lm.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm.dtype
     name = str(dtype).removeprefix("torch.")
@@ -141,21 +152,25 @@ def compute_dtype(lm: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def check_policy(policy: CausalPolicy, bound: float) -> None:
-    """Checks what the trainer computes: padded rows, the head in chunks, and packed rows if packing is on.
+    """Checks the trainer's log-probabilities: padded rows, the head in chunks, and packed rows if packing is on.
 
-    Two completions of one prompt and one completion of a prompt of one token, 15 tokens together.
+    The sample is two completions of one prompt and one completion of a prompt of one token, 15 tokens together.
 
     Args:
-        policy: with whole parameters (not sharded).
-        bound: largest mean difference in nats that the precision explains.
+        policy: policy with unsharded parameters.
+        bound: largest mean difference by rounding, in nats.
 
     Raises:
         UnsupportedModelError: log-probabilities differ, or cannot be computed.
     """
     lm = policy.causal_lm
-    prompt = random_tokens(lm, NUM_PROMPT_TOKENS[0])
-    single = random_tokens(lm, NUM_PROMPT_TOKENS[1], seed=1)
-    shapes = [(prompt, NUM_SAMPLED, 0), (prompt, NUM_SAMPLED - 1, 0), (single, NUM_SAMPLED, 1)]
+    prompt = random_tokens(lm, PROMPT_LENGTHS[0])
+    single = random_tokens(lm, PROMPT_LENGTHS[1], seed=1)
+    shapes = [
+        (prompt, MAX_COMPLETION_LENGTH, 0),
+        (prompt, MAX_COMPLETION_LENGTH - 1, 0),
+        (single, MAX_COMPLETION_LENGTH, 1),
+    ]
     rows = [
         (begin + random_tokens(lm, length, seed=n + 2), len(begin), group)
         for n, (begin, length, group) in enumerate(shapes)
@@ -166,12 +181,12 @@ def check_policy(policy: CausalPolicy, bound: float) -> None:
     mask = torch.stack([(columns >= begin) & (columns < len(ids)) for ids, begin, _ in rows])
     groups = torch.tensor([group for _, _, group in rows], device=lm.device)
     with evaluation_mode(policy):
-        with named(lm, "a plain forward pass", "trainer"):
+        with unsupported_model_errors(lm, "a plain forward pass", "trainer"):
             plain = plain_pass(lm, [ids for ids, _, _ in rows])
         layouts = {"padded rows": None} if policy.packing is None else {"padded rows": None, "packed rows": groups}
         for layout, index in layouts.items():
             what = f"the trainer's log-probabilities of {layout}"
-            with named(lm, what, "trainer"):
+            with unsupported_model_errors(lm, what, "trainer"):
                 stats = policy(ids, mask, group_index=index)
             found = [values[part] for values, part in zip(stats.logprobs, mask, strict=True)]
             compare(lm, what, found, plain=plain, bound=bound, side="trainer")

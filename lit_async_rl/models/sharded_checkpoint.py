@@ -1,8 +1,8 @@
 """Atomic sharded checkpoints with a manifest of digests that is verified before loading.
 
 Distributed checkpoints of torch write each rank's shards into a folder, without digests and not crash-safe. Here the
-folder is written under a temporary name, gets a manifest (size and XXH3 digest of each file), and replaces the old one
-by renaming.
+folder is written under a temporary name, gets a manifest (size and XXH3 digest of each file), and then replaces the old
+one by renaming.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class WholeFolders:
     """Mixin for Lightning's FSDP strategies: atomic, verified sharded checkpoints, loaded without unpickling code."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a temporary folder and renames it; single files are left to the `CheckpointIO`."""
+        """Writes a temporary folder and renames it; unsharded checkpoints are written by the `CheckpointIO`."""
         strategy: Any = self
         if not strategy.writes_folders or "://" in str(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
         path = Path(strategy.broadcast(filepath))
-        part = Path(strategy.broadcast(str(part_name(path))))
+        part = Path(strategy.broadcast(str(part_name(path))))  # contains the process id of the leading rank
         if strategy.is_global_zero:
             shutil.rmtree(part, ignore_errors=True)
-        strategy.barrier("sharded checkpoint: begin")
+        strategy.barrier("sharded checkpoint: begin")  # no rank may write before the old files are gone
         super().save_checkpoint(checkpoint, part, storage_options)  # type: ignore[misc]
-        strategy.barrier("sharded checkpoint: written")
+        strategy.barrier("sharded checkpoint: written")  # no rank may list the folder before all files are there
         write_manifest(part)
         if strategy.is_global_zero:
-            _take_place(part, path)
-        strategy.barrier("sharded checkpoint: renamed")
+            _replace_folder(part, path)
+        strategy.barrier("sharded checkpoint: renamed")  # no rank may go on, and report a checkpoint that is not there
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Verifies a folder on rank 0, and loads it without executing code.
 
         Raises:
-            ValueError: the checkpoint is damaged, or of another model or strategy; raised on all ranks.
+            ValueError: the checkpoint is damaged, or belongs to another model or strategy; raised on all ranks.
         """
         strategy: Any = self
         path = Path(strategy.broadcast(checkpoint_path))
@@ -69,6 +69,7 @@ class WholeFolders:
                 check_folder(path, f"ckpt_path={str(path)!r}")
             except ValueError as error:
                 problem = str(error)
+        # all ranks must raise together: those that went on would wait for rank 0 in the collectives of the load
         if (problem := strategy.broadcast(problem)) is not None:
             raise ValueError(problem)
         with nothing_executed():
@@ -76,7 +77,7 @@ class WholeFolders:
                 saved.check(torch.load(path, mmap=True, map_location="cpu", weights_only=True), module.policy)
             try:
                 return super().load_checkpoint(path, weights_only=True)  # type: ignore[misc]
-            except CheckpointException as error:  # not an `Exception`: it holds those of all ranks
+            except CheckpointException as error:  # a `BaseException` with the failures of all ranks
                 reason = next((str(one) for one, _ in error.failures.values()), str(error))
                 raise ValueError(
                     f"ckpt_path={str(path)!r} cannot be loaded: {reason} A folder of shards goes with the model.model, "
@@ -86,7 +87,7 @@ class WholeFolders:
 
 @contextmanager
 def nothing_executed() -> Iterator[None]:
-    """Context in which `torch.load` refuses pickled code, as distributed checkpoints would otherwise allow it."""
+    """Context in which `torch.load` refuses pickled code; loaders of distributed checkpoints allow it otherwise."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -99,8 +100,8 @@ def nothing_executed() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _take_place(part: Path, path: Path) -> None:
-    """Renames; after a crash in between, `remove_stale_parts` finishes it."""
+def _replace_folder(part: Path, path: Path) -> None:
+    """Renames `part` to `path`; after a crash between the two renames, `remove_stale_parts` completes it."""
     old = part.with_suffix(".old.part")
     if path.is_dir() and not path.is_symlink():
         path.rename(old)
@@ -108,14 +109,14 @@ def _take_place(part: Path, path: Path) -> None:
         path.unlink()
     part.rename(path)
     handle = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        os.fsync(handle)
+    with contextlib.suppress(OSError):  # some file systems cannot synchronise folders
+        os.fsync(handle)  # the renames must be on disk before the old checkpoint is removed
     os.close(handle)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the manifest of a folder that all ranks have written; each rank digests its own files. A collective."""
+    """Writes the manifest of a complete folder. A collective: each rank digests its own files, in parallel."""
     rank = get_rank()
     ranks = get_world_size()
     own = [file for file in sorted(folder.iterdir()) if _writer(file, ranks) == rank]
@@ -182,7 +183,7 @@ def _digest(file: Path) -> str:
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Reads `.metadata`, which torch pickles: only its own classes, by their exact names."""
+    """Unpickler of torch's `.metadata` that admits only the expected classes, by their exact names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -194,8 +195,8 @@ class _MetadataReader(pickle.Unpickler):
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
             ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
             ("collections", "OrderedDict"): OrderedDict,
-            ("pathlib", "PosixPath"): PurePosixPath,  # where it was written
-            ("pathlib._local", "PosixPath"): PurePosixPath,  # the same in Python 3.13
+            ("pathlib", "PosixPath"): PurePosixPath,  # the path at which the folder was written
+            ("pathlib._local", "PosixPath"): PurePosixPath,  # the same class in Python 3.13
         }
         if (module, name) not in others:
             raise pickle.UnpicklingError(f"it holds code, which is never executed: {module}.{name}")

@@ -1,7 +1,8 @@
 """Sharding of the policy: FSDP2 and tensor parallelism by a device mesh, FSDP1 by wrapping.
 
-`PolicyModule.configure_model` calls `divide`. `lightning.pytorch.strategies.ModelParallelStrategy` provides a mesh;
-Lightning's `fsdp` a wrapper, which `torch.distributed.fsdp.wrap.wrap` uses; other strategies do not shard.
+`PolicyModule.configure_model` calls `Sharding.divide`. `lightning.pytorch.strategies.ModelParallelStrategy` provides a
+mesh; Lightning's `fsdp` provides the wrapper class for `torch.distributed.fsdp.wrap.wrap`; other strategies do not
+shard.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Sharding:
     """Sharding under `ModelParallelStrategy`: one FSDP2 unit per transformer block, one for the rest.
 
     With a tensor-parallel mesh, the linear layers of the blocks are parallelised by the plan of the model
-    (`base_model_tp_plan` of transformers); embeddings and head are only sharded.
+    (`base_model_tp_plan` of transformers); embeddings and head are sharded by FSDP2 only.
 
     Args:
         compute_dtype: dtype of forward and backward (`bfloat16`); weights, gradient reduction and optimizer keep
@@ -91,9 +92,10 @@ class Sharding:
         if mesh["tensor_parallel"].size() > 1:
             _divide_layers(policy, mesh["tensor_parallel"])
         dtype = None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
+        # gradients are reduced in float32: sums over many ranks lose small gradients in bfloat16
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         options: dict[str, Any] = dict(mesh=mesh["data_parallel"], mp_policy=precision)
-        for module in policy.modules():
+        for module in policy.modules():  # blocks first, because the root unit takes the parameters that are left
             if is_transformer_block(module):
                 fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
         fully_shard(policy, **options)
@@ -143,7 +145,7 @@ class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision | None:
-        """That of the precision, but buffers stay as they are: rotary frequencies of 8 bits are other positions."""
+        """The precision's configuration without casts of buffers: rounded rotary frequencies are other positions."""
         config = super().mixed_precision_config
         return config if config is None or self.mixed_precision else replace(config, buffer_dtype=None)
 
@@ -152,7 +154,7 @@ class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
         """Context in which `torch.distributed.fsdp.wrap.wrap` wraps with FSDP.
 
         Raises:
-            ValueError: unsharded checkpoints on the CPU, for which torch crashes.
+            ValueError: unsharded checkpoints on the CPU, which crash torch.
         """
         if self.root_device.type != "cpu":
             with super().model_sharded_context():

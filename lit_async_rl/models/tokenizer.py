@@ -25,9 +25,9 @@ from lit_async_rl.utils.plain import is_missing
 # tokens are decoded only if that text contains a stop string.
 
 
-UNKNOWN = "\ufffd"  # in place of bytes that are no complete character
-BYTES_OF_CHARACTER = 4  # at most, in UTF-8; each may be a token
-MARGIN = 8  # more tokens than needed, because decoders may treat the first one in another way
+REPLACEMENT_CHARACTER = "\ufffd"  # decoders write it for bytes that are no complete character
+MAX_CHARACTER_BYTES = 4  # in UTF-8; each byte may be a token of its own
+EXTRA_TAIL_TOKENS = 8  # decoded in addition, because decoders may treat the first token differently
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -62,7 +62,7 @@ class StopStrings:
         return cls(load_tokenizer(model), vocab_size)
 
     def may_end(self, stops: tuple[str, ...]) -> Bool[Tensor, " V"]:
-        """Mask of the tokens that can complete a stop string; false positives are possible, false negatives are not."""
+        """Mask of the tokens that can complete a stop string, with false positives and without false negatives."""
         if stops not in self._tables:
             table = torch.zeros(self._vocab_size, dtype=torch.bool)
             pieces = self._pieces[: self._vocab_size]
@@ -72,14 +72,14 @@ class StopStrings:
 
     def is_at_end(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Whether the last token completes a stop string; the text of the tokens before it must contain none."""
-        tail = self._tail_text(token_ids, MARGIN + BYTES_OF_CHARACTER * max(map(len, stops)))
+        tail = self._tail_text(token_ids, EXTRA_TAIL_TOKENS + MAX_CHARACTER_BYTES * max(map(len, stops)))
         if not any(stop in tail for stop in stops):
             return False
         text = self._text(token_ids)
         return any(stop in text for stop in stops)
 
     def first_end(self, token_ids: Sequence[int], stops: tuple[str, ...], after: int = 0) -> int | None:
-        """Smallest number of tokens above `after` whose text contains a stop string; None if there is none."""
+        """Smallest n > `after` such that the text of the first n tokens contains a stop string; None if none does."""
         candidates = self.may_end(stops)[torch.tensor(token_ids[after:], dtype=torch.long)].nonzero()[:, 0]
         ends = (after + n + 1 for n in candidates.tolist())
         return next((end for end in ends if self.is_at_end(token_ids[:end], stops)), None)
@@ -96,7 +96,7 @@ class StopStrings:
                 continue
             pieces.append(piece)
             length -= 1
-        if any(piece is None or UNKNOWN in piece for piece in pieces):
+        if any(piece is None or REPLACEMENT_CHARACTER in piece for piece in pieces):
             return self._text(token_ids[begin:])
         return "".join(piece for piece in reversed(pieces) if piece)
 
@@ -114,8 +114,8 @@ def _pieces(tokenizer: Any) -> list[str | None]:
     alone = tokenizer.batch_decode([[n] for n in range(len(tokenizer))], skip_special_tokens=True)
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return [None] * len(alone)
-    usual = (n for n, text in enumerate(alone) if text and text == text.strip() and UNKNOWN not in text)
-    first = next(usual, None)
+    plain = (n for n, text in enumerate(alone) if text and text == text.strip() and REPLACEMENT_CHARACTER not in text)
+    first = next(plain, None)
     if first is None:
         return [None] * len(alone)
     pairs = tokenizer.batch_decode([[first, n] for n in range(len(alone))], skip_special_tokens=True)
@@ -126,7 +126,8 @@ def _pieces(tokenizer: Any) -> list[str | None]:
 def _may_end(piece: str | None, stops: tuple[str, ...]) -> bool:
     if piece is None:
         return True
-    if UNKNOWN in piece and not all(stop.isascii() for stop in stops):  # bytes of a character of a stop string, perhaps
+    # incomplete bytes may belong to a character of a stop string
+    if REPLACEMENT_CHARACTER in piece and not all(stop.isascii() for stop in stops):
         return True
     return any(stop in piece or _begins_with_end(piece, stop) for stop in stops)
 
@@ -137,7 +138,8 @@ def _begins_with_end(piece: str, stop: str) -> bool:
 
 SpecialTokens = Literal["tags", "none", "all"]
 SPECIAL_TOKENS = ("tags", "none", "all")
-TOOLS = "tools"  # keys of a prompt's metadata that its chat template gets, named as TRL and verl name these columns
+# keys of a prompt's metadata that are arguments of its chat template; the names are those of TRL's and verl's columns
+TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
@@ -146,8 +148,8 @@ class TextCodec:
     """Encodes prompts and decodes completions with a model's tokenizer.
 
     The chat template is applied to prompts that are messages. If the last message is from the assistant, the completion
-    continues it; otherwise it is the assistant's next turn. A prompt's metadata may have `tools` and
-    `chat_template_kwargs`, which the template gets.
+    continues it; otherwise it is the assistant's next turn. `tools` and `chat_template_kwargs` in a prompt's metadata
+    are passed to the template.
 
     Args:
         model: Hugging Face name or folder.
@@ -161,7 +163,7 @@ class TextCodec:
         self.tokenizer = load_tokenizer(model)
         config: Any = load_config(model).get_text_config()
         self.context_length = configured_length(config)
-        self.vocab_size = int(config.vocab_size)  # the model's, which may have more ids than the tokenizer
+        self.vocab_size = int(config.vocab_size)  # of the model, which may have more ids than the tokenizer
         self.model = model
         self.special_tokens = special_tokens
         self._texts: dict[int, str] = {}
@@ -180,8 +182,8 @@ class TextCodec:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt.
 
-        Text gets what the tokenizer puts before a text (BOS), unless it begins with that already, as a rendered chat
-        template does; what the tokenizer puts after a text (EOS) is left out, because the completion goes on.
+        The tokenizer's prefix (BOS) is added to a text, unless the text begins with it, as a rendered chat template
+        does. Its suffix (EOS) is left out, because the completion continues the text.
 
         Raises:
             ValueError: the prompt has no tokens, or the chat template is missing or refuses the messages.
@@ -196,7 +198,7 @@ class TextCodec:
         whole = tuple(self.tokenizer(text)["input_ids"])
         num_added = len(whole) - len(own)
         begins = [begin for begin in range(num_added + 1) if whole[begin : begin + len(own)] == own]
-        if not own or not begins:  # only what is added, or a text that is encoded differently alone
+        if not own or not begins:  # an empty text, or one with other tokens when special tokens are added
             return whole[:-1] if whole and whole[-1] == self.tokenizer.eos_token_id else whole
         before = whole[: begins[-1]]
         return own if own[: len(before)] == before else before + own
@@ -225,9 +227,9 @@ class TextCodec:
         return tuple(ids)
 
     def _left_out(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int | None:
-        """First message that the template does not render; found with other texts, once for each order of roles.
+        """First message that the template does not render; None if it renders all.
 
-        Answers are not looked for: templates leave out reasoning.
+        Tested with placeholder texts, once per sequence of roles. Answers are not tested: templates drop reasoning.
         """
         shape = (
             tuple((message["role"], *sorted(message)) for message in messages),
@@ -241,7 +243,7 @@ class TextCodec:
             ]
             try:
                 text = str(self.tokenizer.apply_chat_template(marked, tokenize=False, **options))
-            except (TemplateError, ValueError, TypeError):  # it depends on the texts
+            except (TemplateError, ValueError, TypeError):  # the template depends on the texts: assume it renders all
                 text = " ".join(marks.values())
             self._lost[shape] = next((n for n, mark in marks.items() if mark not in text), None)
         return self._lost[shape]
@@ -278,15 +280,17 @@ class TextCodec:
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
         read: set[str] = set()
         for source in sources:
-            plain = GENERATION_TAG.sub("", source)  # of transformers alone: it marks what the assistant says
+            plain = GENERATION_TAG.sub(
+                "", source
+            )  # a tag of transformers around the assistant's text, unknown to jinja
             read |= jinja2.meta.find_undeclared_variables(environment.parse(plain))
         return frozenset(read - {"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
 
     def encode_continuation(self, text: str) -> tuple[int, ...]:
         """Token ids of text within a conversation, without special tokens.
 
-        Read after a token that ends a turn, as in the conversation: SentencePiece puts a space before a text that
-        stands alone.
+        Encoded after a token that ends a turn, as in the conversation, because SentencePiece puts a space before a text
+        on its own.
         """
         for token in self.ends.ids:
             lead = self.tokenizer.convert_ids_to_tokens(token)
@@ -296,12 +300,12 @@ class TextCodec:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> str:
-        """Text of a completion up to the first stop string, with special tokens as `special_tokens` says.
+        """Text of a completion up to the first stop string, with the special tokens selected by `special_tokens`.
 
         Args:
-            token_ids: of the completion.
-            stop: stop strings, which are looked for in the text without special tokens.
-            stop_token_ids: special ones among them are ends, and not `tags`.
+            token_ids: tokens of the completion.
+            stop: stop strings, searched in the text without special tokens.
+            stop_token_ids: stop tokens; special ones among them are not `tags`.
         """
         plain = self._plain(token_ids)
         known = cut_at_stop(plain, stop)
@@ -318,12 +322,12 @@ class TextCodec:
 
     @property
     def tags(self) -> list[str]:
-        """Some of the special tokens that `tags` keeps in texts."""
+        """Up to 8 of the special tokens that `tags` keeps in texts."""
         ids = sorted(self._special - self._dropped(()))[:8]
         return [str(self.tokenizer.convert_ids_to_tokens(token)) for token in ids]
 
     def _dropped(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
-        """Special tokens that decoded text does not contain."""
+        """Special tokens to remove from decoded text."""
         if self.special_tokens == "all":
             return frozenset()
         if self.special_tokens == "none":
@@ -339,7 +343,7 @@ class TextCodec:
 
     @functools.cached_property
     def _special(self) -> frozenset[int]:
-        """Tokens that plain text does not contain."""
+        """All special tokens."""
         added = self.tokenizer.added_tokens_decoder.items()
         return frozenset({*self.tokenizer.all_special_ids, *(token for token, one in added if one.special)})
 
@@ -351,7 +355,7 @@ class TextCodec:
         return frozenset(token for token in ids if token is not None)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Text of each token, special ones included; of tokens that share a character the last has it."""
+        """Text of each token, special ones included; a character of several tokens belongs to the last of them."""
         texts = [self._token_text(token) for token in token_ids]
         begin = 0
         while begin < len(texts):
@@ -376,10 +380,10 @@ class TextCodec:
         return self._texts[token]
 
     def check_turn_end(self, has_messages: bool, can_stop: bool) -> None:
-        """Checks that a completion of a prompt that is messages can end.
+        """Checks that completions of chat prompts can end.
 
         Args:
-            has_messages: whether the prompts are messages, so that the chat template says how a turn ends.
+            has_messages: whether the prompts are messages, so that the chat template defines the end of a turn.
             can_stop: whether stop strings, stop tokens or end tokens are set.
 
         Raises:

@@ -21,19 +21,19 @@ from lit_async_rl.models.policy import CausalPolicy
 # -- Weights on their way from a policy to another copy of its model --------------------------------------------------
 
 
-UNCHANGED = torch.empty(0, device="meta")  # in place of a weight that the receiver has; compare by identity
+UNCHANGED = torch.empty(0, device="meta")  # placeholder for a weight that the receiver has; compare by identity
 LORA_A = ".lora_A"
 LORA_B = ".lora_B"
 
 
 @dataclass(frozen=True)
 class LowRankSum:
-    """`base + up @ down`, computed where it is needed; `base` is a live weight that does not train.
+    """`base + up @ down`, computed on demand.
 
     Args:
-        base: [out, in].
-        down: [rank, in], as LoRA's A.
-        up: [out, rank], as LoRA's B with its scale.
+        base: live frozen weight, [out, in].
+        down: LoRA's A, [rank, in].
+        up: LoRA's B times its scale, [out, rank].
     """
 
     base: Tensor
@@ -41,10 +41,10 @@ class LowRankSum:
     up: Tensor
 
     def value(self, scratch: Tensor | None = None) -> Tensor:
-        """The sum, in the wider of both dtypes; one pass over `base`, where PEFT's difference takes four.
+        """The sum, in the wider of both dtypes, in one pass over `base` (PEFT's merge takes four).
 
         Args:
-            scratch: memory for it, flat and at least as large.
+            scratch: flat memory for the result, at least as large; None allocates.
         """
         dtype = torch.promote_types(self.base.dtype, self.down.dtype)
         out = None if scratch is None else scratch[: self.base.numel()].view(self.base.shape)
@@ -52,7 +52,7 @@ class LowRankSum:
 
 
 def lasts(item: tuple[str, Any]) -> bool:
-    """Whether a streamed weight stays valid when the next is asked for: it is a live one, or has memory of its own."""
+    """Whether a streamed weight stays valid when the next is requested: it is live, or has memory of its own."""
     name, tensor = item
     return tensor is UNCHANGED or isinstance(tensor, nn.Parameter) or name.endswith((LORA_A, LORA_B))
 
@@ -62,10 +62,10 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
     """Copies `weights` to the devices and dtypes of parameters and stored buffers of `lm`, without changing `lm`.
 
     Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
-    exhausted, because other ranks take part in it. Of a weight with adapters (whose factors come before it, see
-    `stream_weights`) only those are copied if it does not train: `apply_weights` reads it and adds their product.
+    exhausted, because iterating is a collective. The low-rank factors of a weight precede it (see `stream_weights`). If
+    the weight is frozen only the factors are copied, and `apply_weights` adds their product to the live weight.
 
-    `UNCHANGED` in place of a tensor leaves the weight out of the result.
+    A weight that comes as `UNCHANGED` is not in the result.
 
     Raises:
         ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
@@ -116,9 +116,15 @@ def apply_weights(
     received: Mapping[str, Tensor | LowRankSum],
     writers: Mapping[str, Callable[[Tensor], None]] | None = None,
 ) -> None:
-    """Writes what `receive_weights` has found into parameters and buffers of `lm`, or hands it to `writers` by name.
+    """Writes the result of `receive_weights` into parameters and buffers of `lm`.
 
-    Sums are computed one by one in the same memory, which stays in the cache; fresh pages cost more than the products.
+    Sums are computed one by one in the same memory, which stays in the cache; fresh pages would cost more than the
+    products.
+
+    Args:
+        lm: model to update.
+        received: result of `receive_weights`.
+        writers: functions that take a weight in place of the parameter of that name.
     """
     own = dict(lm.named_parameters()) | dict(stored_buffers(lm))
     scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -147,7 +153,7 @@ def is_sharded(root: nn.Module) -> bool:
 
 
 def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """State dict of `PolicyModule` without the frozen reference, which is not saved."""
+    """State dict of `PolicyModule` without the frozen reference policy, which checkpoints omit."""
     return {name: tensor for name, tensor in state.items() if not name.startswith("reference.")}
 
 
@@ -160,15 +166,16 @@ def stream_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor) of every parameter and stored buffer; tied ones once, LoRA merged.
 
-    What is neither sharded nor merged is the live parameter itself; all else is valid until the next is asked for.
+    A tensor that is neither sharded nor merged is the live parameter itself; any other is valid until the next is
+    requested. A collective if parameters are sharded: all ranks iterate.
 
     Args:
-        policy: policy whose weights are streamed.
-        root: outermost module, where FSDP1 wraps it (`trainer.strategy.model`).
-        adapters: LoRA is not merged; the factors of the change of `LAYER.weight` come before it as `LAYER.lora_A` and
-            `LAYER.lora_B`, to be added as `lora_B @ lora_A`. Layers for which this cannot be said are merged.
-        known: frozen weights that the receiver has, with torch's counts of their changes in place. While the count is
-            the same they come as `UNCHANGED`, unless an adapter changes them or they are sharded; others are added.
+        policy: policy to stream.
+        root: outermost module if it is wrapped by FSDP1 (`trainer.strategy.model`).
+        adapters: do not merge LoRA: its factors come before `LAYER.weight` as `LAYER.lora_A` and `LAYER.lora_B`, and
+            the receiver adds `lora_B @ lora_A`. Layers that change in another way are merged.
+        known: frozen weights that the receiver has, with torch's counter of in-place changes. A weight with the same
+            counter comes as `UNCHANGED`, unless it is sharded or has an adapter; other frozen weights are added here.
 
     Raises:
         ValueError: the policy has adapters and is wrapped by FSDP1.
@@ -182,9 +189,10 @@ def stream_weights(
         return
     causal_lm = policy.causal_lm
     adapted = adapted_layers(causal_lm)
-    skips = known is not None and not is_sharded(causal_lm)  # all ranks must gather the same
-    for given, parameter in causal_lm.named_parameters():
-        name = plain_name(given, adapted)
+    # sharded weights are never skipped, because all ranks must gather the same ones
+    skips = known is not None and not is_sharded(causal_lm)
+    for full_name, parameter in causal_lm.named_parameters():
+        name = plain_name(full_name, adapted)
         if name is None:
             continue
         owner, _, leaf = name.rpartition(".")
@@ -205,8 +213,8 @@ def stream_weights(
             else:
                 full = full + sum(_gather(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters)
         yield name, full
-    for given, buffer in stored_buffers(causal_lm):
-        name = plain_name(given, adapted)
+    for full_name, buffer in stored_buffers(causal_lm):
+        name = plain_name(full_name, adapted)
         if name is not None:
             yield name, buffer
 
@@ -218,10 +226,10 @@ def adapted_layers(causal_lm: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
-    """Name of a parameter or buffer in the model without adapters and wrappers; None for what adapters add.
+    """Name of a parameter or buffer in the model without adapters and wrappers; None for parameters of adapters.
 
-    PEFT wraps a layer, so that its weight and bias become `LAYER.base_layer.weight` and `.bias`, beside its own
-    `LAYER.lora_A...`. Engines, exports and copies for validation know weights by this name.
+    PEFT wraps a layer: its weight and bias become `LAYER.base_layer.weight` and `.bias`, beside the adapter's
+    `LAYER.lora_A...`. Engines, exports and copies for validation use the plain name.
 
     Args:
         name: as in `named_parameters`.
@@ -237,7 +245,7 @@ def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
 
 
 def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """A and B of a layer of PEFT whose weight changes by B @ A; None if it changes in another way."""
+    """Factors A and (scaled) B of a PEFT layer that adds B @ A to its weight; None if it changes it in another way."""
     if len(layer.active_adapters) != 1 or not isinstance(layer.get_base_layer(), nn.Linear):
         return None
     (name,) = layer.active_adapters
@@ -249,11 +257,12 @@ def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _gather(tensor: Tensor) -> Tensor:
+    """The full tensor. A collective if it is sharded: all ranks call, in the same order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gathers the parameters of one FSDP unit at a time; buffers are whole everywhere."""
+    """Gathers the parameters of one FSDP unit at a time, to bound the memory; buffers are not sharded."""
     for unit_name, unit in root.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
@@ -262,16 +271,16 @@ def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             for name, parameter in unit.named_parameters():
                 if not _clean(name).startswith(tuple(inner)):
-                    yield from _own(f"{unit_name}.{name}" if unit_name else name, parameter)
+                    yield from _in_policy(f"{unit_name}.{name}" if unit_name else name, parameter)
     for name, buffer in stored_buffers(root):
-        yield from _own(name, buffer)
+        yield from _in_policy(name, buffer)
 
 
-def _own(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensor by its name in the policy's model; nothing if it is a frozen reference's."""
-    before, found, own = _clean(name).rpartition("policy.lm.")
-    if found and not before:
-        yield own, tensor.detach()
+def _in_policy(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensor with its name in the policy's model; nothing for tensors of the reference policy."""
+    before, separator, model_name = _clean(name).rpartition("policy.lm.")
+    if separator and not before:
+        yield model_name, tensor.detach()
 
 
 def _clean(name: str) -> str:
@@ -280,14 +289,14 @@ def _clean(name: str) -> str:
     return name
 
 
-# -- Copies of trained weights in CPU memory, put back for a while; each rank has its own shards ----------------------
+# -- Copies of trained weights in CPU memory, and their temporary use; each rank has its own shards -------------------
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parts on this rank of all parameters that train."""
+    """This rank's shards of all trainable parameters."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # the root keeps what it gathered for a forward pass without gradients
+            part.reshard()  # after a forward pass without gradients the root still holds gathered parameters
     return {name: own_piece(p) for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -303,29 +312,29 @@ def copy_weights(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def with_weights(module: nn.Module, copies: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Context in which `module` has the weights in `copies`; afterwards it has its own again, bit for bit.
+    """Context in which `module` has the weights in `copies`; its own weights are restored afterwards, bit for bit.
 
     Args:
-        module: not wrapped by FSDP1, which keeps gathered weights.
-        copies: of `copy_weights`; None changes nothing.
+        module: module that is not wrapped by FSDP1, which keeps gathered weights.
+        copies: result of `copy_weights`; None changes nothing.
     """
     if copies is None:
         yield
         return
     own = copy_weights(module)
     try:
-        _put(module, copies)
+        _write_weights(module, copies)
         yield
     finally:
-        _put(module, own)
+        _write_weights(module, own)
 
 
 @torch.no_grad()
-def _put(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
+def _write_weights(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
     for name, piece in trained_weights(module).items():
         piece.copy_(copies[name])
 
 
 def own_piece(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank."""
+    """This rank's shard of a tensor, detached."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,14 +1,13 @@
-"""The choices of gradient alignment control (GAC, arXiv:2603.01501) as pure functions of a cosine.
+"""Gradient alignment control (GAC, arXiv:2603.01501): thresholds and projection as pure functions of a cosine.
 
-g is the step's gradient, p the reference it is compared with, c = <g, p> / (|g| |p|). Projection keeps a share a of the
-component of g along p:
+g is the step's gradient, p the reference gradient, c = <g, p> / (|g| |p|). Projection keeps a share a of the component
+of g along p:
 
     g~ = g - (1 - a) (<g, p> / |p|^2) p,      |g~|^2 = |g|^2 (1 - c^2 + a^2 c^2),      <g~, g> >= 0
 
 From the paper: the cosine of consecutive gradients, a projection that splits the gradient into a part along the
-previous one and a part orthogonal to it, and thresholds between applying, projecting and skipping. Not established, and
-therefore
-options: a, the thresholds, the sign of c, and the choice of p.
+previous one and a part orthogonal to it, and thresholds between applying, projecting and skipping. The value of a, the
+thresholds, the sign of c and the choice of p are not established, and are therefore options.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def cosine(gg: float, gp: float, pp: float) -> float | None:
 class ReferenceGradients:
     """Reference gradient p of each optimizer, as this rank's pieces (see `GradSpace`).
 
-    p is zero until it is first set, and again after parameters were added to the optimizer. Takes the memory of one
-    gradient shard per optimizer; not checkpointed.
+    p is zero until it is first set, and is reset to zero when parameters are added to the optimizer. Takes the memory
+    of one gradient shard per optimizer; not checkpointed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class ReferenceGradients:
     def of(self, space: GradSpace, index: int = 0) -> list[Tensor | None]:
         """Pieces of p for the optimizer at position `index`; writing to the list changes p."""
         known = self._known.get(index)
-        if known is None or known[0] is not space:
+        if known is None or known[0] is not space:  # pieces of another space belong to other parameters
             known = self._known[index] = (space, [None] * len(space.params))
         return known[1]
 
@@ -250,7 +249,7 @@ class AlignmentRule:
             return Regime.PROJECT, share
         if num_skipped < self.max_consecutive_skips:
             return Regime.SKIP, 0.0
-        if remainder < self.min_remainder:  # keep some of it: a constant direction must still move
+        if remainder < self.min_remainder:  # keep a part, or a constant gradient direction would never be applied
             share = max(share, min(1.0, max(self.low, self.min_remainder) / size))
         return Regime.PROJECT, share
 

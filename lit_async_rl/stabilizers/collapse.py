@@ -67,7 +67,7 @@ class CollapseWatch:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all steps, before another run."""
+        """Discards all recorded steps, before another run."""
         self._in_a_row: dict[str, int] = {}
         self._norms: deque[float] = deque(maxlen=self.window)
         self._rewards: deque[float] = deque(maxlen=self.window)
@@ -86,8 +86,8 @@ class CollapseWatch:
             self._norms.append(seen.grad_norm)
         return [words for name, words in broken.items() if self._in_a_row[name] >= self.patience]
 
-    def forgive(self) -> None:
-        """Resets the counts, after an alarm."""
+    def reset_counts(self) -> None:
+        """Resets the counts of consecutive violations, after an alarm; medians and the best reward stay."""
         self._in_a_row = {}
         self._rewards.clear()
 
@@ -155,16 +155,16 @@ class CollapseWatch:
 
 
 class CollapseTrend:
-    """Recognises a collapse that goes on: a tiny effective sample size while the reward falls.
+    """Detects an ongoing collapse: a tiny effective sample size while the reward falls.
 
-    Both at once, and over many steps: long completions have a small effective sample size in sound runs, too, and a
-    reward may fall for other reasons. What began stays until the reward is back.
+    Requires both, over many steps: long completions have a small effective sample size in healthy runs, too, and a
+    reward may fall for other reasons. A detected collapse is reported until the reward has recovered.
 
     Args:
-        min_ess_ratio: the median effective sample size of `window` steps, as a share of the step's completions, below
-            which it counts as collapsed.
-        reward_drop: share of the best mean reward of `window` steps by which the mean must have fallen.
-        window: steps.
+        min_ess_ratio: lower limit of the median effective sample size over `window` steps, as a share of the step's
+            completions.
+        reward_drop: required fall of the mean reward of `window` steps, as a share of the best such mean.
+        window: number of steps of the median and the mean.
     """
 
     def __init__(self, min_ess_ratio: float = 0.05, reward_drop: float = 0.1, window: int = 10) -> None:
@@ -173,10 +173,10 @@ class CollapseTrend:
         self._ess: deque[float] = deque(maxlen=window)
         self._rewards: deque[float] = deque(maxlen=window)
         self._best = -math.inf
-        self._lowest_ess = math.inf  # of the collapse that goes on
+        self._lowest_ess = math.inf  # since the ongoing collapse began; infinite without one
 
     def observe(self, ess_ratio: float, reward: float) -> str | None:
-        """Takes in one step; a collapse in words, or None."""
+        """Adds one step; returns a sentence about the ongoing collapse, or None."""
         self._ess.append(ess_ratio)
         self._rewards.append(reward)
         if len(self._ess) < (self._ess.maxlen or 0):
@@ -213,7 +213,8 @@ def _above(value: float | None, limit: float | None) -> bool:
 class BoundedData(Protocol):
     """Data module with a bound on staleness, in versions; `RolloutDataModule` implements it.
 
-    It starts at its configured bound, also after a resume: callbacks that change the bound restore their change.
+    It starts at its configured bound, also after a resume. A callback that changes the bound therefore checkpoints the
+    change and applies it again.
     """
 
     @property
@@ -221,7 +222,7 @@ class BoundedData(Protocol):
         """Staleness bound of rollouts admitted from now on, in versions."""
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the bound, on all ranks. Called before training, too: with the present bound, or a resumed run's."""
+        """Changes the bound; called on all ranks. Before training: with the present or the resumed bound."""
 
 
 def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
@@ -238,7 +239,7 @@ def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
     return data
 
 
-# -- Actions of `CollapseAlarm`: warn, stop, or lower the staleness bound. Those that roll back are in `rollback`
+# -- Actions of `CollapseAlarm`: warn, stop, or lower the staleness bound. Rollbacks are in `rollback` ----------------
 
 
 class AlarmAction(ABC):
@@ -248,10 +249,10 @@ class AlarmAction(ABC):
         """Called when training starts: resets the state of an earlier run, and checks the trainer."""
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
-        """Called before each update whose signals are within all limits; the current weights are good."""
+        """Called before an update if all signals are within their limits: the current weights are good."""
 
     def unhealthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
-        """Called before each other update: a limit is broken, or the cooldown after an alarm has not passed."""
+        """Called before an update if a signal violates its limit, or the cooldown after an alarm has not passed."""
 
     @abstractmethod
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:
@@ -301,7 +302,7 @@ class LowerStaleness(AlarmAction):
     def begin(self, trainer: AnyTrainer) -> None:
         """Checks that the data module has a bound that can be changed."""
         data = bounded_data(trainer, "LowerStaleness")
-        data.set_max_staleness(data.max_staleness)
+        data.set_max_staleness(data.max_staleness)  # raises now, at the start, if the bound cannot be changed
         self._bound = None
 
     def act(self, trainer: AnyTrainer, pl_module: AnyModule) -> str:

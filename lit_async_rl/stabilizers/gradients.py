@@ -22,50 +22,50 @@ from torch.optim import Optimizer
 from lit_async_rl.errors import InvariantError, NonFiniteError
 from lit_async_rl.utils.checks import check_range
 
-# -- Random projection of a gradient, for inner products of gradients that are not kept -------------------------------
-# Count sketch (Charikar, Chen and Farach-Colton 2002) by rows: the vector is cut into rows of m entries, each of which
-# is multiplied by random signs, rotated by a random number of places, and added. Inner products of sketches are
-# unbiased estimates of those of the vectors, and the cosine has the standard error sqrt((1 + c^2) / m) over the random
-# numbers, 0.004 to 0.0055 for m = 65,521, whatever the size of the model. m is prime, so that the dimensions of a layer
-# do not all fall on the same places.
+# -- Random projection of gradients: estimates inner products of gradients without storing them -----------------------
+# Count sketch (Charikar, Chen and Farach-Colton 2002) by rows: the vector is cut into rows of m entries; each row is
+# multiplied by random signs, rotated by a random number of places, and added. The inner product of two sketches is an
+# unbiased estimate of the inner product of the vectors. The estimated cosine has the standard error
+# sqrt((1 + c^2) / m) over the random numbers, 0.004 to 0.0055 for m = 65,521, at any model size. m is prime, so that
+# the dimensions of a layer do not all fall on the same places.
 
 
-SIZE = 65_521  # m
-OFFSETS = 2**20  # signs of a row of m entries begin at one of so many places
-ROWS_AT_ONCE = 8  # on an accelerator, where a kernel launch costs more than the memory
-SEED = 0
+SKETCH_SIZE = 65_521  # m
+NUM_SIGN_OFFSETS = 2**20  # possible first positions of a row's signs in the table of random signs
+MAX_ROWS_PER_KERNEL = 8  # on an accelerator: a kernel launch costs more than the memory of 8 rows
+SEED = 0  # fixed, so that every rank and every resumed run projects alike
 
 
 class Sketch:
-    """Projects vectors given in pieces; the same signs for all vectors of the same pieces.
+    """Projects vectors given in pieces; vectors cut into the same pieces get the same signs.
 
     Args:
-        device: of the vectors.
+        device: device of the vectors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(SEED)
-        signs = torch.randint(0, 2, (OFFSETS + SIZE,), generator=self._generator, dtype=torch.int8)
+        signs = torch.randint(0, 2, (NUM_SIGN_OFFSETS + SKETCH_SIZE,), generator=self._generator, dtype=torch.int8)
         self._signs = (2 * signs - 1).to(device, torch.float32)
-        self._offsets: list[tuple[int, int]] = []  # of each block: in the signs, and its rotation
-        self._rows_at_once = 1 if device.type == "cpu" else ROWS_AT_ONCE
+        self._offsets: list[tuple[int, int]] = []  # of each block: first position in `_signs`, and rotation
+        self._rows_per_kernel = 1 if device.type == "cpu" else MAX_ROWS_PER_KERNEL
 
     @torch.no_grad()
     def __call__(self, pieces: Sequence[Tensor]) -> Float[Tensor, " m"]:
         """The sketch of the concatenated pieces."""
-        out = self._signs.new_zeros(SIZE)
+        out = self._signs.new_zeros(SKETCH_SIZE)
         block = 0
         for piece in pieces:
-            for part in piece.reshape(-1).split(self._rows_at_once * SIZE):
+            for part in piece.reshape(-1).split(self._rows_per_kernel * SKETCH_SIZE):
                 self._add(out, part, *self._offset(block))
                 block += 1
         return out
 
     def _add(self, out: Tensor, part: Tensor, offset: int, rotation: int) -> None:
-        num_rows, rest = divmod(len(part), SIZE)
+        num_rows, rest = divmod(len(part), SKETCH_SIZE)
         if num_rows:
-            rows = part[: num_rows * SIZE].view(num_rows, SIZE).to(out.dtype)
-            signs = self._signs.as_strided((num_rows, SIZE), (1, 1), offset)  # each row one place further on
+            rows = part[: num_rows * SKETCH_SIZE].view(num_rows, SKETCH_SIZE).to(out.dtype)
+            signs = self._signs.as_strided((num_rows, SKETCH_SIZE), (1, 1), offset)  # each row one place further on
             signed = rows[0] * signs[0] if num_rows == 1 else (rows * signs).sum(0)
             _add_rotated(out, signed, rotation)
         if rest:
@@ -74,23 +74,24 @@ class Sketch:
 
     def _offset(self, block: int) -> tuple[int, int]:
         while block >= len(self._offsets):
-            limits = OFFSETS - ROWS_AT_ONCE, SIZE
-            signs, rotations = (torch.randint(0, n, (1024,), generator=self._generator).tolist() for n in limits)
-            self._offsets += zip(signs, rotations, strict=True)
+            last_offset = NUM_SIGN_OFFSETS - MAX_ROWS_PER_KERNEL
+            offsets = torch.randint(0, last_offset, (1024,), generator=self._generator).tolist()
+            rotations = torch.randint(0, SKETCH_SIZE, (1024,), generator=self._generator).tolist()
+            self._offsets += zip(offsets, rotations, strict=True)
         return self._offsets[block]
 
 
 def _add_rotated(out: Tensor, values: Tensor, rotation: int) -> None:
-    """Adds values from place `rotation` on, and from the beginning once the end is reached."""
-    first = min(len(values), SIZE - rotation)
+    """Adds `values` to `out` from position `rotation` on, wrapping around at the end."""
+    first = min(len(values), SKETCH_SIZE - rotation)
     out[rotation : rotation + first].add_(values[:first])
     out[: len(values) - first].add_(values[first:])
 
 
 Pieces = Sequence[Tensor | None]
 
-# float32 dot products of longer vectors lose digits; their partial sums are added in float64
-CHUNK = 2**18
+# longest dot product in float32: longer ones lose digits, so that their partial sums are added in float64
+DOT_CHUNK = 2**18
 
 
 class GradSpace:
@@ -112,7 +113,8 @@ class GradSpace:
         if not self.params:
             raise ValueError("GradSpace needs at least one parameter")
         fsdp1 = _fsdp1_process_groups(root)
-        # parameters that sum over the same process groups share a collective; the order is that of first appearance
+        # parameters that sum over the same process groups share a collective; buckets are in the order of first
+        # appearance, which is the same on all ranks, because collectives must be issued in one order
         self._buckets: list[tuple[tuple[dist.ProcessGroup, ...], list[int]]] = []
         self._projections: list[Sketch] = []
         for index, param in enumerate(self.params):
@@ -182,7 +184,7 @@ class GradSpace:
 
     def _dots(self, pairs: Sequence[tuple[Pieces, Pieces]], dtype: torch.dtype) -> Tensor:
         device = _local(self.params[0]).device
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         total = torch.zeros(len(pairs), self.num_groups, dtype=wide, device=device)
         for process_groups, members in self._buckets:
             part = torch.zeros_like(total)
@@ -196,6 +198,8 @@ class GradSpace:
                 for group, values in enumerate(terms):
                     if values:
                         part[row, group] = torch.stack(values).to(wide).sum()
+            # every rank takes part, also one without a gradient here, or the others would wait for it for ever;
+            # replicas are not in these groups, so that each entry counts once
             for process_group in process_groups:
                 dist.all_reduce(part, group=process_group)
             total += part
@@ -211,10 +215,11 @@ class GradSpaces:
 
     def __init__(self, per_parameter_group: bool = False) -> None:
         self.per_parameter_group = per_parameter_group
-        self._known: WeakKeyDictionary[Optimizer, GradSpace] = WeakKeyDictionary()  # ids are used again
+        # weak keys, not ids: Python reuses the id of an optimizer that is gone
+        self._known: WeakKeyDictionary[Optimizer, GradSpace] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[GradSpaces], tuple[bool]]:
-        return GradSpaces, (self.per_parameter_group,)  # a copy, in another process say, starts empty
+        return GradSpaces, (self.per_parameter_group,)  # process groups cannot be pickled: a copy starts empty
 
     def of(self, root: nn.Module, optimizer: Optimizer) -> GradSpace:
         """Gradient space of the optimizer's parameters."""
@@ -227,7 +232,7 @@ class GradSpaces:
 
 
 def _partial_dots(x: Tensor, y: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    chunks = zip(x.reshape(-1).split(CHUNK), y.reshape(-1).split(CHUNK), strict=True)
+    chunks = zip(x.reshape(-1).split(DOT_CHUNK), y.reshape(-1).split(DOT_CHUNK), strict=True)
     return [torch.dot(p.to(dtype), q.to(dtype)) for p, q in chunks]
 
 
@@ -242,7 +247,7 @@ def _checked(param: nn.Parameter) -> Tensor:
     if grad.is_sparse:
         raise ValueError(f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: use sparse=False")
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-        # a pending sum over ranks, say: the optimizer would reduce it anyway, and a norm before that would be wrong
+        # such as a pending sum over ranks: the optimizer would reduce it anyway, and a norm taken before is wrong
         param.grad = grad = grad.redistribute(placements=param.placements)
     return grad
 
@@ -283,7 +288,7 @@ log = logging.getLogger(__name__)
 
 
 class DroppedUpdates:
-    """Counts dropped updates, with one log line each.
+    """Counts dropped updates, and logs a warning for each.
 
     Args:
         owner: name of the callback, for messages.
@@ -317,7 +322,7 @@ class DroppedUpdates:
         self._in_a_row[index] = self._in_a_row.get(index, 0) + 1 if is_dropped else 0
         if is_dropped:
             self.total += 1
-            _say(
+            _warn(
                 f"{self.owner}: the gradient contains NaN or infinity, so this update is dropped (number {self.total}, "
                 f"{self.num_in_a_row} in a row, max_in_a_row={self.max_in_a_row}): weights and moments are unchanged"
             )
@@ -337,5 +342,5 @@ class DroppedUpdates:
 
 
 @rank_zero_only
-def _say(message: str) -> None:
+def _warn(message: str) -> None:
     log.warning(message)

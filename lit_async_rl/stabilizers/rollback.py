@@ -24,7 +24,7 @@ from lit_async_rl.utils.saving import finish_saving
 
 
 def restorable_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Trained parameters, those of a reference that is reset, and buffers."""
+    """Trained parameters, parameters of a reference policy that is reset during training, and buffers."""
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad or hasattr(p, "is_reset")}
     return trained | dict(module.named_buffers())
 
@@ -35,12 +35,12 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def copied_moments(moments: dict[str, object]) -> dict[str, object]:
-    """An optimizer's state of one parameter, its tensors copied."""
+    """Copy of an optimizer's state of one parameter, with tensors on the CPU."""
     return {k: own_piece(v).to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in moments.items()}
 
 
 def restore_moments(optimizer: Optimizer, param: nn.Parameter, saved: dict[str, object]) -> None:
-    """Restores moments in place, because they may be sharded; removes those that did not exist yet."""
+    """Restores moments in place, because they may be sharded; removes them if none were saved."""
     if not saved:
         optimizer.state.pop(param, None)
         return
@@ -54,8 +54,8 @@ def restore_moments(optimizer: Optimizer, param: nn.Parameter, saved: dict[str, 
 log = logging.getLogger(__name__)
 
 
-class _Limited(AlarmAction):
-    """Base of rollbacks, which stops training after `max_rollbacks` of them."""
+class _LimitedRollback(AlarmAction):
+    """Base class of rollbacks; stops training once `max_rollbacks` are used up."""
 
     nothing_to_restore = "No healthy state was saved yet"
 
@@ -70,14 +70,15 @@ class _Limited(AlarmAction):
             return f"It was rolled back {self.num_rollbacks} times already: training stops."
         settings = [group_settings(optimizer) for optimizer in trainer.optimizers]
         done = self.roll_back(trainer, pl_module)
-        # schedulers are not rolled back, and some compute the next rate from the present one; the checkpoint of a
-        # resume may have others
+        # keep the present settings: schedulers are not rolled back, and some compute the next rate from the present
+        # one; a checkpoint of the run that was resumed may hold other settings
         for optimizer, of_groups in zip(trainer.optimizers, settings, strict=True):
             for group, present in zip(optimizer.param_groups, of_groups, strict=True):
                 group.update(present)
         if done is None:
             return f"{self.nothing_to_restore}: training continues unchanged."
-        if callable(mark_updated := getattr(pl_module, "mark_updated", None)):  # a `PolicyModule` publishes them
+        # a `PolicyModule` publishes changed weights after an update only, and a rollback is none
+        if callable(mark_updated := getattr(pl_module, "mark_updated", None)):
             mark_updated()
         self.num_rollbacks += 1
         return done
@@ -93,11 +94,11 @@ class _Limited(AlarmAction):
         """Restores weights and optimizer state; returns a sentence for the report, or None without a saved state."""
 
 
-class RollBack(_Limited):
-    """Restores weights, buffers, a reference that is reset, and optimizer moments from a copy of a healthy step.
+class RollBack(_LimitedRollback):
+    """Restores weights, buffers, a resettable reference policy and optimizer moments from a copy of a healthy step.
 
-    Each rank copies its own shards to CPU memory: works under every strategy, without communication. Schedulers and
-    data are not rolled back: rollouts of discarded policies arrive for up to `max_staleness` more versions and are
+    Each rank copies its own shards to CPU memory, so this works under every strategy, without communication. Schedulers
+    and data are not rolled back: rollouts of discarded policies arrive for up to `max_staleness` more versions and are
     handled by importance weights or `ESSLearningRate`. The copies are not checkpointed. Parameters unfrozen or added to
     the optimizer since the copy keep their weights, and start with new moments.
 
@@ -121,7 +122,7 @@ class RollBack(_Limited):
         self.num_rollbacks = 0
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Takes a copy every `every_n_steps` steps, before the update: the one that follows is not known to be good."""
+        """Takes a copy every `every_n_steps` steps, before the update, because its result is not yet known."""
         tensors = restorable_tensors(pl_module)
         is_due = self._step is None or trainer.global_step - self._step >= self.every_n_steps
         if not is_due and tensors.keys() <= self._weights.keys():
@@ -134,26 +135,26 @@ class RollBack(_Limited):
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
         if self._step is None:
             return None
-        finish_saving(trainer)  # what is copied for a checkpoint must not change meanwhile
+        finish_saving(trainer)  # a checkpoint writer in the background still reads these tensors
         for name, tensor in restorable_tensors(pl_module).items():
             if name in self._weights:
                 own_piece(tensor).copy_(self._weights[name])
         for optimizer, saved in zip(trainer.optimizers, self._moments, strict=True):
-            for param in parameters_of(optimizer):  # some may have been added since
+            for param in parameters_of(optimizer):  # some may have been added since the copy
                 restore_moments(optimizer, param, saved.get(param, {}))
         return f"Weights and moments were rolled back to those after step {self._step}."
 
 
-class RollBackToCheckpoint(_Limited):
+class RollBackToCheckpoint(_LimitedRollback):
     """Restores weights and optimizer state from the newest checkpoint written while the run was healthy.
 
-    A checkpoint is healthy if the step that follows it is, the first with its weights. It is kept beside the others as
-    `healthy.ckpt` until there is a newer one, because `ModelCheckpoint` removes it (`save_top_k: 1`) and moves the link
-    `last.ckpt`. That is a hard link, or a copy where files are not replaced atomically or the file system has no links,
-    and needs the disk space of one more checkpoint.
+    A checkpoint is healthy if the next step, the first one with its weights, is healthy. The newest is kept as
+    `healthy.ckpt` beside the others, because `ModelCheckpoint` removes its own (`save_top_k: 1`) and moves the link
+    `last.ckpt`. `healthy.ckpt` is a hard link, or a copy where files are not replaced atomically or the file system
+    has no links, and needs the disk space of one more checkpoint.
 
-    A resumed run may return to the checkpoint that it was resumed from if that is the newest. The `healthy.ckpt` of an
-    earlier run is never used, and replaced by the run's own. Two alarms with this action would share the file.
+    A resumed run may return to the checkpoint it was resumed from if that is the newest. The `healthy.ckpt` of an
+    earlier run is never used, and is replaced by the run's own. Two alarms with this action would share the file.
 
     Checkpoints at URLs such as `s3://` are not kept, and cannot be restored; nor can one with fewer parameter groups
     than the optimizer now has.
@@ -165,14 +166,14 @@ class RollBackToCheckpoint(_Limited):
         ValueError: at the start of training, with Lightning's `AsyncCheckpointIO`.
 
     Attributes:
-        path: the checkpoint that would be restored; None on other ranks than the first.
+        path: the checkpoint to restore; None on other ranks than the first.
     """
 
     def __init__(self, max_rollbacks: int = 3) -> None:
         super().__init__(max_rollbacks)
         self.path: str | None = None
-        self._original = ""  # its name when it was saved
-        self._judged: tuple[int, int] | None = None
+        self._original = ""  # file name under which it was saved
+        self._last_classified: tuple[int, int] | None = None
 
     def begin(self, trainer: AnyTrainer) -> None:
         if type(trainer.strategy.checkpoint_io).__name__ == "AsyncCheckpointIO":  # of either Lightning
@@ -186,26 +187,26 @@ class RollBackToCheckpoint(_Limited):
         self.path = None
         self._original = ""
         self.num_rollbacks = 0
-        self._judged = None if newest is None or is_present else _identity(newest)
+        self._last_classified = None if newest is None or is_present else _identity(newest)
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Keeps the newest checkpoint, if it was written since the step before."""
-        self._judge(trainer, is_healthy=True)
+        self._classify_when_written(trainer, is_healthy=True)
 
     def unhealthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Rejects the newest checkpoint, if it was written since the step before."""
-        self._judge(trainer, is_healthy=False)
+        self._classify_when_written(trainer, is_healthy=False)
 
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
-        finish_saving(trainer)
-        path, original = trainer.strategy.broadcast((self.path, self._original))
+        finish_saving(trainer)  # the newest checkpoint may still be written, and decides on `path`
+        path, original = trainer.strategy.broadcast((self.path, self._original))  # only the first rank knows
         if path is None:
             return None
         checkpoint = trainer.strategy.load_checkpoint(path)
-        if not _fits(checkpoint, trainer.optimizers):
+        if not _has_same_groups(checkpoint, trainer.optimizers):
             self.nothing_to_restore = f"The checkpoint {path} has other parameter groups than the optimizer"
             return None
-        # not strict: a module may leave out of its checkpoints what never changes
+        # not strict: a module may leave frozen weights out of its checkpoints
         trainer.strategy.load_model_state_dict(checkpoint, strict=False)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "on_roll_back"):  # `ReferenceReset`
@@ -213,28 +214,29 @@ class RollBackToCheckpoint(_Limited):
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         return f"Weights and moments were rolled back to the checkpoint {path}, saved as {original}."
 
-    def _judge(self, trainer: AnyTrainer, is_healthy: bool) -> None:
-        """Decides on the newest checkpoint, when it is written."""
+    def _classify_when_written(self, trainer: AnyTrainer, is_healthy: bool) -> None:
+        """Classifies the newest checkpoint as healthy or not, once it is completely written."""
         names = _names(trainer)
         checkpoint_io = trainer.strategy.checkpoint_io
         if not names or not trainer.is_global_zero:
             return
         can_link = getattr(checkpoint_io, "replaces_files", False)
-        after_saving = getattr(checkpoint_io, "after_saving", None)  # of checkpoints that are written in the background
+        after_saving = getattr(checkpoint_io, "after_saving", None)  # of writers in the background
         if after_saving is None:
-            self._judge_newest(names, is_healthy, can_link)
+            self._classify_newest(names, is_healthy, can_link)
         else:
-            after_saving(lambda: self._judge_newest(names, is_healthy, can_link))
+            after_saving(lambda: self._classify_newest(names, is_healthy, can_link))
 
-    def _judge_newest(self, names: list[str], is_healthy: bool, can_link: bool) -> None:
+    def _classify_newest(self, names: list[str], is_healthy: bool, can_link: bool) -> None:
         newest = _newest(names)
-        if newest is None or (identity := _identity(newest)) == self._judged:
+        if newest is None or (identity := _identity(newest)) == self._last_classified:
             return
-        self._judged = identity
+        self._last_classified = identity
         if not is_healthy:
             return
         kept = newest.with_name("healthy.ckpt")
-        is_replaced = can_link and (newest.is_file() or (newest / MANIFEST).is_file())  # torch writes into its folders
+        # a link must not see later writes: torch writes into its folders in place, and replaces nothing
+        is_replaced = can_link and (newest.is_file() or (newest / MANIFEST).is_file())
         try:
             duplicate(newest, kept, is_replaced)
         except OSError as error:
@@ -245,25 +247,25 @@ class RollBackToCheckpoint(_Limited):
 
 
 def _names(trainer: AnyTrainer) -> list[str]:
-    """The newest checkpoint of each `ModelCheckpoint`, of either Lightning, by its name, which may be a link."""
+    """Path of the newest checkpoint of each `ModelCheckpoint` (of either Lightning package); it may be a link."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if hasattr(callback, "last_model_path")]
     return [name for c in callbacks if (name := c.last_model_path or c.best_model_path)]
 
 
 def _newest(names: list[str]) -> Path | None:
-    """The newest file or folder that is there, without links."""
+    """The newest file or folder that exists, with links resolved."""
     found = [path for name in names if (path := Path(name).resolve()).exists()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Differs between checkpoints that were saved under one name."""
+    """Inode and time of the last change [ns], which tell apart checkpoints saved under one name."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
 
-def _fits(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:
-    """Whether numbers of parameters in each group match; sharded checkpoints have no `optimizer_states` here."""
+def _has_same_groups(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:
+    """Whether each parameter group has as many parameters; sharded checkpoints have no `optimizer_states` here."""
     saved = checkpoint.get("optimizer_states") or []
     return all(_sizes(s["param_groups"]) == _sizes(o.param_groups) for s, o in zip(saved, optimizers, strict=False))
 

@@ -76,13 +76,13 @@ class SignalCollector:
         self.extract = extract
         self._recorder: _StepRecorder | None = None
         self._seen: Any = None
-        self._is_anothers = False  # what is not kept belongs to an optimizer that has made its step
-        self._num_kept = 0  # micro-batches that another optimizer's step does not discard
+        self._has_stale_signals = False  # pending signals belong to another optimizer's completed step
+        self._num_kept = 0  # leading micro-batches that belong to the step of this collector's optimizer
         self._log_weights: list[Tensor] = []
         self._sums: list[Tensor] = []
 
     def attach(self, pl_module: AnyModule) -> None:
-        """Starts recording batch and output of `training_step`, where the attribute is not enough."""
+        """Starts recording batch and output of `training_step`, if `stabilizer_signals` does not suffice."""
         if self.extract is not None or not hasattr(pl_module, "stabilizer_signals"):
             self._recorder = _StepRecorder.of(pl_module)
 
@@ -98,16 +98,16 @@ class SignalCollector:
         """Adds the signals of the last `training_step`; signals already added count once."""
         signals = self._find(trainer, pl_module)
         if signals is not None and "log_ratio" in signals and signals["log_ratio"] is not self._seen:
-            if self._is_anothers:
+            if self._has_stale_signals:
                 del self._log_weights[self._num_kept :], self._sums[self._num_kept :]
-                self._is_anothers = False
+                self._has_stale_signals = False
             self._seen = signals["log_ratio"]
             self.add(signals)
 
-    def pass_over(self) -> None:
-        """Marks signals that are not kept as another optimizer's, discarded when new ones come before `reduce`."""
+    def mark_stale(self) -> None:
+        """Marks signals not yet kept as another optimizer's; the next `collect` discards them."""
         self._seen = None
-        self._is_anothers = True
+        self._has_stale_signals = True
 
     def keep(self) -> None:
         """Marks the collected signals as those of the step that `reduce` completes."""
@@ -124,15 +124,20 @@ class SignalCollector:
         self._log_weights.append(torch.where(is_sample, log_weights, -torch.inf))
         kl = kl_k3(torch.where(tokens, log_ratio, 0.0)).sum()
         rewards = _wide(signals["rewards"]) if "rewards" in signals else log_ratio.new_zeros(0)
-        per_token = [_sum_and_count(signals, name, mask) for name in ("entropy", "staleness")]
+        entropy, num_entropies = _sum_and_count(signals, "entropy", mask)
+        staleness, num_stalenesses = _sum_and_count(signals, "staleness", mask)
         broken = (is_sample & ~log_weights.isfinite()).sum()
-        sums = [is_sample.sum(), broken, kl, tokens.sum(), *per_token[0], *per_token[1]]
+        # the order is that in which `_summary` reads them: two counts, then pairs of sum and count
+        sums = [is_sample.sum(), broken]
+        sums += [kl, tokens.sum()]
+        sums += [entropy, num_entropies]
+        sums += [staleness, num_stalenesses]
         sums += [rewards.nan_to_num(0, 0, 0).sum(), rewards.isfinite().sum()]
-        self._sums.append(torch.stack([value.double() for value in sums]))
+        self._sums.append(torch.stack([value.double() for value in sums]))  # float64: counts stay exact
 
     def reduce(self, device: torch.device | str) -> StepSignals:
         """Signals of the step over all ranks. A collective: every rank calls, with or without signals."""
-        device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+        device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)  # no float64 there
         totals = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(10, dtype=torch.float64)
         log_weights = torch.cat(self._log_weights) if self._log_weights else totals.new_zeros(0)
         self._clear()
@@ -152,7 +157,7 @@ class SignalCollector:
     def _clear(self) -> None:
         self._log_weights = []
         self._sums = []
-        self._is_anothers = False
+        self._has_stale_signals = False
         self._num_kept = 0
 
 
@@ -186,6 +191,7 @@ def _checked(signals: Signals) -> tuple[Float64[Tensor, "*shape"], Bool[Tensor, 
 
 
 def _wide(tensor: Shaped[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
+    """Detached values in float64: log-weights sum over thousands of tokens, and float32 would round them."""
     tensor = tensor.detach()
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # MPS has no float64
 
@@ -199,6 +205,7 @@ def _sum_and_count(signals: Signals, name: str, mask: Bool[Tensor, "*shape"]) ->
 
 
 def _all_gather(local: Float[Tensor, " K"]) -> Float[Tensor, "R K"]:
+    """Row of each rank. Gathered and not summed, because sums of weights are relative to each rank's own maximum."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return local[None]
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -244,22 +251,22 @@ class _StepRecorder:
 # -- Base of callbacks that act on the stabilizer signals of one optimizer's steps ------------------------------------
 
 
-class _Growth:
-    """Whether something was added to the gradients of an optimizer."""
+class _AccumulationWatch:
+    """Watches whether gradients of one optimizer accumulate, by hooks on its parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._has_grown = False
+        self._has_accumulated = False
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
 
     def _note(self, parameter: Tensor) -> None:
-        self._has_grown = True
+        self._has_accumulated = True
 
     def take(self) -> bool:
-        """Whether that was since the last call."""
-        has_grown = self._has_grown
-        self._has_grown = False
-        return has_grown
+        """True if gradients accumulated since the last call; clears the flag."""
+        has_accumulated = self._has_accumulated
+        self._has_accumulated = False
+        return has_accumulated
 
     def stop(self) -> None:
         """Removes the hooks."""
@@ -271,7 +278,7 @@ class SignalCallback(pl.Callback):
     """Collects the signals of each micro-batch, and calls `on_signals_complete` before each step of one optimizer.
 
     Args:
-        optimizer: position, or name of the submodule it trains; None where there is only one.
+        optimizer: position, or name of the submodule it trains; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
@@ -283,7 +290,7 @@ class SignalCallback(pl.Callback):
         self.extract = extract
         self._signals = SignalCollector(extract)
         self._has_trained = False
-        self._growth: _Growth | None = None  # of the optimizer's gradients, where there are several optimizers
+        self._accumulation: _AccumulationWatch | None = None  # only with several optimizers
 
     @abstractmethod
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -293,20 +300,20 @@ class SignalCallback(pl.Callback):
         """Signals of the step over its micro-batches and all ranks. A collective: all ranks call."""
         return self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
 
-    def forget(self) -> None:
-        """Forgets an earlier run, before another begins; a resume restores its state after this."""
+    def reset(self) -> None:
+        """Resets the state of an earlier run, before another begins; a resume restores its state afterwards."""
 
     def close(self) -> None:
         """Restores the module, after training or an exception."""
         self._signals.detach()
-        if self._growth is not None:
-            self._growth.stop()
-            self._growth = None
+        if self._accumulation is not None:
+            self._accumulation.stop()
+            self._accumulation = None
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         if stage == "fit":
             if self._has_trained:
-                self.forget()
+                self.reset()
             self._signals.attach(pl_module)
 
     def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -319,21 +326,21 @@ class SignalCallback(pl.Callback):
             chosen = (
                 o for o in trainer.optimizers if chosen_index(trainer, pl_module, o, choice=self.optimizer) is not None
             )
-            self._growth = _Growth(next(chosen))
+            self._accumulation = _AccumulationWatch(next(chosen))
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
-        if self._growth is not None and self._growth.take():
+        if self._accumulation is not None and self._accumulation.take():
             self._signals.keep()
         self._signals.collect(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        has_grown = self._growth is not None and self._growth.take()
+        has_accumulated = self._accumulation is not None and self._accumulation.take()
         if chosen_index(trainer, pl_module, optimizer, choice=self.optimizer) is not None:
             self.on_signals_complete(trainer, pl_module, optimizer)
-        elif has_grown:  # gradients of several micro-batches are added up, while another optimizer steps at each
+        elif has_accumulated:  # this optimizer accumulates micro-batches while another one steps at each
             self._signals.keep()
         else:
-            self._signals.pass_over()
+            self._signals.mark_stale()
 
     def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         self.close()

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
-GO_WITH_MOMENTS = {"fused", "foreach", "capturable", "differentiable"}  # settings that say where these are
+# settings that decide on which device and in which layout an optimizer keeps its moments
+STATE_LAYOUT_SETTINGS = {"fused", "foreach", "capturable", "differentiable"}
 
 
 def raw_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -64,7 +65,7 @@ def metric_suffix(trainer: AnyTrainer, choice: int | str | None, index: int) -> 
 
 def loss_scaler(trainer: AnyTrainer) -> Any:
     """Loss scaler of the run (`precision: 16-mixed`); None without one, or if it is disabled."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)  # of several plugin classes of two packages
+    scaler = getattr(trainer.precision_plugin, "scaler", None)  # several plugin classes of both packages have one
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
@@ -91,15 +92,15 @@ def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
 
 
 def has_plain_settings(optimizer: Optimizer) -> bool:
-    """Whether all settings of its groups are settings (torch's and ours); those of other libraries may hold state."""
+    """Whether parameter groups hold settings only (torch's optimizers and ours), and no state as other libraries'."""
     return type(optimizer).__module__.startswith(("torch.optim.", "lit_async_rl."))
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Rates of the groups, and of torch's optimizers and ours all other settings."""
+    """Settings of each parameter group; only the learning rate for optimizers of other libraries."""
     if not has_plain_settings(optimizer):
         return [{"lr": group["lr"]} for group in optimizer.param_groups]
-    left_out = {"params", *GO_WITH_MOMENTS}
+    left_out = {"params", *STATE_LAYOUT_SETTINGS}
     return [{name: group[name] for name in group.keys() - left_out} for group in optimizer.param_groups]
 
 

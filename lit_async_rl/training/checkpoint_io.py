@@ -1,4 +1,4 @@
-"""Atomic checkpoint files."""
+"""Atomic checkpoint files, optionally written in the background."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A checkpoint's file, and the optimizer steps before it."""
+    """Path of a checkpoint, and the number of optimizer steps before it."""
 
     path: Path
     step: int
@@ -46,14 +46,14 @@ class Written:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically: a crash while saving leaves the previous file intact.
 
-    (Lightning's own moves the file from the system's temporary folder, which copies it between file systems.)
+    (Lightning's own IO moves the file from the system's temporary folder; between file systems that is a copy.)
 
-    When the disk is full training continues: a warning names the missing checkpoint. After any failure no checkpoint is
-    removed until one is written again. If the last one of a run is missing, the run ends with `LastCheckpointError`.
+    On a full disk training continues, with a warning that names the missing checkpoint. After any failure no checkpoint
+    is removed until one is written again. If the last one of a run is missing, the run ends with `LastCheckpointError`.
 
     Attributes:
-        replaces_files: a new checkpoint of the same name is another file, so that a hard link keeps the old one.
-        unwritten: the last checkpoint, if a full disk did not take it; None otherwise.
+        replaces_files: a new checkpoint of the same name is a new file, so that a hard link keeps the old one.
+        unwritten: the last checkpoint, if it could not be written to a full disk; None otherwise.
         newest: the newest checkpoint that was written and not removed since; None before.
     """
 
@@ -62,35 +62,35 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         self.unwritten: Written | None = None
         self.newest: Written | None = None
-        self._has_failed = False  # the last checkpoint is missing, whatever the reason
-        self._is_read_again = False
+        self._has_failed = False  # the last checkpoint is missing, for any reason
+        self._is_readability_checked = False
 
     @property
     def disk_is_full(self) -> bool:
-        """Whether the last checkpoint was not written for that reason."""
+        """Whether the last checkpoint was not written because the disk is full."""
         return self.unwritten is not None
 
     @property
     def last_is_missing(self) -> bool:
-        """Whether the last checkpoint was not written, whatever the reason."""
+        """Whether the last checkpoint was not written, for any reason."""
         return self._has_failed
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint; URLs such as `s3://` are left to Lightning."""
+        """Writes a checkpoint; Lightning writes those at URLs such as `s3://`."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
         written = Written(path=target, step=int(checkpoint.get("global_step", 0)))
-        self._has_failed = True
+        self._has_failed = True  # until the file is complete: an error below may be raised to the caller
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_stale_parts(target.parent)
             with replacing(target) as file:
                 writer = DigestWriter(file)
-                torch.save(checkpoint, cast("BinaryIO", writer))  # it writes, and nothing else
+                torch.save(checkpoint, cast("BinaryIO", writer))  # which only calls `write`
                 writer.finish_archive()
-        except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError in place of OSError
             if not is_disk_full(error):
                 raise
             self.unwritten = written
@@ -99,12 +99,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.unwritten = None
         self.newest = written
         self._has_failed = False
-        if not self._is_read_again:
-            self._is_read_again = True
-            _warn_if_refused(target)
+        if not self._is_readability_checked:
+            self._is_readability_checked = True
+            _warn_if_unreadable(target)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
+        """Loads a checkpoint after verifying its digest; never executes code, at any value of `weights_only`."""
         check_checkpoint(path)
         check_is_one_file(path)
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only=True)
@@ -118,8 +118,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self.newest = None
 
 
-def _warn_if_refused(path: Path) -> None:
-    """Reads a checkpoint without its tensors' values: what would refuse a resume is said while the run goes on."""
+def _warn_if_unreadable(path: Path) -> None:
+    """Reads a checkpoint without tensor values, to report during the run what would make a resume fail."""
     try:
         read_in_thread(path, f"checkpoint {path}")
     except ValueError as error:
@@ -131,19 +131,19 @@ def _warn_if_refused(path: Path) -> None:
 
 
 def check_checkpoint(path: str | Path) -> None:
-    """Refuses a checkpoint that is missing, damaged, not a checkpoint, or would execute code when loaded.
+    """Checks that a checkpoint exists, is undamaged, and would not execute code when loaded.
 
     URLs such as `s3://` are not checked.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: the file is refused; says why.
+        ValueError: it is damaged, no checkpoint, or contains code.
     """
     if "://" in str(path):
         return
     where = f"ckpt_path={str(path)!r}"
     if not Path(path).exists() and Path(path).parent.is_dir():
-        remove_stale_parts(Path(path).parent)  # it may have been written, and not renamed
+        remove_stale_parts(Path(path).parent)  # renames a complete checkpoint after a crash before the renaming
     if not Path(path).exists():
         raise FileNotFoundError(f"{where}: there is no such checkpoint")
     check = check_folder if Path(path).is_dir() else check_file
@@ -151,10 +151,10 @@ def check_checkpoint(path: str | Path) -> None:
 
 
 def check_is_one_file(path: str | Path) -> None:
-    """Refuses a folder of shards where one device is to load it.
+    """Checks that a checkpoint is a file, for a strategy that does not load folders of shards.
 
     Raises:
-        ValueError: it is a folder; says how to make a file of it.
+        ValueError: it is a folder; names the command that consolidates it.
     """
     if Path(path).is_dir():
         raise ValueError(
@@ -164,13 +164,14 @@ def check_is_one_file(path: str | Path) -> None:
 
 
 def check_same_model(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Refuses weights of another model before anything is changed.
+    """Checks that saved weights belong to this model, before anything is changed.
 
     Raises:
         ValueError: names or shapes differ.
     """
     for name in [*own, *saved]:
-        here, there = (tuple(tensors[name].shape) if name in tensors else None for tensors in (own, saved))
+        here = tuple(own[name].shape) if name in own else None
+        there = tuple(saved[name].shape) if name in saved else None
         if here != there:
             raise ValueError(
                 f"the checkpoint is of another model: {name} has the shape {there} there and {here} in model.model "
@@ -185,31 +186,31 @@ STATES = "optimizer_states"
 
 
 class BackgroundCheckpointIO(AtomicCheckpointIO):
-    """Atomic checkpoints, written by a thread from a copy in CPU memory while training goes on.
+    """Atomic checkpoints, written by a thread from a copy in CPU memory while training continues.
 
-    Optimizer states, two thirds of a checkpoint with AdamW, change in an optimizer's step only: the thread copies them,
-    and the next step of any optimizer waits for that. All else is copied before `save_checkpoint` returns.
+    Optimizer states, two thirds of a checkpoint with AdamW, change only in optimizer steps: the thread copies them, and
+    the next step of any optimizer waits for the copy. Everything else is copied before `save_checkpoint` returns.
 
-    One copy exists at a time: a save that comes while another is being written waits for it. Files change in the order
-    of the calls, so an older checkpoint is removed only after its successor was written; a kill at any moment leaves
-    one that can be loaded. Loading waits for what is being written. An error of the thread is raised by the next call,
-    at the latest when the run ends.
+    One copy exists at a time: a save during another one waits for it. Files change in the order of the calls, so an
+    older checkpoint is removed only after its successor was written; a kill at any moment leaves a loadable one.
+    Loading waits for pending writes. An error of the thread is raised by the next call, at the latest when the run
+    ends.
 
-    The copy takes as much memory as the checkpoint (12 bytes per parameter with float32 weights and AdamW);
-    `AtomicCheckpointIO` as a plugin of the Trainer writes without one, and training waits.
+    The copy takes as much memory as the checkpoint (12 bytes per parameter with float32 weights and AdamW).
+    `AtomicCheckpointIO` as a plugin of the Trainer writes without a copy, while training waits.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._pending: list[Future[None]] = []  # tasks of the thread, in order
         self._copying: Future[None] | None = None
-        self._step_hook: RemovableHandle | None = None  # of all optimizers, while their states are copied
-        self._kept: set[str] = set()  # to be removed when the link to it has moved
+        self._step_hook: RemovableHandle | None = None  # on all optimizers, while their states are copied
+        self._waiting_for_link: set[str] = set()  # checkpoints to remove once no link points to them
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Copies all but optimizer states, and returns; URLs are left to Lightning."""
-        self.wait()
+        """Copies everything but optimizer states, and returns; Lightning writes checkpoints at URLs."""
+        self.wait()  # a second copy at the same time would double the memory
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -217,18 +218,19 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         states = {name: value for name, value in checkpoint.items() if name == STATES}
         copied = _copy({name: value for name, value in checkpoint.items() if name != STATES}, known)
         before = [(tensor, tensor._version) for tensor in _tensors(states)]
-        copying = self._copying = self._submit(lambda: copied.update(_copied_at_rest(states, known, before)))
+        copying = self._copying = self._submit(lambda: copied.update(_copy_unchanged(states, known, before)))
+        # the trainer's thread waits here for the copy, because the step would change what the thread reads
         self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._finish_copying())
 
         def write() -> None:
             self._has_failed = True
-            copying.result()
+            copying.result()  # done already, as one thread runs the tasks in order: raises its error
             super(BackgroundCheckpointIO, self).save_checkpoint(copied, path, storage_options)
 
         self._submit(write)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint after all earlier calls; one that a link names stays until the link has moved."""
+        """Removes a checkpoint after all earlier calls; the target of a link is removed once the link has moved."""
         self._submit(lambda: self._remove(str(path)))
 
     def link_checkpoint(self, target: str, link: str) -> None:
@@ -236,7 +238,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._submit(lambda: self._link(Path(target), Path(link)))
 
     def after_saving(self, task: Callable[[], None]) -> None:
-        """Calls `task` in the thread, after all earlier calls: it finds the files as they are to be now."""
+        """Calls `task` in the thread after all earlier calls, when the files are in their present state."""
         self._submit(task)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -244,10 +246,10 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def wait(self) -> None:
-        """Returns when all is written.
+        """Waits until everything is written. Without a limit: the disk decides how long that takes.
 
         Raises:
-            OSError: a checkpoint could not be written (any error of the thread is raised as it was).
+            OSError: a checkpoint could not be written (any error of the thread is raised unchanged).
         """
         self._finish_copying()
         pending = self._pending
@@ -256,11 +258,11 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             one.result()
 
     def settle(self) -> None:
-        """Returns when nothing is being written any more; an error is left to `wait`."""
+        """Waits like `wait`, but leaves errors to it."""
         futures.wait(self._pending)
 
     def _finish_copying(self) -> None:
-        """Returns when the optimizer states are copied; nothing else is queued before them."""
+        """Waits until the optimizer states are copied: only for that, because nothing is queued before them."""
         copying = self._copying
         self._copying = None
         if self._step_hook is not None:
@@ -270,7 +272,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             copying.result()
 
     def teardown(self) -> None:
-        """Ends the thread when all is written; Lightning calls it at the end of a run, whatever ended it."""
+        """Ends the thread once everything is written; Lightning calls it at the end of a run, also after an error."""
         thread = self._thread
         self._thread = None
         if thread is not None:
@@ -282,13 +284,14 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             self._pending.remove(one)
             one.result()
         if self._thread is None:
+            # one worker, so that tasks run in the order of the calls
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending.append(self._thread.submit(task))
         return self._pending[-1]
 
     def _remove(self, path: str) -> None:
         if _is_linked(Path(path)):
-            self._kept.add(path)
+            self._waiting_for_link.add(path)
         else:
             super().remove_checkpoint(path)
 
@@ -299,26 +302,31 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             part = part_name(link)
             part.unlink(missing_ok=True)
             part.symlink_to(os.path.relpath(target, link.parent))
-            if link.is_dir() and not link.is_symlink():  # shards that `SaveOnSigterm` wrote: no link takes their place
+            if link.is_dir() and not link.is_symlink():  # a folder of shards, which a link cannot replace
                 shutil.rmtree(link)
             part.replace(link)
-        kept = self._kept
-        self._kept = set()
-        for path in kept:
+        waiting = self._waiting_for_link
+        self._waiting_for_link = set()
+        for path in waiting:
             self._remove(path)
 
 
 def _is_linked(path: Path) -> bool:
-    """Whether a symbolic link beside the file leads to it."""
+    """Whether a symbolic link beside the file points to it."""
     target = path.resolve()
     return path.parent.is_dir() and any(p.is_symlink() and p.resolve() == target for p in path.parent.glob("*.ckpt"))
 
 
-def _copied_at_rest(states: Any, known: dict[Any, Tensor], before: Sequence[tuple[Tensor, int]]) -> Any:
-    """Deep copy of optimizer states; `before` has torch's counts of the changes of each tensor when it was to be taken.
+def _copy_unchanged(states: Any, known: dict[Any, Tensor], before: Sequence[tuple[Tensor, int]]) -> Any:
+    """Deep copy of optimizer states, checked for changes since the save was requested.
+
+    Args:
+        states: optimizer states.
+        known: copies of tensors that share memory, see `_copy`.
+        before: each tensor, with torch's counter of its in-place changes at the request.
 
     Raises:
-        RuntimeError: one was changed meanwhile, by something that is no optimizer's step.
+        RuntimeError: a tensor was changed meanwhile, outside of an optimizer step.
     """
     copied = _copy(states, known)
     if any(tensor._version != version for tensor, version in before):
@@ -338,16 +346,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _copy(value: Any, known: dict[Any, Tensor]) -> Any:
-    """Deep copy with tensors in CPU memory; tensors that share memory in full still do."""
+    """Deep copy with tensors in CPU memory; copies of tensors in the same memory share theirs, too."""
     if isinstance(value, Tensor):
         place = value.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype, value.device
         if place not in known or value.numel() == 0:
             known[place] = host_copy(value)
         return known[place]
     if isinstance(value, OrderedDict):
-        made: Any = OrderedDict((key, _copy(item, known)) for key, item in value.items())
-        vars(made).update(copy.deepcopy(vars(value)))  # the versions of modules, in a state dict
-        return made
+        copied: Any = OrderedDict((key, _copy(item, known)) for key, item in value.items())
+        vars(copied).update(copy.deepcopy(vars(value)))  # `_metadata` of a state dict: versions of modules
+        return copied
     if type(value) is dict:
         return {key: _copy(item, known) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,7 +1,7 @@
 """Checks of combinations of loss, proximal policy, correction, advantage and aggregation; messages name the settings.
 
-These are independent choices, and most combinations are methods of their own. Refused are those in which a part has no
-effect, or an importance ratio is counted twice or not at all.
+These are independent choices, and most combinations are methods of their own. A combination is refused if a part has no
+effect, or if an importance ratio is counted twice or not at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_compatibility(loss: PolicyLoss, proximal: Proximal, correction: Correc
     """Checks that loss and correction together cover the ratio of current to behavior policy exactly once.
 
     Raises:
-        ValueError: they do not; says which settings, why, and what to use instead.
+        ValueError: they do not; names the settings, the reason and the alternatives.
     """
     names = f"model.loss={_name(loss)} with model.proximal={_name(proximal)}"
     is_behavior = isinstance(proximal, BehaviorProximal)
@@ -75,7 +75,7 @@ def check_baseline(loss: PolicyLoss, baseline: OptimalBaseline | None) -> None:
 
 
 def check_norms(baseline: OptimalBaseline | None, precision: str) -> None:
-    """Checks that the gradients whose norms are taken do not vanish: a loss scaler knows nothing of them.
+    """Checks that gradients of the baseline's norms do not vanish: no loss scaler applies to them.
 
     Raises:
         ValueError: they are computed in float16, where 1e-8 is 0.
@@ -97,7 +97,7 @@ def check_data_compatibility(
     """Checks that losses get the advantages, token weights and recorded distributions that their formulas assume.
 
     Raises:
-        ValueError: advantage, aggregation, `data.sampling.head` or engine is another one.
+        ValueError: advantage, aggregation, `data.sampling.head` or engine does not fit the loss.
     """
     if loss.needs_head is not None and (head is None or head < loss.needs_head):
         raise ValueError(
@@ -127,7 +127,7 @@ def check_data_compatibility(
 
 
 def check_trainable_attention(lm: PreTrainedModel, device: torch.device) -> None:
-    """Checks that the attention's kernel has a backward pass.
+    """Checks that the attention kernel has a backward pass on this device.
 
     Raises:
         ValueError: it is FlexAttention on a CPU.

@@ -1,4 +1,4 @@
-"""Checks when training begins whether its end will work: checkpoints that fit on the disk, and an export."""
+"""Checks at the start of training that its end will work: space for checkpoints, and an export."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def check_end(trainer: AnyTrainer, policy: CausalPolicy, model: str) -> None:
-    """Says in one line each what the end of the run would lack, on rank 0; nothing is refused, as it may be mended.
+    """Logs a warning for each problem at the end of the run, on rank 0. No errors, as it may be solved until then.
 
     Args:
-        trainer: that begins to train.
-        policy: that it trains.
+        trainer: trainer of the run.
+        policy: policy in training.
         model: name of the policy's model.
     """
     if not trainer.is_global_zero:
@@ -39,21 +39,21 @@ def check_end(trainer: AnyTrainer, policy: CausalPolicy, model: str) -> None:
 def _check_space(callback: ModelCheckpoint, trainer: AnyTrainer, size: int) -> None:
     interval = callback._every_n_train_steps or trainer.max_steps
     num_at_once = 1 if trainer.max_steps <= trainer.global_step + interval else 2
-    room = room_for_file(Path(str(callback.dirpath)), num_at_once)
-    if size > room:
+    free_bytes = free_bytes_per_file(Path(str(callback.dirpath)), num_at_once)
+    if size > free_bytes:
         also = "" if num_at_once == 1 else " (of the two that are there while one takes the place of another)"
         log.warning(
             "ModelCheckpoint.dirpath=%s has room for checkpoints of %.3g GB%s, and one takes about %.3g GB: free some "
             "space, or the run loses its last steps",
             callback.dirpath,
-            room / 1e9,
+            free_bytes / 1e9,
             also,
             size / 1e9,
         )
 
 
 def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
-    """Bytes of a checkpoint, about: weights (with adapters, these alone), and the moments of Adam and its kin."""
+    """Approximate size of a checkpoint in bytes: weights (with LoRA only the adapters) and moments of Adam variants."""
     parameters = [p for p in policy.parameters() if p.requires_grad or not policy.has_adapters]
     moments = {
         id(p): 2 for o in optimizers if "betas" in o.defaults for group in o.param_groups for p in group["params"]
@@ -61,9 +61,10 @@ def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
     return sum(p.numel() * p.element_size() * (1 + moments.get(id(p), 0) * p.requires_grad) for p in parameters)
 
 
-def room_for_file(folder: Path, number: int) -> int:
-    """Bytes that each of `number` new files in a folder, which may not exist yet, can have."""
-    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
-    room = shutil.disk_usage(there).free // number
-    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return room if most == resource.RLIM_INFINITY else min(room, most)
+def free_bytes_per_file(folder: Path, number: int) -> int:
+    """Largest size in bytes of each of `number` new files of equal size in a folder, which may not exist yet."""
+    candidates = (folder.absolute(), *folder.absolute().parents)
+    existing = next(path for path in candidates if path.exists())
+    free_bytes = shutil.disk_usage(existing).free // number
+    max_file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return free_bytes if max_file_size == resource.RLIM_INFINITY else min(free_bytes, max_file_size)

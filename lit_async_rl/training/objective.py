@@ -30,16 +30,16 @@ from lit_async_rl.utils.checks import check_token_shape
 def on_support(stats: TokenStats, batch: RolloutBatch) -> TokenStats:
     """Log-probabilities renormalised over the tokens that the sampler could choose from.
 
-    A truncated sampler draws from pi restricted to a support S, so that the ratio of the same weights is not 1 unless
-    the trainer's log-probability is log pi - log pi(S), too, with pi(S) the sum of pi over S. Recorded are the
-    likeliest tokens H of S (`data.sampling.head`) with their probabilities q, which sum to 1 over S:
+    A truncated sampler draws from pi restricted to a support S. At equal weights the ratio is 1 only if the trainer's
+    log-probability is log pi - log pi(S), too, with pi(S) the sum of pi over S. The engine records the likeliest tokens
+    H of S (`data.sampling.head`) with their probabilities q, which sum to 1 over S:
 
         log pi(S) = log pi(H) - log q(H)
 
-    This is exact where all of S is recorded, as q(H) is then 1. Where it is not, it is exact for the policy that
-    sampled, whose q is pi / pi(S), so that fresh data have ratios of 1 with a head of any size; of another policy it
-    says that the tokens of S beyond H have kept their share of S. Without truncation nothing changes. The entropy
-    stays that of the whole distribution.
+    This is exact if all of S is recorded, because q(H) is then 1. Otherwise it is exact for the sampling policy (its q
+    is pi / pi(S)), so that fresh data have ratios of 1 with a head of any size. For another policy it assumes that the
+    tokens of S outside of H have kept their share of S. Without truncation nothing changes. The entropy is that of the
+    whole distribution.
     """
     if batch.head_logprobs is None or stats.head.shape[-1] == 0:
         return stats
@@ -48,12 +48,21 @@ def on_support(stats: TokenStats, batch: RolloutBatch) -> TokenStats:
     return dataclasses.replace(stats, logprobs=stats.logprobs - total, head=stats.head - total[..., None])
 
 
-Reference = Callable[..., TokenStats]  # called as `CausalPolicy` is; what it says is constant
+Reference = Callable[..., TokenStats]  # has the signature of `CausalPolicy`, and frozen weights
 
 
 @dataclass
 class Objective:
-    """Loss of one micro-batch from independent parts, which are arguments of `PolicyModule`.
+    """Loss of one micro-batch, composed of independent parts, the arguments of `PolicyModule`.
+
+    Attributes:
+        loss: policy loss of each token.
+        proximal: proximal policy, the denominator of the loss's ratio.
+        correction: importance weights from behavior to proximal policy; None for weights of 1.
+        baseline: replaces the advantages of the batch; None keeps them.
+        kl_coefficient: weight of the KL penalty to the reference policy.
+        entropy_coefficient: weight of the entropy bonus.
+        kl_estimator: estimator of the KL penalty, see `reference_kl`.
 
     Raises:
         ValueError: parts are incompatible, see `check_compatibility`.
@@ -72,7 +81,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-probabilities of a frozen policy are part of it."""
+        """Whether it contains log-probabilities of a frozen reference policy."""
         return self.kl_coefficient > 0 or self.loss.needs_reference
 
     @property
@@ -84,7 +93,14 @@ class Objective:
     def __call__(
         self, policy: CausalPolicy, reference: Reference | None, batch: RolloutBatch, version: int
     ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
-        """The micro-batch's share of the step's loss, and what `lit_async_rl.stabilizers.signals` reads of it."""
+        """The micro-batch's share of the step's loss, and the signals of `lit_async_rl.stabilizers.signals`.
+
+        Args:
+            policy: policy in training.
+            reference: reference policy; None if `needs_reference` is False.
+            batch: the micro-batch.
+            version: version of the policy in training.
+        """
         reference_logprobs = None
         if reference is not None:
             with torch.no_grad():
@@ -111,7 +127,7 @@ class Objective:
             "entropy": stats.entropy.detach(),
             "staleness": staleness,
             "advantages": advantages,
-            "rewards": torch.where(batch.group_index >= 0, batch.rewards, torch.nan),  # not of padding
+            "rewards": torch.where(batch.group_index >= 0, batch.rewards, torch.nan),  # NaN in padding rows
             "clipped": output.clipped,
             "correction_weights": weights,
             "version": version,

@@ -1,4 +1,4 @@
-"""The default optimizer, and what rounding leaves of its constants and updates."""
+"""AdamW defaults, learning-rate schedules, and detection of constants and updates lost to rounding."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_async_rl.stabilizers.step_lr import GO_WITH_MOMENTS, has_plain_settings
+from lit_async_rl.stabilizers.step_lr import STATE_LAYOUT_SETTINGS, has_plain_settings
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.lightning_types import AnyTrainer
 
-# -- Learning-rate schedules that take their height from `model.learning_rate` and their length from `trainer.max_steps`
-# A schedule is a function of the step, the peak rate and the number of steps of the run. Nothing of it is checkpointed
-# but the step, so a run that is resumed with another rate or more steps follows the schedule of its own settings.
+# -- Learning-rate schedules with the peak of `model.learning_rate` and the length of `trainer.max_steps` -------------
+# A schedule is a function of the step, the peak rate and the number of steps of the run. Only the step is checkpointed,
+# so that a run resumed with another rate or more steps follows the schedule of its own settings.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,16 @@ class RateSchedule(ABC):
 
     @abstractmethod
     def rate(self, peak: float, step: int, num_steps: int) -> float:
-        """The rate of the optimizer step number `step`, counted from 0."""
+        """Learning rate of an optimizer step.
+
+        Args:
+            peak: peak rate.
+            step: number of the optimizer step, from 0.
+            num_steps: optimizer steps of the run.
+        """
 
     def momentum(self, step: int, num_steps: int) -> float | None:
-        """Momentum (Adam: beta1) of that step; None leaves it alone."""
+        """Momentum (Adam: beta1) of an optimizer step; None does not change it."""
         return None
 
     @property
@@ -100,7 +106,7 @@ class _Decay(RateSchedule):
 
     @abstractmethod
     def decay(self, progress: float) -> float:
-        """From 1 to 0."""
+        """Share of the decaying part of the rate, from 1 at `progress` 0 to 0 at `progress` 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +129,12 @@ class Cosine(_Decay):
 class StableDecay(RateSchedule):
     """Linear warm-up, the peak rate for most of the run, then a straight line to 0 (WSD, arXiv:2404.06395).
 
-    Moves the weights as far as a schedule that touches its peak once, at a rate that is never as high: the bias of
-    stale gradients grows with the rate (arXiv:2607.01083).
+    For the same total change of the weights its peak rate is lower than that of a schedule with a single peak, and the
+    bias of stale gradients grows with the rate (arXiv:2607.01083).
 
     Args:
         warmup: optimizer steps until the peak rate; below 1, that share of the run.
-        decay: share of the run at its end over which the rate falls.
+        decay: length of the final decay, as a share of the run.
     """
 
     decay: int | float = 0.3
@@ -138,22 +144,23 @@ class StableDecay(RateSchedule):
         check_range("model.scheduler", "in [0, 1]", decay=self.decay)
 
     def rate(self, peak: float, step: int, num_steps: int) -> float:
-        left = num_steps - step  # the first step of the decay still has the peak rate
-        share = min(1.0, left / (self.decay * num_steps)) if self.decay else 1.0
+        remaining = num_steps - step  # the first step of the decay still has the peak rate
+        share = min(1.0, remaining / (self.decay * num_steps)) if self.decay else 1.0
         return min(self.warm(peak, step, num_steps), peak * max(0.0, share))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycle(RateSchedule):
-    """One-cycle policy (arXiv:1708.07120), number for number torch's `OneCycleLR` with its defaults.
+    """One-cycle policy (arXiv:1708.07120), numerically equal to torch's `OneCycleLR` with its defaults.
 
     The rate rises from `start` to the peak and falls to `final`, each along half a cosine; momentum (Adam: beta1) falls
     from 0.95 to 0.85 and rises again.
 
     Args:
         warmup: optimizer steps until the peak rate; below 1, that share of the run.
-        start: share of the peak rate at the first step; `final`: at the last.
-        cycle_momentum: False leaves momentum alone.
+        start: rate of the first step, as a share of the peak rate.
+        final: rate of the last step, as a share of the peak rate.
+        cycle_momentum: False does not change momentum.
     """
 
     warmup: int | float = 0.1
@@ -169,7 +176,7 @@ class OneCycle(RateSchedule):
             raise ValueError(f"model.scheduler.final must be between 0 and 1, got {self.final}")
 
     def rate(self, peak: float, step: int, num_steps: int) -> float:
-        start = peak / (1 / self.start)  # as torch divides by its `div_factor`
+        start = peak / (1 / self.start)  # rounded like torch's division by `div_factor`
         final = start / (self.start / self.final) if self.final else 0.0
         return self._cycle(start, peak, final, step=step, num_steps=num_steps)
 
@@ -189,20 +196,20 @@ def _half_cosine(begin: float, end: float, progress: float) -> float:
     return end + (begin - end) / 2.0 * (math.cos(math.pi * progress) + 1)
 
 
-LEARNING_RATE = 1e-6  # where neither the setting nor an optimizer names one
-FUSED = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
-SAMPLE = 4096  # weights of each tensor that are looked at
-WITH_MOMENTS = ("amsgrad", "centered")  # settings of torch's optimizers
-FACTORS = ("betas", "beta", "momentum", "alpha")  # settings that moments are multiplied by in every step
-LOST = 0.5  # share of weights that do not change, from which on there is a warning
+DEFAULT_LEARNING_RATE = 1e-6  # if neither `model.learning_rate` nor an optimizer sets one
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # devices of torch's fused AdamW
+SAMPLED_WEIGHTS = 4096  # per tensor, for the estimate of lost updates
+SETTINGS_WITH_MOMENTS = ("amsgrad", "centered")  # settings of torch's optimizers that add moments
+DECAY_FACTORS = ("betas", "beta", "momentum", "alpha")  # settings that multiply moments in every step
+MAX_LOST_SHARE = 0.5  # share of unchanged weights above which there is a warning
 log = logging.getLogger(__name__)
 
 
 def make_optimizer(make: Callable[..., Optimizer], parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer that `make` returns.
+    """Calls `make` with the parameters.
 
     Raises:
-        ValueError: it refuses its settings.
+        ValueError: it raises an error about its settings.
     """
     try:
         return make(parameters)
@@ -220,42 +227,49 @@ def gradients(optimizer: Optimizer) -> Iterator[Tensor]:
 def make_adamw(
     parameters: Sequence[nn.Parameter], trainer: AnyTrainer, lr: float | None = None, **settings: Any
 ) -> Optimizer:
-    """AdamW, fused where torch has it (several times faster on the CPU, too); without a rate, `LEARNING_RATE`.
+    """AdamW, fused if torch supports it for the parameters (several times faster on the CPU, too).
 
-    Not fused with `precision: 16-mixed`, where a fused optimizer unscales gradients within its step, so that Lightning
+    Not fused with `precision: 16-mixed`: a fused optimizer unscales gradients within its step, so that Lightning
     refuses to clip them.
+
+    Args:
+        parameters: parameters to train.
+        trainer: trainer of the run.
+        lr: learning rate; None is `DEFAULT_LEARNING_RATE`.
+        **settings: other arguments of `torch.optim.AdamW`.
     """
     has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-    is_supported = all(p.device.type in FUSED and p.is_floating_point() for p in parameters)
+    is_supported = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
     fused = True if is_supported and not has_scaler else None
-    optimizer: Any = AdamW(parameters, lr=lr or LEARNING_RATE, **settings, fused=fused)
-    optimizer._step_supports_amp_scaling = False  # without a scaler: Lightning would not clip under bf16-mixed either
+    optimizer: Any = AdamW(parameters, lr=lr or DEFAULT_LEARNING_RATE, **settings, fused=fused)
+    # a fused optimizer sets it, and Lightning then refuses to clip, also with bf16-mixed, where nothing is scaled
+    optimizer._step_supports_amp_scaling = False
     return optimizer
 
 
 def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
-    """Gives an optimizer the settings again that it was made with, which torch replaces by those of a checkpoint.
+    """Restores an optimizer's own settings after a resume, in which torch replaces them by the checkpoint's.
 
-    Rates are left to the schedule, and so is momentum if that, or a scheduler of torch, changes it. Optimizers with
-    several groups of parameters keep what they have, and so do those of other libraries, whose settings may hold state.
+    The schedule sets the rate, and also momentum if it (or a scheduler of torch) changes that. Optimizers with several
+    parameter groups keep the checkpoint's settings, and so do those of other libraries, whose settings may be state.
 
     Raises:
-        ValueError: the checkpoint is of another kind of optimizer, or lacks moments that a setting asks for.
+        ValueError: the checkpoint has another kind of optimizer, or lacks moments that a setting needs.
     """
-    is_steady = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
-    kept = {"lr", *GO_WITH_MOMENTS} | (set() if is_steady else {"betas", "momentum"})
+    has_constant_momentum = isinstance(scheduler, RateSchedule) and scheduler.momentum(0, 100) is None
+    kept = {"lr", *STATE_LAYOUT_SETTINGS} | (set() if has_constant_momentum else {"betas", "momentum"})
     for group in optimizer.param_groups:
         missing = optimizer.defaults.keys() - group.keys()
-        strange = group.keys() - optimizer.defaults.keys() - {"params", "initial_lr"}
-        if missing and strange:  # one of both: another version of the same
+        unknown = group.keys() - optimizer.defaults.keys() - {"params", "initial_lr"}
+        if missing and unknown:  # only one of the two occurs between versions of the same optimizer
             has = ", ".join(sorted(missing))
-            had = ", ".join(sorted(strange))
+            had = ", ".join(sorted(unknown))
             raise ValueError(
                 f"model.optimizer={type(optimizer).__name__} has {has}, but the checkpoint's has {had}: resume with "
                 "the optimizer that it was saved with"
             )
     if len(optimizer.param_groups) == 1 and has_plain_settings(optimizer):
-        for name in WITH_MOMENTS:
+        for name in SETTINGS_WITH_MOMENTS:
             if optimizer.defaults.get(name) and not optimizer.param_groups[0][name]:
                 raise ValueError(
                     f"model.optimizer={type(optimizer).__name__} has {name}=True, and the checkpoint was saved without "
@@ -265,13 +279,13 @@ def adopt_settings(optimizer: Optimizer, scheduler: object) -> None:
 
 
 def check_trained_dtypes(parameters: Iterable[nn.Parameter], trainer: AnyTrainer) -> None:
-    """Refuses weights in float16 that train, and frozen ones without a loss scaler.
+    """Checks that no float16 weights train, and that frozen ones come with a loss scaler.
 
-    AdamW's eps of 1e-8 is 0 in float16, so that weights whose gradient vanishes move without bound, and gradients below
-    6e-8 vanish, unless `precision: 16-mixed` scales the loss. DeepSpeed keeps weights in float32 by itself.
+    AdamW's eps of 1e-8 is 0 in float16, so that weights with a vanishing gradient move without bound. Gradients below
+    6e-8 vanish, unless `precision: 16-mixed` scales the loss. DeepSpeed keeps float32 weights of its own.
 
     Raises:
-        ValueError: names the setting, and what to use instead.
+        ValueError: there are such weights; names the setting and the alternative.
     """
     has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
     if type(trainer.strategy).__name__.startswith("DeepSpeed"):
@@ -286,15 +300,15 @@ def check_trained_dtypes(parameters: Iterable[nn.Parameter], trainer: AnyTrainer
 
 
 def check_constants(optimizer: Optimizer) -> None:
-    """Compares the constants of an optimizer with the dtype of its weights, in which torch keeps its moments.
+    """Checks that the constants of an optimizer survive rounding to the dtype of its weights (and moments).
 
-    Warns, in one line each, of factors of moments that round to 1, so that moments never decay (0.999 in bfloat16), and
-    of a decoupled weight decay that rounds away (1 - rate * decay is 1).
+    Logs a warning for each factor of moments that rounds to 1, so that moments never decay (0.999 in bfloat16), and for
+    a decoupled weight decay that is lost to rounding (1 - rate * decay rounds to 1).
 
     Raises:
-        ValueError: an eps that is not 0 rounds to 0, so that weights without gradient would be divided by 0.
+        ValueError: an eps that is not 0 rounds to 0, so that updates without gradient would be divided by 0.
     """
-    said: dict[str, None] = {}
+    warnings: dict[str, None] = {}  # an ordered set
     for group in optimizer.param_groups:
         for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
             name = str(dtype).removeprefix("torch.")
@@ -303,74 +317,78 @@ def check_constants(optimizer: Optimizer) -> None:
                     raise ValueError(
                         f"model.optimizer: {setting} must be representable in {name}, got {value:g}, which is 0"
                     )
-            for setting, value in _numbers(group, FACTORS.__contains__):
+            for setting, value in _numbers(group, DECAY_FACTORS.__contains__):
                 if 0 < value < 1 and torch.tensor(value, dtype=dtype) == 1:
-                    said[
+                    warnings[
                         f"model.optimizer: {setting}={value:g} rounds to 1 in {name}, so that what it multiplies never "
                         f"decays. Use model.dtype: float32 with trainer.precision: bf16-mixed, or a smaller {setting}"
                     ] = None
             decay = float(optimizer.defaults.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
             if group.get("decoupled_weight_decay") and decay and torch.tensor(1 - decay, dtype=dtype) == 1:
-                said[
+                warnings[
                     f"model.weight_decay={group['weight_decay']:g} has no effect: times the learning rate it is "
                     f"{decay:.2g}, and 1 less that is 1 in {name}. Leave it out, or raise one of the two"
                 ] = None
-    for line in said:
+    for line in warnings:
         log.warning(line)
 
 
 def _numbers(group: Mapping[str, Any], is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, float]]:
-    """Settings of a group of parameters, by name; those of a tuple by name and place."""
+    """(name, value) of the numeric settings of a parameter group; entries of a tuple are named `name[position]`."""
     for key, value in group.items():
         if is_wanted(key):
-            for place, one in enumerate(value if isinstance(value, tuple | list) else [value]):
-                if isinstance(one, int | float) and not isinstance(one, bool):
-                    yield (f"{key}[{place}]" if isinstance(value, tuple | list) else key), float(one)
+            for position, entry in enumerate(value if isinstance(value, tuple | list) else [value]):
+                if isinstance(entry, int | float) and not isinstance(entry, bool):
+                    yield (f"{key}[{position}]" if isinstance(value, tuple | list) else key), float(entry)
 
 
 @torch.no_grad()
 def lost_share(parameters: Iterable[nn.Parameter], lr: float) -> float:
-    """Share of the trained weights that a step of Adam (of size `lr`) leaves as they are, because of their dtype.
+    """Share of the trained weights that do not change in a step of Adam (of size `lr`), because of their dtype.
 
-    An update below half the distance to the next number of the dtype is rounded away. Estimated from some weights of
-    each tensor; sharded tensors are estimated from this rank's part.
+    An update below half the distance to the next number of the dtype is lost to rounding. Estimated from a sample of
+    each tensor; for sharded tensors from this rank's shard.
     """
     lost = total = 0.0
     for parameter in parameters:
         local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if not parameter.requires_grad or local.is_meta or local.numel() == 0:
             continue
-        some = local.detach().flatten()[:: max(1, local.numel() // SAMPLE)]
-        unchanged = ((some - lr) == some) & ((some + lr) == some)
+        sample = local.detach().flatten()[:: max(1, local.numel() // SAMPLED_WEIGHTS)]
+        unchanged = ((sample - lr) == sample) & ((sample + lr) == sample)
         lost += float(unchanged.float().mean()) * parameter.numel()
         total += parameter.numel()
     return lost / total if total else 0.0
 
 
 def warn_of_lost_updates(parameters: Iterable[nn.Parameter], lr: float) -> None:
-    """One line if most weights would not change in a step."""
-    own = [p for p in parameters if p.requires_grad]
-    if (share := lost_share(own, lr)) > LOST:
+    """Logs a warning if most weights would not change in a step."""
+    trained = [p for p in parameters if p.requires_grad]
+    if (share := lost_share(trained, lr)) > MAX_LOST_SHARE:
         log.warning(
             "model.dtype=%s with the learning rate %g: %.1f %% of the weights do not change in a step, because updates "
             "this small are rounded away. Use model.dtype: float32 with trainer.precision: bf16-mixed",
-            *(str(own[0].dtype).removeprefix("torch."), lr, 100 * share),
+            str(trained[0].dtype).removeprefix("torch."),
+            lr,
+            100 * share,
         )
 
 
-# -- Binds a `RateSchedule` to the rate and length of a run, or checks one of torch's schedulers against them ---------
+# -- Binding of a `RateSchedule` to the rate and length of a run, and checks of torch's schedulers against them -------
 
 
-INSTEAD = "use a schedule that takes rate and length from the run (model.scheduler=OneCycle, Cosine, Linear)"
+RUN_SCHEDULES_ADVICE = (
+    "use a schedule that takes rate and length from the run (model.scheduler=OneCycle, Cosine, Linear)"
+)
 
 
 class BoundSchedule(LRScheduler):
-    """A `RateSchedule` on one optimizer; behind the end of the run, the rate of its last step.
+    """A `RateSchedule` on one optimizer; beyond the end of the run, the rate of the last step.
 
     Args:
-        optimizer: its rates are the peaks.
-        schedule: which one.
-        num_steps: of the run; only schedules that do not need it take one that is not positive.
+        optimizer: optimizer with the peak rates.
+        schedule: the schedule.
+        num_steps: optimizer steps of the run; -1 is endless, for schedules that do not need the length.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: RateSchedule, num_steps: int) -> None:
@@ -379,7 +397,7 @@ class BoundSchedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """Rates of the present step; sets momentum, too."""
+        """Learning rates of the present step; also sets momentum."""
         step = min(self.last_epoch, self.num_steps - 1) if self.num_steps > 0 else self.last_epoch
         momentum = self.schedule.momentum(step, self.num_steps)
         for group in self.optimizer.param_groups if momentum is not None else ():
@@ -390,11 +408,11 @@ class BoundSchedule(LRScheduler):
         return [self.schedule.rate(peak, step, self.num_steps) for peak in self.base_lrs]  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """The step only: height and length are those of the run that resumes."""
+        """The step only, because peak and length belong to the resuming run."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on at that step of this run's schedule, whatever rates the optimizer has restored.
+        """Continues this run's schedule at the saved step, and overwrites the rates that the optimizer restored.
 
         Reads the state of any torch scheduler.
         """
@@ -418,17 +436,19 @@ def bind_scheduler(
 
     Args:
         scheduler: a schedule, or a function that makes any scheduler of torch.
-        optimizer: with its own rate.
-        learning_rate: `model.learning_rate`; None where it was not set.
+        optimizer: optimizer of the run.
+        learning_rate: `model.learning_rate`; None if it is not set.
         max_steps: `trainer.max_steps`; -1 is endless.
 
     Raises:
-        ValueError: optimizer or scheduler state another rate or length than the run.
+        ValueError: optimizer or scheduler have another rate or length than the run.
     """
     present = optimizer.param_groups[0]["lr"]
     if learning_rate is not None and present != learning_rate:
-        given = f"model.learning_rate={learning_rate:g}, but model.optimizer={type(optimizer).__name__}"
-        raise ValueError(f"{given} has lr={present:g}: leave one of them out")
+        raise ValueError(
+            f"model.learning_rate={learning_rate:g}, but model.optimizer={type(optimizer).__name__} has "
+            f"lr={present:g}: leave one of them out"
+        )
     if isinstance(scheduler, RateSchedule):
         if max_steps <= 0 and scheduler.needs_length:
             name = type(scheduler).__name__
@@ -436,7 +456,7 @@ def bind_scheduler(
         return BoundSchedule(optimizer, scheduler, max_steps)
     made = scheduler(optimizer)
     name = f"model.scheduler={type(made).__name__}"
-    instead = f"make them equal, or {INSTEAD}"
+    instead = f"make them equal, or {RUN_SCHEDULES_ADVICE}"
     length = getattr(made, "total_steps", None)
     if length is not None and max_steps > 0 and length != max_steps:
         raise ValueError(f"{name} has total_steps={length}, but trainer.max_steps={max_steps}: {instead}")
@@ -447,16 +467,18 @@ def bind_scheduler(
 
 
 def check_resumable(scheduler: Any, checkpoint: Mapping[str, Any], max_steps: int) -> None:
-    """Refuses to resume a torch scheduler whose checkpointed length is not the run's.
+    """Checks that the checkpointed length of a torch scheduler is the run's.
 
     Raises:
-        ValueError: says which schedules can go on.
+        ValueError: it is not; names schedules that can be resumed with another length.
     """
     states = [] if isinstance(scheduler, RateSchedule) else checkpoint.get("lr_schedulers", [])
     for length in (state["total_steps"] for state in states if "total_steps" in state):
         if 0 < max_steps != length:
-            given = f"trainer.max_steps={max_steps}, but the checkpoint's model.scheduler has total_steps={length}"
-            raise ValueError(f"{given}: {INSTEAD}")
+            raise ValueError(
+                f"trainer.max_steps={max_steps}, but the checkpoint's model.scheduler has total_steps={length}: "
+                f"{RUN_SCHEDULES_ADVICE}"
+            )
 
 
 def scheduled_rate(trainer: AnyTrainer, optimizer: Optimizer) -> float:

@@ -20,14 +20,17 @@ def compute_dtype(module: PolicyModule) -> str:
 
 
 def can_be_called(module: PolicyModule) -> bool:
-    """Whether the policy has its weights outside of `training_step`, which FSDP1 around the whole module prevents."""
+    """Whether the policy can be called outside of `training_step`: not if FSDP1 wraps the whole module."""
     root = module.trainer.strategy.model
     return root is None or not is_wrapped(root) or is_wrapped(module.policy)
 
 
 @torch.no_grad()
 def make_probe(module: PolicyModule) -> Probe | None:
-    """Log-probabilities of a fixed token sequence under the present weights; None if there are none. A collective."""
+    """Log-probabilities of a fixed token sequence under the present weights; None if they cannot be computed.
+
+    A collective: all ranks call.
+    """
     if not can_be_called(module):
         return None
     lm = module.policy.causal_lm

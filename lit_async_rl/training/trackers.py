@@ -1,4 +1,4 @@
-"""Loggers of a run: the CSV log, which a full disk does not end, and trackers with their tables and files."""
+"""Loggers of a run: a CSV log that survives a full disk, Trackio, and tables and files of trackers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 class CSVLog(CSVLogger):
     """Lightning's `CSVLogger`, with the same arguments and file format.
 
-    When the disk is full one line says so, the file stays whole, and the rows are written as soon as there is room.
-    With a `version` that there is already, as after a resume, its rows stay, and those of this run come behind them.
-    Without one the next folder that is free is made at once, so that two runs that begin together get one each. While a
-    Trainer runs no other process can write there.
+    On a full disk it logs one warning, keeps the file intact, and writes the rows once there is space. With an existing
+    `version`, as after a resume, rows are appended. Without `version`, the next free folder is created at once, so that
+    two runs that start together get one each. While a Trainer runs, the folder is locked against other processes.
 
     Attributes:
-        made_folders: those that were made for this run, the run's own first.
+        made_folders: folders created for this run, the run's own first.
 
     Raises:
-        OSError: another process writes there.
+        OSError: another process writes to the folder.
     """
 
     made_folders: Sequence[Path] = ()
@@ -44,9 +43,9 @@ class CSVLog(CSVLogger):
 
     @property
     def version(self) -> int | str:
-        """The version that was given, or the next that is free."""
-        leads = getattr(rank_zero_only, "rank", 0) == 0
-        if self._version is None and leads and "://" not in self.root_dir:
+        """The given version, or the next free one."""
+        is_rank_zero = getattr(rank_zero_only, "rank", 0) == 0
+        if self._version is None and is_rank_zero and "://" not in self.root_dir:
             self._version = self._claim_version()
         return super().version
 
@@ -54,12 +53,12 @@ class CSVLog(CSVLogger):
         version = int(self._get_next_version())
         while True:
             folder = Path(self.root_dir, f"version_{version}")
-            missing = [one for one in (folder, *folder.parents) if not one.exists()]
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
             try:
-                folder.mkdir(parents=True)
-            except FileExistsError:  # made by another run meanwhile
+                folder.mkdir(parents=True)  # atomic: of two runs only one creates it
+            except FileExistsError:
                 version += 1
-            except OSError:  # the first file that is written there reports it, with its setting
+            except OSError:  # `check_writable` reports it later, with the name of the setting
                 return version
             else:
                 self.made_folders = missing
@@ -88,18 +87,21 @@ class CSVLog(CSVLogger):
 
 class _Writer(ExperimentWriter):
     def _check_log_dir_exists(self) -> None:
-        """Goes on with the table that is there, where Lightning would delete it."""
+        """Continues an existing table, which Lightning would delete."""
         path = Path(self.metrics_file_path)
         if "://" in self.log_dir or not path.is_file():
             return
         with path.open(newline="") as file:
             self.metrics_keys = next(csv.reader(file), [])
         with path.open("rb+") as table:
-            if table.seek(0, os.SEEK_END) and (table.seek(-1, os.SEEK_END), table.read())[1] != b"\n":
-                table.write(b"\n")  # the last row was cut off by a crash
+            if not table.seek(0, os.SEEK_END):
+                return
+            table.seek(-1, os.SEEK_END)
+            if table.read() != b"\n":
+                table.write(b"\n")  # a crash cut off the last row
 
     def save(self) -> None:
-        """Appends the rows that wait; all or none of them."""
+        """Appends all pending rows, or none of them if the disk is full."""
         if "://" in self.log_dir:
             super().save()
             return
@@ -109,14 +111,14 @@ class _Writer(ExperimentWriter):
         with tolerate_full_disk(str(path)):
             keys = sorted({*self.metrics_keys}.union(*self.metrics))
             if keys != self.metrics_keys:
-                self._write_anew(path, keys)
+                self._rewrite_with_header(path, keys)
             text = io.StringIO(newline="")
             csv.DictWriter(text, keys).writerows(self.metrics)
             append(path, text.getvalue())
             self.metrics = []
 
-    def _write_anew(self, path: Path, keys: list[str]) -> None:
-        """Another header, above the rows that there are."""
+    def _rewrite_with_header(self, path: Path, keys: list[str]) -> None:
+        """Rewrites the table with a new header, atomically."""
         rows: list[dict[str, Any]] = []
         if path.exists():
             with path.open(newline="") as file:
@@ -134,13 +136,13 @@ class _Writer(ExperimentWriter):
 
 
 class TrackioLogger(Logger):
-    """Logs to Trackio, which keeps runs in a local database: `pip install "lit-async-rl[trackio]"`, `trackio show`.
+    """Logs to Trackio, a tracker with a local database: `pip install "lit-async-rl[trackio]"`, `trackio show`.
 
     Args:
         project: name of the project.
-        name: of the run; None is Trackio's choice.
-        save_dir: folder of the database; None is Trackio's own, which `trackio show` opens. Another one is opened by
-            `TRACKIO_DIR=<folder> trackio show`; a process has one.
+        name: name of the run; None lets Trackio choose one.
+        save_dir: folder of the database; None is Trackio's default, shown by `trackio show`. Another one is shown by
+            `TRACKIO_DIR=<folder> trackio show`. A process can use only one folder.
         settings: other arguments of `trackio.init`.
     """
 
@@ -177,7 +179,7 @@ class TrackioLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The run of Trackio; begun at the first use.
+        """The run of Trackio, started on first use.
 
         Raises:
             ModuleNotFoundError: Trackio is not installed.
@@ -189,22 +191,23 @@ class TrackioLogger(Logger):
                 import trackio
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError('TrackioLogger needs pip install "lit-async-rl[trackio]"') from error
-            again = {"resume": "allow"} if self._has_begun else {}  # Lightning ends it after every fit and validation
-            given = {"embed": False, "config": self._params, **self._settings, **again}
-            self._run = trackio.init(project=self._project, name=self.run_name, **given)
+            settings = {"embed": False, "config": self._params, **self._settings}
+            if self._has_begun:  # Lightning calls `finalize` after every fit and validation
+                settings["resume"] = "allow"
+            self._run = trackio.init(project=self._project, name=self.run_name, **settings)
             self.run_name = self._run.name
             self._has_begun = True
         return self._run
 
     def _choose_folder(self) -> None:
-        """Trackio reads its folder when it is imported."""
+        """Sets the folder in the environment, where Trackio reads it at its import."""
         if self._save_dir is None:
             return
         before = os.environ.get("TRACKIO_DIR")
-        wanted = str(Path(self._save_dir).absolute())
-        if "trackio" in sys.modules and before != wanted:
+        folder = str(Path(self._save_dir).absolute())
+        if "trackio" in sys.modules and before != folder:
             raise ValueError(f"TrackioLogger.save_dir={self._save_dir!r}, but this process already writes to {before}")
-        os.environ["TRACKIO_DIR"] = wanted
+        os.environ["TRACKIO_DIR"] = folder
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -218,9 +221,9 @@ class TrackioLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Writes the rest."""
+        """Writes pending metrics and ends the run."""
         if self._run is not None:
-            with contextlib.redirect_stdout(sys.stderr):
+            with contextlib.redirect_stdout(sys.stderr):  # stdout belongs to the command's results
                 self._run.finish()
             self._run = None
 
@@ -229,28 +232,28 @@ class TrackioLogger(Logger):
 
 
 def step_in_trackers(trainer: AnyTrainer) -> int:
-    """The step at which Lightning logs the metrics of the optimizer step that is running; counts from 0."""
+    """Step at which Lightning logs the metrics of the running optimizer step, counted from 0."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def log_validation(trainer: AnyTrainer, metrics: Mapping[str, float]) -> None:
     """Logs a validation within training at the number of optimizer steps before it.
 
-    Lightning logs it a step earlier, unlike those before and after training.
+    Lightning logs it one step earlier, unlike validations before and after training.
 
     Args:
-        trainer: that validates.
-        metrics: by name.
+        trainer: trainer of the run.
+        metrics: values by name.
     """
-    is_behind_step = not trainer.fit_loop.epoch_loop._should_accumulate()
-    step = step_in_trackers(trainer) + is_behind_step  # Lightning counts the step after its validation
+    is_after_step = not trainer.fit_loop.epoch_loop._should_accumulate()
+    step = step_in_trackers(trainer) + is_after_step  # Lightning counts a step only after its validation
     for logger in trainer.loggers:
         logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=step)
         logger.save()
 
 
 def log_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-    """Adds a table to a tracker that has tables; `prompt`, `completion` and `reward` are text in TensorBoard."""
+    """Adds a table to a tracker that supports tables; TensorBoard gets `prompt`, `completion` and `reward` as text."""
     data = [list(row) for row in rows]
     if isinstance(logger, WandbLogger):
         logger.log_table(name, columns=list(columns), data=data, step=step)
@@ -262,18 +265,20 @@ def log_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[
 
         logger.experiment.log({name: trackio.Table(columns=list(columns), data=data)}, step=step)
     elif isinstance(logger, TensorBoardLogger):
-        places = [columns.index(column) for column in ("prompt", "completion", "reward")]
-        lines = ("    {}{}   reward {:g}".format(*(row[place] for place in places)) for row in data)
+        prompt = columns.index("prompt")
+        completion = columns.index("completion")
+        reward = columns.index("reward")
+        lines = (f"    {row[prompt]}{row[completion]}   reward {row[reward]:g}" for row in data)
         logger.experiment.add_text(name, "\n".join(lines), step)
 
 
 def keeps_files(logger: Logger) -> bool:
-    """Whether the tracker keeps files beside metrics."""
+    """Whether the tracker stores files besides metrics."""
     return isinstance(logger, WandbLogger | MLFlowLogger | TrackioLogger)
 
 
 def log_file(logger: Logger, path: Path, kind: str) -> None:
-    """Uploads a file to a tracker that keeps files, as an artifact of this kind."""
+    """Uploads a file to a tracker that stores files, as an artifact of type `kind`."""
     if isinstance(logger, WandbLogger):
         import wandb
 
@@ -286,11 +291,11 @@ def log_file(logger: Logger, path: Path, kind: str) -> None:
         logger.experiment.log_artifact(str(path), name=re.sub(r"[^\w.-]+", "-", f"{kind}-{logger.version}"), type=kind)
 
 
-# -- Folder, name and id of loggers that exist: Lightning has arguments of constructors for them, and no setters -------
+# -- Folder, name and id of existing loggers: Lightning takes them in constructors only -------------------------------
 
 
 def move_into_folder(logger: Logger, log: CSVLogger) -> None:
-    """Lets TensorBoard or W&B, which have written nothing yet, write into the folder of a CSV log."""
+    """Makes TensorBoard or W&B, before they write anything, use the folder of a CSV log."""
     if isinstance(logger, WandbLogger):
         logger._save_dir = log.log_dir
         logger._wandb_init["dir"] = log.log_dir
@@ -301,7 +306,7 @@ def move_into_folder(logger: Logger, log: CSVLogger) -> None:
 
 
 def identify_wandb_run(logger: WandbLogger, *, name: str | None = None, run_id: str | None = None) -> None:
-    """Sets the name or the id of a run of W&B that has not begun; None leaves them."""
+    """Sets name and id of a W&B run before it starts; None does not change them."""
     if name is not None:
         logger._name = name
         logger._wandb_init["name"] = name

@@ -1,4 +1,4 @@
-"""Validation: held-out accuracy, sampled with the current weights."""
+"""Validation: accuracy on held-out prompts, sampled with the current weights."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Sample:
 class Validator(torch.nn.Module):
     """Samples and scores held-out prompts and averages over all ranks.
 
-    A completion is correct if its reward is at least `data.validation.success_reward`. Every validation uses the same
-    random numbers for a sample's tokens, so that differences between two are due to the policies.
+    A completion is correct if its reward is at least `data.validation.success_reward`. Every validation samples with
+    the same random numbers, so that differences between validations are due to the policies.
     """
 
     def __init__(self) -> None:
@@ -45,24 +45,26 @@ class Validator(torch.nn.Module):
         self.pass_at_k = MeanMetric()
         self.samples: list[Sample] = []
         self.num_samples = 1
-        self._is_checked = False  # a merged or gathered copy is another model at each validation, of the same kind
-        self._whole: list[PreTrainedModel] = []  # in a list, because it is not a part of the module
+        self._is_checked = (
+            False  # whether the self-check has run; once suffices, as each copy has the same architecture
+        )
+        self._whole_models: list[PreTrainedModel] = []  # in a list, so that torch does not register it as a submodule
 
     def begin(self, module: Any) -> None:
-        """Resets the metrics; gathers a whole copy of a sharded policy on every rank, and merges LoRA on a CPU."""
+        """Resets the metrics; copies a sharded policy in full to every rank, and merges LoRA on a CPU. A collective."""
         for metric in (self.reward, self.pass_at_1, self.pass_at_k):
             metric.reset()
         self.samples = []
         policy_dtype = str(next(module.policy.parameters()).dtype).removeprefix("torch.")
         if is_sharded(module.trainer.strategy.model or module):
-            self._whole = [_whole_copy(module, policy_dtype)]
-        elif module.policy.has_adapters and module.device.type == "cpu":  # SmolLM2 takes half the time; costs a copy
+            self._whole_models = [_whole_copy(module, policy_dtype)]
+        elif module.policy.has_adapters and module.device.type == "cpu":  # halves the time of SmolLM2, for one copy
             is_mixed = module.trainer.precision == "bf16-mixed"
-            self._whole = [_whole_copy(module, "bfloat16" if is_mixed else policy_dtype)]
+            self._whole_models = [_whole_copy(module, "bfloat16" if is_mixed else policy_dtype)]
 
     def end(self) -> None:
-        """Releases the copy."""
-        self._whole = []
+        """Frees the copy."""
+        self._whole_models = []
 
     @torch.no_grad()
     def step(self, module: Any, batch: PromptBatch) -> None:
@@ -82,43 +84,46 @@ class Validator(torch.nn.Module):
             )
             for n, prompt in enumerate(batch.prompts)
         ]
-        lm = self._whole[0] if self._whole else module.policy.causal_lm
+        lm = self._whole_models[0] if self._whole_models else module.policy.causal_lm
         with evaluation_mode(lm), decodable(lm):
-            asked = data.engine.self_check
-            checks = not self._is_checked and (module.self_check if asked is None else asked)
-            side = "engine" if asked is not None else "validation"
-            own = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=checks, side=side)
+            engine_check = data.engine.self_check
+            checks = not self._is_checked and (module.self_check if engine_check is None else engine_check)
+            side = "engine" if engine_check is not None else "validation"
+            embedded = EmbeddedEngine.from_module(lm, data.engine.num_slots, self_check=checks, side=side)
             self._is_checked = True
-            engine = data.engine.around(own, data.codec)
+            engine = data.engine.around(embedded, data.codec)
             with closing(engine):
-                found = run_requests(
+                completions = run_requests(
                     engine,
                     requests,
                     data.codec.vocab_size,
                     timeout_s=data.limits.rollout_timeout_s,
                     on_progress=data.note_progress,
                 )
-        played = [(prompt, row) for prompt, row in zip(batch.prompts, found, strict=True) if row]  # others: given up
-        prompts = [prompt for prompt, _ in played]
-        found = [row for _, row in played]
+        # episodes that failed for good have no completions
+        pairs = [(prompt, row) for prompt, row in zip(batch.prompts, completions, strict=True) if row]
+        prompts = [prompt for prompt, _ in pairs]
+        completions = [row for _, row in pairs]
         stop = data.val_sampling.stop
         stop_token_ids = data.val_sampling.stop_token_ids
         texts = [
             [data.codec.decode(c.token_ids, stop if c.turns is None else (), stop_token_ids) for c in row]
-            for row in found
+            for row in completions
         ]
-        rewards = [[completion.reward for completion in completions] for completions in found]
+        rewards = [[completion.reward for completion in row] for row in completions]
         if any(reward is None for row in rewards for reward in row):
-            asked = [(prompt, text) for prompt, row in zip(prompts, texts, strict=True) for text in row]
-            ids = [completion.token_ids for row in found for completion in row]
-            scored = iter(data.held_out.score(asked, data.note_progress, ids))
+            unscored = [(prompt, text) for prompt, row in zip(prompts, texts, strict=True) for text in row]
+            ids = [completion.token_ids for row in completions for completion in row]
+            scored = iter(data.held_out.score(unscored, data.note_progress, ids))
             rewards = [[next(scored) for _ in row] for row in texts]
         for prompt, row, row_rewards in zip(prompts, texts, rewards, strict=True):
-            self._file(prompt, row, row_rewards, success=data.held_out.success)
+            self._add_samples(prompt, row, row_rewards, success=data.held_out.success)
 
-    def _file(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success: Success) -> None:
+    def _add_samples(
+        self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[float | None], success: Success
+    ) -> None:
         known = [reward for reward in rewards if reward is not None]
-        if len(known) == len(rewards):  # else it could not be scored in `data.scoring.tries`, and counts nowhere
+        if len(known) == len(rewards):  # a prompt that could not be scored in `data.scoring.tries` does not count
             self._update(known, success)
         self.samples += [
             Sample(prompt=prompt, completion=text, reward=reward)
@@ -133,7 +138,7 @@ class Validator(torch.nn.Module):
         self.pass_at_k.update(pass_at_k(len(rewards), correct, len(rewards)))
 
     def compute(self) -> dict[str, torch.Tensor]:
-        """Averages over all prompts of all ranks."""
+        """Averages over all prompts of all ranks. A collective."""
         metrics = {"val/reward": self.reward.compute(), "val/pass@1": self.pass_at_1.compute()}
         if self.num_samples > 1:
             metrics[f"val/pass@{self.num_samples}"] = self.pass_at_k.compute()
@@ -142,7 +147,7 @@ class Validator(torch.nn.Module):
 
 @contextmanager
 def decodable(lm: PreTrainedModel) -> Iterator[None]:
-    """Context in which a model with a kernel for training (`flex_attention`) uses one that decodes, too."""
+    """Context in which a model with a training-only attention kernel (`flex_attention`) uses one that can decode."""
     chosen = lm.config._attn_implementation
     if chosen in ("sdpa", "eager"):
         yield
@@ -156,7 +161,7 @@ def decodable(lm: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _whole_copy(module: Any, dtype: str) -> PreTrainedModel:
-    """The unsharded policy on this device, LoRA merged. A collective."""
+    """The unsharded policy on this device, LoRA merged. A collective: all ranks call."""
     data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
     lm = load_policy(data.model, dtype=dtype, random_init=True, device=str(module.device))
     apply_weights(lm, receive_weights(lm, module.stream_weights()))

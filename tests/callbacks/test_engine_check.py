@@ -8,7 +8,7 @@ from flow import barrier_engine, fit, make_data, make_module, parameters
 from wrong_weights import SCALED, Recording
 
 from lit_async_rl import EngineCheck, LoRA, SharedPromptPacking
-from lit_async_rl.callbacks.monitors.engine_check import allowed
+from lit_async_rl.callbacks.monitors.engine_check import allowed_error
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
 from lit_async_rl.errors import EngineError
@@ -84,8 +84,8 @@ def test_weights_that_go_wrong_during_the_run_are_noticed_when_their_first_token
 
 def test_the_mean_of_few_tokens_may_be_larger():
     """0.12 nats of 4 tokens were a warning in a run of SmolLM2 in bfloat16, where nothing was wrong."""
-    assert allowed(0.1, 4.0) == pytest.approx(0.3)
-    assert allowed(0.1, 800.0) == pytest.approx(0.101)
+    assert allowed_error(0.1, 4.0) == pytest.approx(0.3)
+    assert allowed_error(0.1, 800.0) == pytest.approx(0.101)
 
 
 def test_wrong_weights_show_in_one_token_of_each_completion():

@@ -12,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lit_async_rl as rl
-from lit_async_rl.callbacks.monitors.fresh_data import FLOAT32, HALF, moments, statistics
+from lit_async_rl.callbacks.monitors.fresh_data import (
+    HALF_PRECISION_BOUNDS,
+    SINGLE_PRECISION_BOUNDS,
+    moments,
+    statistics,
+)
 from lit_async_rl.models.policy import CausalPolicy
 
 MODEL = rl.asset("small_sort_policy")
-BOUNDS = {"float32": FLOAT32, "bfloat16": HALF}
+BOUNDS = {"float32": SINGLE_PRECISION_BOUNDS, "bfloat16": HALF_PRECISION_BOUNDS}
 OF_MODULE = {"dtype", "loss", "correction", "proximal", "baseline", "packing", "lora", "self_check"}
 DIFFERENT = "have different distributions"
 
@@ -59,7 +64,7 @@ class Other(rl.EmbeddedEngine):
 def test_fresh_data_keep_the_identities_under_every_sampling(sampling, dtype):
     params = rl.SamplingParams(max_tokens=9, **sampling)
     monitor = watched(dtype=dtype, engine=rl.EmbeddedEngine(dtype=dtype), sampling=params)
-    assert monitor.num_judged >= 1500
+    assert monitor.num_checked_tokens >= 1500
     assert not monitor.broken
 
 
@@ -87,7 +92,7 @@ def test_a_soft_cap_that_one_side_drops_is_found(dtype, monkeypatch):
 def test_stale_data_are_watched_by_the_weights_that_sampled_them():
     lagging = dict(max_staleness=3, schedule="fixed_lag", num_tokens=100, steps=12)
     monitor = watched(engine=rl.EmbeddedEngine(in_flight_weight_updates=False), **lagging)
-    assert monitor.num_judged >= 100
+    assert monitor.num_checked_tokens >= 100
     with pytest.raises(rl.EngineError, match=DIFFERENT):
         watched(max_staleness=3, engine=Other(temperature=0.6), num_tokens=400, steps=40)
 
@@ -126,7 +131,7 @@ def test_rounding_moves_no_identity_and_a_truncation_does(seed, noise):
     logits = torch.randn(20_000, 30, generator=generator) * 2
     q = torch.log_softmax(logits, -1)
     p = torch.log_softmax(logits + noise * torch.randn(logits.shape, generator=generator), -1)
-    bounds = FLOAT32 if noise == 0 else HALF
+    bounds = SINGLE_PRECISION_BOUNDS if noise == 0 else HALF_PRECISION_BOUNDS
 
     def faults(sampler):
         tokens = torch.multinomial(sampler.exp(), 1, generator=generator)
@@ -185,7 +190,7 @@ def try_combination(chosen, num_tokens=1500, steps=4):
         if "model." in str(refused) or "data." in str(refused):
             return "refused"
         raise
-    return "held" if monitor.num_judged else "too few fresh tokens"
+    return "held" if monitor.num_checked_tokens else "too few fresh tokens"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 import lit_async_rl as rl
 from lit_async_rl.assets import asset
-from lit_async_rl.stabilizers.gradients import ROWS_AT_ONCE, SIZE, Sketch
+from lit_async_rl.stabilizers.gradients import MAX_ROWS_PER_KERNEL, SKETCH_SIZE, Sketch
 
 N = 3_000_000
 
@@ -31,13 +31,13 @@ def vectors(kind: str, c: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["dense", "low rank", "outliers"])
 @pytest.mark.parametrize("c", [0.0, -0.3, 0.9])
-@pytest.mark.parametrize("rows", [1, ROWS_AT_ONCE])
+@pytest.mark.parametrize("rows", [1, MAX_ROWS_PER_KERNEL])
 def test_the_estimate_is_within_a_few_standard_errors(kind, c, rows):
     a, b = vectors(kind, c)
     sketch = Sketch(torch.device("cpu"))
-    sketch._rows_at_once = rows
+    sketch._rows_per_kernel = rows
     estimate = torch.dot(sketch(a.split(700_001)), sketch(b.split(700_001))) / a.norm() / b.norm()
-    assert abs(float(estimate) - c) < 4 * math.sqrt((1 + c * c) / SIZE)
+    assert abs(float(estimate) - c) < 4 * math.sqrt((1 + c * c) / SKETCH_SIZE)
 
 
 def cosines(tmp_path, **settings) -> list[float]:

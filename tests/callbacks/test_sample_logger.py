@@ -10,7 +10,7 @@ from flow import MODEL, fit, make_data, make_module
 
 import lit_async_rl as rl
 from lit_async_rl.callbacks import BottleneckVerdict, SampleLogger
-from lit_async_rl.callbacks.run.sample_logger import thin
+from lit_async_rl.callbacks.run.sample_logger import thin_out
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.tasks import SortDigits
@@ -72,15 +72,15 @@ def test_the_file_stays_within_its_bound(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(json.dumps({"step": step, "x": "y" * 100}) + "\n" for step in range(1, 101) for _ in "ab"))
     size = path.stat().st_size
-    thin(path, size)
+    thin_out(path, size)
     assert path.stat().st_size == size
-    thin(path, size // 3)
+    thin_out(path, size // 3)
     assert path.stat().st_size <= size // 3
     steps = [row["step"] for row in rows(path)]
     assert steps[-2:] == [100, 100]
     assert set(steps) == set(range(4, 101, 4))
     path.write_text('{"step": 7, "x": "' + "y" * 100 + '"}\n')
-    thin(path, 10)
+    thin_out(path, 10)
     assert rows(path)[0]["step"] == 7, "one step is never dropped"
 
 

@@ -6,7 +6,7 @@ from tiny_models import EOS, save, tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.kv_cache import BLOCK
+from lit_async_rl.engines.embedded.kv_cache import BLOCK_POSITIONS
 from lit_async_rl.engines.embedded.llama import CachedForward
 
 
@@ -137,6 +137,6 @@ def test_a_row_that_ends_where_the_cache_ends_does_not_write_into_its_neighbour(
     lm = tiny_llama()
     for seed in range(4):
         engine = EmbeddedEngine.from_module(lm, num_slots=4, seed=seed)
-        (longest,) = requests_of([20], max_tokens=BLOCK - 19, num_samples=1)  # its last token's position is BLOCK
+        (longest,) = requests_of([20], max_tokens=BLOCK_POSITIONS - 19, num_samples=1)
         others = requests_of([3, 4, 5], max_tokens=24, num_samples=1, first_id=1)
         assert_exact(lm, [longest, *others], engine.run([longest, *others]))

@@ -4,7 +4,7 @@ import pytest
 
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.vllm import replica_process, replicas
-from lit_async_rl.engines.vllm.engine_arguments import LAUNCHER
+from lit_async_rl.engines.vllm.engine_arguments import LAUNCHER_VARIABLES
 from lit_async_rl.engines.vllm.replicas import VLLMReplicas
 
 
@@ -30,7 +30,7 @@ def environments(monkeypatch):
 
 
 def test_replicas_do_not_take_themselves_for_ranks_of_the_trainer(environments, monkeypatch):
-    for name in LAUNCHER:
+    for name in LAUNCHER_VARIABLES:
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("SOME_OTHER", "4")
     engine = VLLMReplicas(replicas=2)
@@ -39,7 +39,7 @@ def test_replicas_do_not_take_themselves_for_ranks_of_the_trainer(environments, 
     engine.close()
     assert len(environments) == 3
     for environment in environments:
-        assert not environment.keys() & set(LAUNCHER)
+        assert not environment.keys() & set(LAUNCHER_VARIABLES)
         assert environment["SOME_OTHER"] == "4"
         assert environment["VLLM_API_KEY"]
 

@@ -10,7 +10,7 @@ from tiny_models import tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.base import GenerationRequest, SamplingParams
 from lit_async_rl.engines.embedded.engine import EmbeddedEngine
-from lit_async_rl.engines.embedded.slots import WINDOW, RowOrder, split
+from lit_async_rl.engines.embedded.slots import STEPS_BETWEEN_SORTS, RowOrder, split
 
 
 def test_no_split_reads_fewer_positions():
@@ -37,9 +37,9 @@ def test_rows_that_grow_and_end_stay_in_order():
     for step in range(400):
         if step % 9 == 0:
             rows += [int(chance.paretovariate(0.8) * 20) for _ in range(30 - len(rows))]
-            order.forget()
+            order.invalidate()
         if order.is_due:
-            sources, targets = order.sort(rows, max(rows) + WINDOW)
+            sources, targets = order.sort(rows, max(rows) + STEPS_BETWEEN_SORTS)
             assert sorted(sources) == sorted(targets)
             before = list(rows)
             for source, target in zip(sources, targets, strict=True):

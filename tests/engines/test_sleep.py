@@ -197,7 +197,7 @@ def test_a_gate_that_is_shut_for_two_reasons_opens_when_both_are_gone():
     gate.shut("sleep")
     gate.shut("update")
     gate.submit(requests(3, first=1))
-    gate.forget({2})
+    gate.drop({2})
     gate.open("sleep")
     assert started == [(0, 0)]
     gate.open("update", version=5)

@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_gpt2, tiny_llama
 
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer
-from lit_async_rl.engines.vllm.weight_deltas import INDEX, MASK, Held, Incoming, KeptWeights
+from lit_async_rl.engines.vllm.weight_deltas import INDEX, MASK, IncomingWeights, LoadedWeights, WeightStore
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.lora import LoRA, add_lora
 from lit_async_rl.models.policy import CausalPolicy
@@ -18,13 +18,13 @@ class Worker:
     """Applies folders as vLLM's worker does, but keeps the tensors."""
 
     def __init__(self):
-        self.held, self.model = Held(), {}
+        self.held, self.model = LoadedWeights(), {}
 
     def load(self, folder: str) -> set[str]:
-        incoming = Incoming(folder, self.held)
+        incoming = IncomingWeights(folder, self.held)
         loaded = dict(incoming.weights())
         self.model |= {name: tensor.clone() for name, tensor in loaded.items()}
-        self.held = incoming.held()
+        self.held = incoming.loaded_weights()
         return set(loaded)
 
 
@@ -64,7 +64,7 @@ def test_any_share_of_changes_arrives_exactly_and_in_the_smallest_encoding(tmp_p
 
 
 def test_numbers_that_are_not_finite_and_negative_zeros_count_as_what_they_are():
-    kept, sent = KeptWeights(), torch.tensor([float("nan"), 0.0, 1.0] * 20)
+    kept, sent = WeightStore(), torch.tensor([float("nan"), 0.0, 1.0] * 20)
     kept.encode("x", sent.clone())
     assert kept.encode("x", sent.clone()) == {}, "a NaN that stays is no change"
     sent[1] = -0.0

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from lit_async_rl.assets import asset
 from lit_async_rl.engines.vllm.file_transfer import FileTransfer, SharedMemoryTransfer
-from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer, together
+from lit_async_rl.engines.vllm.gpu_weight_transfer import IpcTransfer, NcclTransfer, run_together
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.errors import StalledError
@@ -148,11 +148,11 @@ def test_an_error_of_one_of_two_that_wait_for_each_other_ends_the_wait_for_both(
         raise RuntimeError("the worker ran out of memory")
 
     with pytest.raises(RuntimeError, match="ran out of memory"):
-        together(60.0, "a broadcast", failing, lambda: time.sleep(30))
+        run_together(60.0, "a broadcast", failing, lambda: time.sleep(30))
     with pytest.raises(StalledError, match=r"a broadcast did not end within data\.engine\.update_timeout_s=0\.1"):
-        together(0.1, "a broadcast", lambda: None, lambda: time.sleep(30))
+        run_together(0.1, "a broadcast", lambda: None, lambda: time.sleep(30))
     assert time.monotonic() - began < 20
-    together(60.0, "a broadcast", lambda: None, lambda: None)
+    run_together(60.0, "a broadcast", lambda: None, lambda: None)
 
 
 KILLED = """

@@ -23,6 +23,6 @@ class Recording(EngineCheck):
         self.checks: list[tuple[int, float]] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._found:
-            self.checks.append((batch.step, self._found["engine/logprob_error"]))
+        if self._pending_metrics:
+            self.checks.append((batch.step, self._pending_metrics["engine/logprob_error"]))
         super().on_train_batch_end(trainer, pl_module, outputs, batch=batch, batch_idx=batch_idx)

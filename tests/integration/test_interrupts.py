@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 import lit_async_rl as rl
 from lit_async_rl.api.run import CtrlC
 from lit_async_rl.callbacks import SaveOnSigterm
-from lit_async_rl.callbacks.run.save_on_sigterm import _HangUp
+from lit_async_rl.callbacks.run.save_on_sigterm import _HangupHandler
 from lit_async_rl.cli.app import resume_command
 
 REWARD = """
@@ -201,7 +201,7 @@ def test_nohup_and_a_handler_of_the_users_are_left_alone(kept, tmp_path):
 def test_after_a_run_sighup_ends_the_process_as_ever():
     if (pid := os.fork()) == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, _HangUp(None))  # which Lightning puts back when a run has ended
+        signal.signal(signal.SIGHUP, _HangupHandler(None))  # which Lightning puts back when a run has ended
         signal.raise_signal(signal.SIGHUP)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGHUP

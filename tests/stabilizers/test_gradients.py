@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lit_async_rl.stabilizers.gradients import CHUNK, GradSpace, GradSpaces
+from lit_async_rl.stabilizers.gradients import DOT_CHUNK, GradSpace, GradSpaces
 
 shapes = st.lists(st.sampled_from([(), (1,), (3,), (2, 3), (0,), (4, 1, 2)]), min_size=1, max_size=5)
 
@@ -60,7 +60,7 @@ def test_one_group_beyond_float32_spoils_neither_its_own_norm_nor_another_groups
 
 
 def test_long_vectors_keep_their_digits():
-    p = nn.Parameter(torch.zeros(4 * CHUNK + 3))
+    p = nn.Parameter(torch.zeros(4 * DOT_CHUNK + 3))
     p.grad = torch.rand_like(p) + 1
     space = GradSpace(nn.Module(), [[p]])
     assert space.norms(space.gradients()).item() == pytest.approx(p.grad.double().norm().item(), rel=1e-6)

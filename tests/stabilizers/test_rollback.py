@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lit_async_rl.stabilizers.rollback import _fits
+from lit_async_rl.stabilizers.rollback import _has_same_groups
 
 
 def optimizer(*sizes):
@@ -17,8 +17,8 @@ def saved(*optimizers):
 
 def test_a_checkpoint_fits_only_if_each_optimizer_has_its_groups_of_parameters():
     first, second = (2, 1), (3,)
-    assert _fits(saved(optimizer(*first), optimizer(*second)), [optimizer(*first), optimizer(*second)])
+    assert _has_same_groups(saved(optimizer(*first), optimizer(*second)), [optimizer(*first), optimizer(*second)])
     for other in ((2,), (4,), (3, 1)):
         for groups in ((first, other), (other, second)):
             now = [optimizer(*sizes) for sizes in groups]
-            assert not _fits(saved(optimizer(*first), optimizer(*second)), now)
+            assert not _has_same_groups(saved(optimizer(*first), optimizer(*second)), now)

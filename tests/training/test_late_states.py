@@ -16,7 +16,7 @@ from lit_async_rl.training.checkpoint_io import BackgroundCheckpointIO
 def test_optimizer_states_are_copied_before_the_next_step_and_not_while_saving(tmp_path, monkeypatch):
     weight = torch.nn.Parameter(torch.ones(1000))
     optimizer, begun, may_go_on = torch.optim.AdamW([weight]), threading.Event(), threading.Event()
-    copied = background_io._copied_at_rest
+    copied = background_io._copy_unchanged
 
     def slow(*args):
         begun.set()
@@ -28,7 +28,7 @@ def test_optimizer_states_are_copied_before_the_next_step_and_not_while_saving(t
         optimizer.step()
 
     step()
-    monkeypatch.setattr(background_io, "_copied_at_rest", slow)
+    monkeypatch.setattr(background_io, "_copy_unchanged", slow)
     io, expected = BackgroundCheckpointIO(), copy.deepcopy(optimizer.state_dict())
     io.save_checkpoint(state(1.0) | {"optimizer_states": [optimizer.state_dict()]}, tmp_path / "a.ckpt")
     assert begun.wait(60)

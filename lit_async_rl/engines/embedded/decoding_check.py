@@ -9,20 +9,20 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_async_rl.engines.base import Completion, GenerationRequest, SamplingParams, default_bound
-from lit_async_rl.engines.embedded.kv_cache import INEXACT, cache_argument
+from lit_async_rl.engines.embedded.kv_cache import INEXACT_MODEL_TYPES, cache_argument
 from lit_async_rl.engines.embedded.packed_linear import in_modules
 from lit_async_rl.engines.embedded.queue import Pending
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.models.loading import evaluation_mode, other_layers
 from lit_async_rl.models.self_check import (
-    NUM_PROMPT_TOKENS,
-    NUM_SAMPLED,
+    MAX_COMPLETION_LENGTH,
+    PROMPT_LENGTHS,
     compare,
     compute_dtype,
-    named,
     plain_pass,
     random_tokens,
     refusal,
+    unsupported_model_errors,
 )
 
 _RIGHT: WeakSet[PreTrainedModel] = WeakSet()  # validation borrows the same one again and again
@@ -45,15 +45,15 @@ def check_decoding(slots: Slots, side: str = "engine") -> None:
         return
     what = "the embedded engine's log-probabilities"
     if (layers := other_layers(lm)) and cache_argument(lm) is None:
-        is_inexact = lm.config.get_text_config().model_type in INEXACT
+        is_inexact = lm.config.get_text_config().model_type in INEXACT_MODEL_TYPES
         why = "which transformers decodes inexactly" if is_inexact else "whose state the embedded engine does not keep"
         raise refusal(lm, f"it has {layers} layers, {why}", side)
-    params = SamplingParams(max_tokens=NUM_SAMPLED)
-    prompts = [tuple(random_tokens(lm, length, seed)) for seed, length in enumerate(NUM_PROMPT_TOKENS)]
+    params = SamplingParams(max_tokens=MAX_COMPLETION_LENGTH)
+    prompts = [tuple(random_tokens(lm, length, seed)) for seed, length in enumerate(PROMPT_LENGTHS)]
     requests = [
         GenerationRequest(id=n, prompt_ids=prompt, num_samples=1, sampling=params) for n, prompt in enumerate(prompts)
     ]
-    with evaluation_mode(lm), named(lm, what, side):
+    with evaluation_mode(lm), unsupported_model_errors(lm, what, side):
         completions = _decode(slots, requests)
         with in_modules(slots.packed.values()):
             plain = plain_pass(lm, [prompts[c.request_id] + c.token_ids for c in completions])

@@ -376,7 +376,7 @@ class DecodeLoop(RolloutEngine):
             check_decoding(slots)
         self._version = update.version
         self._has_weights = True
-        slots.forget_prompts()  # their keys and values are those of the weights before
+        slots.invalidate_prompts()  # their keys and values are those of the weights before
 
     def random_state(self) -> Tensor:
         return self.slots.generator.get_state()
@@ -389,7 +389,7 @@ class DecodeLoop(RolloutEngine):
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
         """Within it, decodes a model that another object owns, which may have trained it meanwhile."""
-        self.slots.forget_prompts()  # their keys and values may be those of other weights
+        self.slots.invalidate_prompts()  # their keys and values may be those of other weights
         with evaluation_mode(self.slots.lm):
             yield
 

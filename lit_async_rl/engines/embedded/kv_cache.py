@@ -23,32 +23,32 @@ from lit_async_rl.errors import InvariantError
 from lit_async_rl.models.loading import body
 from lit_async_rl.models.policy import CausalPolicy
 
-BLOCK = 32  # positions
+BLOCK_POSITIONS = 32  # M is a multiple of it
 
 
 class SlotCache:
     """KV cache of S slots, left-aligned.
 
-    Attention reads M positions of every row: the length of the longest, rounded up to whole blocks. Where it can
-    (`ranges`), it reads fewer of the rows behind the long ones. There is memory for more positions, so that M changes
-    without copies, which would take a quarter of the time where few rows are long and come and go.
+    Attention reads M positions of every row: the length of the longest, rounded up to whole blocks. An implementation
+    that supports `ranges` reads fewer positions of the rows behind the long ones. Memory is allocated for more
+    positions, so that M changes without copies; these would take a quarter of the time if a few long rows come and go.
 
-    In prefill mode (`begin_prefill`) new keys and values are returned as they are and kept, so that those of a prompt
-    can be copied to the slots of all its samples; otherwise each call appends one position to every active row.
+    In prefill mode (`begin_prefill`) new keys and values are returned unchanged and stored, to be copied to the slots
+    of all samples of a prompt; otherwise each call appends one position to every active row.
 
     Args:
         num_slots: S.
-        device: of the keys and values.
-        max_positions: largest M that blocks are rounded up to; GPT-Neo's local layers count positions from M.
+        device: device of the keys and values.
+        max_positions: upper limit of the rounding of M; GPT-Neo's local layers count positions from M.
 
     Attributes:
-        rewinds: a slot still holds its prompt when its completion is finished.
+        rewinds: whether a slot still contains its prompt when its completion is finished.
         max_len: M.
-        ranges: consecutive rows, from and to, and how many positions attention has to read of each.
+        ranges: (first row, end row, number of positions that attention must read) of consecutive rows.
     """
 
-    is_compileable = False  # asked by transformers
-    layers = ()  # asked by transformers
+    is_compileable = False  # read by transformers
+    layers = ()  # read by transformers
     rewinds = True
 
     def __init__(self, num_slots: int, device: torch.device, max_positions: int = sys.maxsize) -> None:
@@ -61,7 +61,7 @@ class SlotCache:
         self._prefill: list[tuple[Tensor, Tensor]] | None = None
         self._slots = torch.arange(num_slots, device=device)
         self._positions = self._slots[:0]
-        self._places: dict[int, Tensor] = {}  # by Hk: [n 2 Hk], which rows of a flattened buffer are written
+        self._flat_rows: dict[int, Tensor] = {}  # by Hk: [n 2 Hk], rows of a flattened buffer to write
 
     # -- called by transformers ---------------------------------------------------------------------------------------
 
@@ -70,14 +70,17 @@ class SlotCache:
         return 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends the new keys and values and returns all that the layer attends to."""
+        """Appends the new keys and values, and returns all keys and values of the layer."""
         if self._prefill is not None:
             self._prefill.append((key, value))
             return key, value
-        sizes = key.shape[-1], value.shape[-1]
-        pair = [F.pad(new, (0, max(sizes) - new.shape[-1])) for new in (key, value)]
-        keys, values = self.write(torch.cat(pair, 1)[:, :, 0], layer_idx)
-        return keys[..., : sizes[0]], values[..., : sizes[1]]
+        key_size = key.shape[-1]
+        value_size = value.shape[-1]
+        size = max(key_size, value_size)  # one buffer for both, also where head sizes differ
+        padded_key = F.pad(key, (0, size - key_size))
+        padded_value = F.pad(value, (0, size - value_size))
+        keys, values = self.write(torch.cat([padded_key, padded_value], 1)[:, :, 0], layer_idx)
+        return keys[..., :key_size], values[..., :value_size]
 
     def write(self, new: Float[Tensor, "n both D"], layer: int) -> tuple[Tensor, Tensor]:
         """Appends one position to every row; `new` has the key heads before the value heads."""
@@ -85,20 +88,21 @@ class SlotCache:
         num_rows = len(new)
         num_heads = buffer.shape[2]
         size = buffer.shape[4]
-        if num_heads not in self._places:
-            kinds, heads = (torch.arange(num, device=new.device) for num in (2, num_heads))
+        if num_heads not in self._flat_rows:  # the same in all layers of this step
+            kinds = torch.arange(2, device=new.device)
+            heads = torch.arange(num_heads, device=new.device)
             slots = kinds[:, None] * self.num_slots + self._slots[:num_rows, None, None]  # [n, 2, 1]
             places = (slots * num_heads + heads) * self._capacity + self._positions[:, None, None]
-            self._places[num_heads] = places.flatten()
+            self._flat_rows[num_heads] = places.flatten()
         rows = new.reshape(-1, size).to(buffer.dtype)
-        buffer.view(-1, size).index_copy_(0, self._places[num_heads], rows)
+        buffer.view(-1, size).index_copy_(0, self._flat_rows[num_heads], rows)
         keys, values = buffer[:, :num_rows, :, : self.max_len].unbind()
         return keys, values
 
     # -- called by the engine -----------------------------------------------------------------------------------------
 
     def begin_prefill(self, lengths: Sequence[int]) -> None:
-        """Switches the next forward pass to prefill; whatever their lengths, padding behind prompts changes nothing."""
+        """Switches the next forward pass to prefill; `lengths` are not needed, as padding is behind the prompts."""
         self._prefill = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
@@ -109,7 +113,7 @@ class SlotCache:
         self._prefill = None
         if not self._buffers:
             shapes = [(k.shape[1], self._capacity, max(k.shape[3], v.shape[3])) for k, v in fresh]
-            self._buffers = [  # under autocast values may be narrower than keys, which went through the rotation
+            self._buffers = [  # under autocast values may be half precision while rotated keys are float32
                 k.new_zeros(2, self.num_slots, *shape, dtype=torch.promote_types(k.dtype, v.dtype))
                 for shape, (k, v) in zip(shapes, fresh, strict=True)
             ]
@@ -118,12 +122,15 @@ class SlotCache:
                 part[slots, :, : new.shape[2], : new.shape[3]] = new.index_select(0, source).to(part.dtype)
 
     def begin_decode(self, positions: Int[Tensor, " n"], num_long: int, short_len: int) -> None:
-        """Switches the next forward pass to decoding: one token per active row, at `positions`.
+        """Switches the next forward pass to decoding, with one token per active row.
 
-        Those of the rows behind the first `num_long` are below `short_len`.
+        Args:
+            positions: position of each token.
+            num_long: number of leading rows that may be longer than `short_len`.
+            short_len: upper limit of the lengths of the other rows.
         """
         self._positions = positions
-        self._places = {}
+        self._flat_rows = {}
         ranges = [(0, num_long, self.max_len), (num_long, len(positions), min(short_len, self.max_len))]
         self.ranges = [part for part in ranges if part[0] < part[1]]
 
@@ -133,7 +140,7 @@ class SlotCache:
             buffer[:, targets, :, : self.max_len] = buffer[:, sources, :, : self.max_len]
 
     def free(self, slots: Sequence[int]) -> None:
-        """Rows are finished: what they hold stays until it is written over."""
+        """Does nothing: the contents of finished rows stay, for copies of their prompts, until they are overwritten."""
 
     def clear(self) -> None:
         """Drops all keys and values."""
@@ -142,9 +149,9 @@ class SlotCache:
         self._capacity = 0
 
     def fit(self, length: int) -> bool:
-        """Sets M for rows of `length` positions; returns whether it shrank, so that longer slots are written over."""
+        """Sets M for rows of `length` positions; returns whether M shrank, after which longer slots are overwritten."""
         previous = self.max_len
-        self.max_len = max(length, min(-(-length // BLOCK) * BLOCK, self.max_positions))
+        self.max_len = max(length, min(-(-length // BLOCK_POSITIONS) * BLOCK_POSITIONS, self.max_positions))
         if self.max_len <= self._capacity:
             return self.max_len < previous
         before = self._capacity
@@ -155,21 +162,21 @@ class SlotCache:
         return False
 
 
-# -- Decoding row by row with the caches of transformers, for layers that keep other state than keys and values -------
+# -- Decoding row by row with the caches of transformers, for layers with other state than keys and values ------------
 # Recurrent, convolutional and sparse layers (Mamba, Qwen3-Next, LFM2, Jamba, DeepSeek-V3.2 and others) have state of
-# other kinds, which transformers' cache classes know. Rows of different length cannot share such a cache, so each has
-# one of its own, and a token takes one forward pass for every row.
+# other kinds, which only transformers' cache classes support. Rows of different lengths cannot share such a cache, so
+# each row has its own, and decoding takes one forward pass per row and token.
 
 
 _ARGUMENTS = ("past_key_values", "cache_params")
 
-# single steps of transformers leave out the least dt that its scan of a whole sequence has: up to 1e-3 nats
-INEXACT = frozenset({"nemotron_h", "zamba2"})
+# transformers clamps dt in scans of whole sequences but not in single steps: a difference of up to 1e-3 nats
+INEXACT_MODEL_TYPES = frozenset({"nemotron_h", "zamba2"})
 
 
 def cache_argument(lm: PreTrainedModel) -> str | None:
-    """Argument of the model's forward pass that takes its cache; None if it has none, or decodes inexactly with it."""
-    if lm.config.get_text_config().model_type in INEXACT:
+    """Name of the cache argument of the model's forward pass; None if there is none, or decoding with it is inexact."""
+    if lm.config.get_text_config().model_type in INEXACT_MODEL_TYPES:
         return None
     known = inspect.signature(body(lm).forward).parameters
     return next((name for name in _ARGUMENTS if name in known), None)
@@ -179,11 +186,11 @@ class RowCaches:
     """A cache of transformers for each slot, with the interface of `SlotCache`.
 
     Attributes:
-        rewinds: recurrent state does not go back to the end of its prompt, so that it serves one completion.
+        rewinds: False, because recurrent state cannot return to the end of its prompt.
         max_len: positions of the longest row.
-        caches: of each slot; None if it is free.
-        prompt_lengths: of the prompts in the next forward pass; None if that decodes.
-        prompts: caches of the prompts that were read last.
+        caches: cache of each slot; None if it is free.
+        prompt_lengths: lengths of the prompts in the next forward pass; None for a decode step.
+        prompts: caches of the prompts of the last prefill.
     """
 
     rewinds = False
@@ -200,16 +207,16 @@ class RowCaches:
         self.prompts = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
-        """Gives slot `slots[j]` the cache of prompt `source[j]`, or a copy if others need it, too."""
-        left = Counter(source.tolist())
+        """Gives slot `slots[j]` the cache of prompt `source[j]`, or a copy if other slots need it, too."""
+        num_remaining = Counter(source.tolist())
         for number, slot in zip(source.tolist(), slots.tolist(), strict=True):
-            left[number] -= 1
-            self.caches[slot] = copy.deepcopy(self.prompts[number]) if left[number] else self.prompts[number]
+            num_remaining[number] -= 1
+            self.caches[slot] = copy.deepcopy(self.prompts[number]) if num_remaining[number] else self.prompts[number]
         self.prompts = []
         self.prompt_lengths = None
 
     def begin_decode(self, positions: Int[Tensor, " n"], num_long: int, short_len: int) -> None:
-        """Switches the next forward pass to decoding, which it is anyway: each cache knows its position."""
+        """Does nothing: `end_prefill` switches to decoding, and each cache knows its position."""
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Moves the caches of slots to other slots."""
@@ -229,18 +236,18 @@ class RowCaches:
         self.max_len = 0
 
     def fit(self, length: int) -> bool:
-        """Sets the length of the longest row; caches grow by themselves."""
+        """Sets the length of the longest row; the caches grow on their own."""
         self.max_len = length
         return False
 
 
 class RowwiseForward:
-    """Hidden states of new tokens, with one forward pass of transformers for each row.
+    """Hidden states of new tokens, with one forward pass of transformers per row.
 
     Args:
         lm: the model.
-        caches: of its rows; written to.
-        argument: of the model's forward pass that takes a cache.
+        caches: caches of the rows; updated by the forward passes.
+        argument: name of the cache argument of the model's forward pass.
     """
 
     reads_ranges = False
@@ -257,10 +264,10 @@ class RowwiseForward:
         return self._policy.logits(features)
 
     def __call__(self, input_ids: Int[Tensor, "n t"], position_ids: Tensor, mask: Tensor) -> Float[Tensor, "n t H"]:
-        """Last hidden states; 0 for padding and free rows. The model's cache knows positions and what is visible."""
+        """Last hidden states; 0 for padding and free rows. Positions and mask follow from the caches."""
         lengths = self._caches.prompt_lengths
         caches = self._caches.caches
-        found: dict[int, Tensor] = {}
+        states_of: dict[int, Tensor] = {}  # by row
         for row, ids in enumerate(input_ids):
             if lengths is None and caches[row] is None:
                 continue
@@ -269,10 +276,11 @@ class RowwiseForward:
             output = body(self._lm)(input_ids=new, use_cache=True, **{self._argument: cache})
             if output.get(self._argument) is None:
                 raise ValueError(f"its forward pass returns no {self._argument}")
-            found[row] = output.last_hidden_state[0]
+            states_of[row] = output.last_hidden_state[0]
             if lengths is not None:
                 self._caches.prompts.append(output[self._argument])
-        hidden = next(iter(found.values())).new_zeros(*input_ids.shape, next(iter(found.values())).shape[-1])
-        for row, states in found.items():
+        first = next(iter(states_of.values()))
+        hidden = first.new_zeros(*input_ids.shape, first.shape[-1])
+        for row, states in states_of.items():
             hidden[row, : len(states)] = states
         return hidden

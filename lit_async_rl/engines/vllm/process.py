@@ -16,7 +16,7 @@ from typing import Any
 from lit_async_rl.engines.vllm.engine_arguments import (
     CPU_VARIABLES,
     DIE_WITH_PARENT,
-    LAUNCHER,
+    LAUNCHER_VARIABLES,
     VARIABLES,
     check_vllm,
     unusable_settings,
@@ -40,7 +40,7 @@ class VLLMProcess(EngineControl):
     def __init__(self, arguments: dict[str, Any], update_timeout_s: float) -> None:
         self.arguments = arguments
         self.update_timeout_s = update_timeout_s
-        self.num_workers = 0  # known when it has started
+        self.num_workers = 0  # set in `start`
         self.llm: Any = None
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
@@ -97,7 +97,7 @@ class VLLMProcess(EngineControl):
 
     @property
     def death(self) -> str:
-        """How its processes ended, as far as the system says."""
+        """Description of how its processes ended, with signal or status if known."""
         codes = {child.exitcode for child in self._children} - {None, 0}
         ends = ", ".join(signal.Signals(-code).name if code < 0 else f"status {code}" for code in sorted(codes))
         return f"its processes died{f' ({ends})' if ends else ''}; their own messages are above"
@@ -136,7 +136,7 @@ class VLLMProcess(EngineControl):
             stopping = asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop)
             concurrent.futures.wait([stopping], JOIN_S)
             self.llm.shutdown(timeout=0)
-            self.llm = None  # its destructor would shut it down again, when the interpreter is half gone
+            self.llm = None  # its destructor would shut it down again, during the interpreter's finalization
         if self._thread.is_alive():
             self.soon(self.loop.stop)
             self._thread.join(JOIN_S)
@@ -155,7 +155,7 @@ async def _cancel_all() -> None:
 # -- Starts vLLM inside a trainer: checks of installation and model, and the environment of its processes -------------
 
 
-CPU_KV_CACHE = 2**30  # bytes; its own choice is most of the memory
+CPU_KV_CACHE = 2**30  # bytes; vLLM's own default is most of the machine's memory
 
 
 def start_vllm(
@@ -169,7 +169,7 @@ def start_vllm(
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
-        ValueError: it is too old, cannot run this model on this machine, or `arguments` break a promise.
+        ValueError: it is too old, cannot run this model on this machine, or `arguments` break a guarantee.
         FileNotFoundError: there is no such model.
         EngineError: it failed to start.
         StalledError: it did not start within `startup_timeout_s`.
@@ -182,17 +182,17 @@ def start_vllm(
             arguments = {**arguments, "enforce_eager": True, "kv_cache_memory_bytes": cache}
         process = VLLMProcess(arguments, update_timeout_s)
         process.start(startup_timeout_s)
-    if problems := unusable_settings(process.llm.vllm_config):  # set by a name that is not refused beforehand
+    if problems := unusable_settings(process.llm.vllm_config):  # set through a field that was not refused before
         process.close()
         raise ValueError(f"data.engine.engine_args cannot be used: {problems[0]}")
     return process
 
 
 def check_head_size(model: str) -> None:
-    """Refuses attention head sizes that vLLM's CPU kernels do not support.
+    """Checks that vLLM's CPU kernels support the model's attention head size.
 
     Raises:
-        ValueError: lists the supported sizes.
+        ValueError: they do not; lists the supported sizes.
         FileNotFoundError: there is no such model.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -209,16 +209,16 @@ def check_head_size(model: str) -> None:
 
 @contextmanager
 def engine_environment(changes: Mapping[str, str], num_threads: int) -> Iterator[None]:
-    """Sets the environment that the engine's processes inherit; restores that of the trainer afterwards.
+    """Context with the environment of the engine's processes; restores the trainer's afterwards.
 
-    Variables set by the user are kept, except those of a distributed launcher. vLLM itself also sets variables while it
-    starts (LD_PRELOAD, LOCAL_WORLD_SIZE), which other children of the trainer must not inherit.
+    Variables set by the user are kept, except those of a distributed launcher. vLLM also sets variables during its
+    start (LD_PRELOAD, LOCAL_WORLD_SIZE), which other children of the trainer must not inherit.
     """
     before = dict(os.environ)
     try:
-        for name in LAUNCHER:
+        for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
-        _set_defaults(VARIABLES | DIE_WITH_PARENT)  # before vLLM is imported, which is when it reads some of them
+        _set_defaults(VARIABLES | DIE_WITH_PARENT)  # before the import of vLLM, which reads some of them
         _set_defaults({"OMP_NUM_THREADS": str(num_threads)} | ({} if has_gpu() else CPU_VARIABLES))
         os.environ.update(changes)
         yield

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lit_async_rl.engines.vllm.engine_arguments import LAUNCHER
+from lit_async_rl.engines.vllm.engine_arguments import LAUNCHER_VARIABLES
 from lit_async_rl.utils.ports import LOOPBACK, free_port
 
 PROGRAM = "from lit_async_rl.engines.vllm.serve import main; main()"
@@ -49,7 +49,7 @@ class Replica:
         """Starts the process and returns at once."""
         own = ["--model", self.model, "--host", LOOPBACK, "--port", str(self.port), "--die_with_parent"]
         command = [sys.executable, "-c", PROGRAM, *own, *flags(self.arguments)]
-        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         self._process = subprocess.Popen(command, env=inherited | dict(self.environment), start_new_session=True)
 
     def listens(self) -> bool:

@@ -1,4 +1,4 @@
-"""Conversion between our requests and completions and those of vLLM."""
+"""Requests of an engine around vLLM: bookkeeping, conversion to vLLM's types and back, asyncio tasks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ class RequestBook:
     """Counts requests and tokens and queues finished samples; all methods are thread-safe.
 
     Args:
-        name: of the engine, for messages.
+        name: name of the engine, for messages.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_tokens = 0
+        # shared by the producer (`take`), the trainer (`wait_until_idle`) and the thread that generates; its lock is
+        # re-entrant, because `drop` calls `end`
         self._changed = threading.Condition()
         self._running: set[int] = set()
         self._finished: deque[Completion] = deque()
@@ -40,25 +42,25 @@ class RequestBook:
         self._closed = False
         self._busy_since = 0.0
         self._busy_s = 0.0
-        self._lane = recorder().lane(ENGINE)  # of a timeline; that of the run is asked for when it begins
-        self.version = 0  # of the weights that were loaded last
-        self._drawn_until = 0.0
-        self._drawn_tokens = 0
-        self._too_much_s = 0.0
+        self._lane = recorder().lane(ENGINE)  # of the timeline; `begin` replaces it by the run's
+        self.version = 0  # of the newest loaded weights
+        self._recorded_until = 0.0  # end of the last span
+        self._recorded_tokens = 0
+        self._overlap_s = 0.0  # seconds of pauses that were recorded as decoding, to subtract from the next spans
 
     def begin(self, request_ids: Iterable[int]) -> None:
         """Marks requests as running."""
         with self._changed:
             if not self._running:
                 self._lane = recorder().lane(ENGINE)
-                self._busy_since = self._drawn_until = time.monotonic()
+                self._busy_since = self._recorded_until = time.monotonic()
             self._running.update(request_ids)
 
     def add(self, request_id: int, num_tokens: int, completions: list[Completion]) -> None:
-        """Counts tokens and queues completions; those of an ended request are counted only."""
+        """Counts tokens and queues completions; completions of an ended request are only counted."""
         with self._changed:
             self.num_tokens += num_tokens
-            self._draw(time.monotonic())
+            self._record_span(time.monotonic())
             if completions and request_id in self._running:
                 self._finished += completions
                 self._changed.notify_all()
@@ -71,7 +73,7 @@ class RequestBook:
             if was_busy and not self._running:
                 now = time.monotonic()
                 self._busy_s += now - self._busy_since
-                self._draw(now, is_empty=True)
+                self._record_span(now, is_empty=True)
             self._changed.notify_all()
 
     def drop(self, request_ids: set[int]) -> None:
@@ -81,7 +83,7 @@ class RequestBook:
             self._finished = deque(c for c in self._finished if c.request_id not in request_ids)
 
     def take(self, timeout_s: float) -> list[Completion]:
-        """Completions finished since the last call; waits for the first. Empty after `close`.
+        """Completions finished since the last call; waits up to `timeout_s` for the first. Empty after `close`.
 
         Raises:
             EngineError: `fail` was called.
@@ -113,7 +115,7 @@ class RequestBook:
         return bool(idle)
 
     def fail(self, error: BaseException) -> None:
-        """Records the engine's error and raises it in all waiting threads; only the first is kept."""
+        """Records the engine's error, which all waiting threads raise; later errors are ignored."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -137,34 +139,38 @@ class RequestBook:
             raise EngineError(f"{self.name} was closed")
 
     def pause(self, seconds: float) -> None:
-        """Subtracts seconds in which running requests were paused from `busy_s`."""
+        """Subtracts a pause of running requests from `busy_s` and from the timeline.
+
+        Args:
+            seconds: duration of the pause, which ends now.
+        """
         with self._changed:
             if self._running:
                 self._busy_s -= seconds
                 now = time.monotonic()
-                self._draw(now - seconds)
-                self._too_much_s += max(0.0, self._drawn_until - (now - seconds))
-                self._drawn_until = now
+                self._record_span(now - seconds)
+                self._overlap_s += max(0.0, self._recorded_until - (now - seconds))
+                self._recorded_until = now
 
-    def _draw(self, until: float, is_empty: bool = False) -> None:
-        """Adds a span for the time since the last call; what a pause took back is subtracted from it."""
-        if not (self._running or is_empty) or until <= self._drawn_until:
+    def _record_span(self, until: float, is_empty: bool = False) -> None:
+        """Adds a span for the time since the last one, less pauses that earlier spans contain."""
+        if not (self._running or is_empty) or until <= self._recorded_until:
             return
-        seconds = until - self._drawn_until
-        back = min(seconds, self._too_much_s)
-        self._too_much_s -= back
-        num_tokens = self.num_tokens - self._drawn_tokens
-        self._drawn_tokens = self.num_tokens
+        seconds = until - self._recorded_until
+        overlap_s = min(seconds, self._overlap_s)
+        self._overlap_s -= overlap_s
+        num_tokens = self.num_tokens - self._recorded_tokens
+        self._recorded_tokens = self.num_tokens
         self._lane.add(
             "decode",
-            self._drawn_until,
-            seconds - back,
+            self._recorded_until,
+            seconds - overlap_s,
             self.version,
             version=self.version,
             slots=len(self._running),
             tokens=num_tokens,
         )
-        self._drawn_until = until
+        self._recorded_until = until
 
     @property
     def num_running(self) -> int:
@@ -173,45 +179,46 @@ class RequestBook:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one request was running."""
+        """Seconds with at least one running request, without pauses."""
         with self._changed:
             return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
 
 
 # -- Heads of sampling distributions from vLLM's log-probabilities of the likeliest tokens (`logprobs=k`) -------------
-# With `logprobs_mode: processed_logprobs` these are of the distribution that was sampled from: temperature and
-# truncation (top-k, top-p, min-p) are applied, and tokens outside of the support have -inf. vLLM returns no entropy.
+# With `logprobs_mode: processed_logprobs` these belong to the sampling distribution: temperature and truncation (top-k,
+# top-p, min-p) are applied, and tokens outside of the support have -inf. vLLM returns no entropy.
 
 
-NO_PROBABILITY = -9999.0  # in place of -inf in JSON
+NO_PROBABILITY = -9999.0  # vLLM's replacement for -inf in JSON
 
 
 def head_of(positions: Sequence[Iterable[tuple[int, float]]], width: int) -> SamplerHead:
     """Head of the tokens of a completion, with entropy NaN.
 
     Args:
-        positions: for each token, the ids and log-probabilities that vLLM returned: of the likeliest tokens, and of the
-            sampled one, which may be among them.
-        width: entries of each token; missing ones are impossible.
+        positions: for each token, (id, log-probability) of the likeliest tokens as vLLM returns them, with the sampled
+            token, which may be one of them.
+        width: number of entries per token; missing entries have probability 0.
     """
     ids = torch.zeros(len(positions), width, dtype=torch.int32)
     logprobs = torch.full((len(positions), width), -torch.inf)
-    for row, found in enumerate(positions):
-        best = sorted(dict(found).items(), key=lambda pair: -pair[1])[:width]
-        if best:
-            ids[row, : len(best)] = torch.tensor([token for token, _ in best])
-            logprobs[row, : len(best)] = torch.tensor([value for _, value in best])
+    for row, entries in enumerate(positions):
+        top = sorted(dict(entries).items(), key=lambda pair: -pair[1])[:width]
+        if top:
+            ids[row, : len(top)] = torch.tensor([token for token, _ in top])
+            logprobs[row, : len(top)] = torch.tensor([value for _, value in top])
     logprobs[logprobs <= NO_PROBABILITY] = -math.inf
     return SamplerHead(torch.full((len(positions),), torch.nan), ids, logprobs)
 
 
-MIN_TEMPERATURE = 0.01  # of vLLM: it raises what is below, and refuses what is above
+# limits of vLLM, which silently raises lower temperatures and refuses higher ones
+MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
-MAX_SAMPLES = 16384  # of a request, unless VLLM_MAX_N_SEQUENCES says otherwise
+MAX_SAMPLES = 16384  # per request, unless VLLM_MAX_N_SEQUENCES is set
 
 
 def check_sampling(setting: str, sampling: SamplingParams, num_samples: int) -> None:
-    """Refuses sampling parameters that vLLM refuses, or replaces by others.
+    """Checks that vLLM neither refuses sampling parameters nor replaces their values.
 
     Args:
         setting: path of the parameters in messages, such as `data.sampling`.
@@ -219,26 +226,26 @@ def check_sampling(setting: str, sampling: SamplingParams, num_samples: int) -> 
         num_samples: samples of one request.
 
     Raises:
-        ValueError: names the setting and its value.
+        ValueError: it does; names the setting and its value.
     """
     temperature = sampling.temperature
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise ValueError(
             f"{setting}.temperature must be 0 or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}] with vLLM, got {temperature}"
         )
-    most = int(os.environ.get("VLLM_MAX_N_SEQUENCES") or MAX_SAMPLES)
-    if temperature and num_samples > most:
+    max_samples = int(os.environ.get("VLLM_MAX_N_SEQUENCES") or MAX_SAMPLES)
+    if temperature and num_samples > max_samples:
         raise ValueError(
-            f"vLLM takes at most {most} samples of a prompt in one request, got {num_samples}: lower data.group_size, "
-            "set data.intake.replicate_prompts, or set the environment variable VLLM_MAX_N_SEQUENCES"
+            f"vLLM takes at most {max_samples} samples of a prompt in one request, got {num_samples}: lower "
+            "data.group_size, set data.intake.replicate_prompts, or set the environment variable VLLM_MAX_N_SEQUENCES"
         )
 
 
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams`.
 
-    With stop strings vLLM detokenizes, in order to stop by itself; `end_at_stop` makes the final decision. vLLM samples
-    a greedy completion only once, see `SampleBuffer.add`.
+    With stop strings vLLM detokenizes and stops early; `end_at_stop` makes the final decision. A greedy completion is
+    sampled only once, see `SampleBuffer.add`.
     """
     sampling = request.sampling
     stops: dict[str, Any] = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
@@ -250,8 +257,8 @@ def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int])
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": sorted({*sampling.ends(eos_token_ids)}),
-        "ignore_eos": True,  # its own, which are fewer: the ones above end a completion
-        "logprobs": sampling.head or 0,  # of this many tokens besides the sampled one
+        "ignore_eos": True,  # vLLM knows fewer end tokens than `stop_token_ids`
+        "logprobs": sampling.head or 0,  # number of likeliest tokens besides the sampled one
         "detokenize": bool(sampling.stop),
         **stops,
     }
@@ -269,15 +276,19 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
     end = finder.first_end(before + completion.token_ids, request.sampling.stop, after=len(before))
     if end is None:
         return completion
-    kept = end - len(before)
-    fields = ("token_ids", "logprobs", "versions")
-    parts = {name: getattr(completion, name)[:kept] for name in fields}
-    head = None if completion.head is None else completion.head.first(kept)
-    return replace(completion, finish_reason="stop", head=head, **parts)
+    length = end - len(before)
+    return replace(
+        completion,
+        finish_reason="stop",
+        token_ids=completion.token_ids[:length],
+        logprobs=completion.logprobs[:length],
+        versions=completion.versions[:length],
+        head=None if completion.head is None else completion.head.first(length),
+    )
 
 
 def end_fault(completion: Completion, request: GenerationRequest, eos_token_ids: Iterable[int]) -> str:
-    """Describes an end of a completion that was not asked for; empty if there is nothing wrong with it."""
+    """Describes an end of a completion that the request does not explain; empty if it does."""
     ids = completion.token_ids
     sampling = request.sampling
     stops = {*sampling.ends(eos_token_ids)}
@@ -309,13 +320,14 @@ class SampleBuffer:
         self._heads: list[SamplerHead] = []
 
     def add(self, output: Any) -> list[Completion]:
-        """Appends a `vllm.CompletionOutput`; returns the completion with the last one.
+        """Appends a `vllm.CompletionOutput`; after the last one returns the completion (greedy: of all samples).
 
         Raises:
             EngineError: vLLM ended the request for an unexpected reason.
         """
         self._token_ids += output.token_ids
-        self._logprobs += [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        self._logprobs += [entries[token].logprob for token, entries in pairs]
         if (head := _head(self.request, output.logprobs)) is not None:
             self._heads.append(head)
         if output.finish_reason is None:
@@ -347,18 +359,19 @@ def _head(request: GenerationRequest, logprobs: Sequence[Mapping[int, Any]]) -> 
     width = request.sampling.head
     if width is None:
         return None
-    return head_of([[(token, found.logprob) for token, found in one.items()] for one in logprobs], width)
+    positions = [[(token, entry.logprob) for token, entry in entries.items()] for entries in logprobs]
+    return head_of(positions, width)
 
 
 def partial_completions(request: GenerationRequest, state: Any) -> list[Completion]:
     """Partial completion of a running sample.
 
     Args:
-        request: of the sample.
-        state: vLLM's `RequestState` of the sample, which may be ahead of its output.
+        request: request of the sample.
+        state: vLLM's `RequestState` of the sample, which may have more tokens than were returned.
     """
     token_ids = tuple(state.detokenizer.output_token_ids)
-    starts = state.weight_version_starts  # (tag, first token) whenever the tag changes
+    starts = state.weight_version_starts  # (tag, index of the first token) of each version
     ends = [start for _, start in starts[1:]] + [len(token_ids)]
     versions = [int(tag) for (tag, start), end in zip(starts, ends, strict=bool(starts)) for _ in range(start, end)]
     logprobs = state.logprobs_processor.logprobs[: len(token_ids)]
@@ -368,7 +381,7 @@ def partial_completions(request: GenerationRequest, state: Any) -> list[Completi
             request_id=request.id,
             sample_index=index,
             token_ids=token_ids,
-            logprobs=tuple(found[token].logprob for token, found in zip(token_ids, logprobs, strict=True)),
+            logprobs=tuple(entries[token].logprob for token, entries in zip(token_ids, logprobs, strict=True)),
             versions=tuple(versions),
             finish_reason="abort",
             head=_head(request, logprobs),
@@ -381,9 +394,9 @@ class RequestRunner:
     """One asyncio task per request of an `AsyncLLM`; called in the thread of its loop.
 
     Args:
-        process: owns the `AsyncLLM`.
-        book: receives completions, token counts and errors.
-        eos_token_ids: end a completion.
+        process: process of the `AsyncLLM`.
+        book: book for completions, token counts and errors.
+        eos_token_ids: tokens that end a completion.
         model: Hugging Face name or folder; its tokenizer is loaded for the first request with stop strings.
     """
 
@@ -401,7 +414,7 @@ class RequestRunner:
         """Starts requests. Prompts share their KV cache only with those of the same `salt`. Errors go to the book."""
         try:
             self._launch(requests, salt)
-        except Exception as error:  # nobody waits for the loop's callbacks
+        except Exception as error:  # the loop only logs errors of its callbacks: the book hands them to the trainer
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -427,25 +440,25 @@ class RequestRunner:
 
         arguments = sampling_arguments(request, self.eos_token_ids)
         params = vllm.SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
-        if request.sampling.temperature > 0:  # else it needs none of them
+        if request.sampling.temperature > 0:  # greedy sampling uses none of these
             for name in ("temperature", "top_p", "top_k", "min_p"):
                 if (used := getattr(params, name)) != arguments[name]:
                     raise ValueError(f"data.sampling.{name}={arguments[name]}: vLLM would use {used} instead")
         return params
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
-        """Refuses requests whose sampling parameters vLLM refuses; for the thread that submits.
+        """Checks in the submitting thread that vLLM accepts the sampling parameters.
 
         Raises:
-            ValueError: names the parameters; vLLM's error is the cause.
+            ValueError: it does not; vLLM's error is the cause.
         """
         for request in requests:
-            kind = repr((request.sampling, request.num_samples))  # a list of stop tokens has no hash
+            kind = repr((request.sampling, request.num_samples))  # `repr`, because lists of stop tokens have no hash
             if kind in self._checked:
                 continue
             try:
                 self._parameters(request)
-            except Exception as error:  # of vLLM: its own class is no ValueError
+            except Exception as error:  # vLLM's own error class is not a ValueError
                 raise ValueError(f"vLLM refuses data.sampling of a request: {error}") from error
             self._checked.add(kind)
 
@@ -456,16 +469,16 @@ class RequestRunner:
 
     async def partial_completions(self) -> list[Completion]:
         """Partial completions of all running samples."""
-        found = []
+        completions = []
         for state in self.process.llm.output_processor.request_states.values():
-            id_given_by_us = (state.parent_req or state).external_req_id  # each sample is a child with an id of its own
-            request = self._requests.get(int(id_given_by_us))
-            if request is not None:  # else vLLM has died, and our side of the request with it
-                found += partial_completions(request, state)
-        return found
+            our_id = (state.parent_req or state).external_req_id  # samples are children with ids of their own
+            request = self._requests.get(int(our_id))
+            if request is not None:  # None if vLLM died, which ended our task of the request
+                completions += partial_completions(request, state)
+        return completions
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:
-        """Runs one request to its end; whatever it raises goes to the book, and so to the trainer."""
+        """Runs one request to its end; errors go to the book, and from there to the trainer."""
         try:
             from vllm import TokensPrompt
 

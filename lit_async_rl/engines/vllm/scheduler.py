@@ -1,12 +1,12 @@
-"""vLLM's scheduler, with one difference: after an update nothing is read from the KV cache of older weights.
+"""vLLM's scheduler, changed so that after an update no prompt is read from the KV cache of older weights.
 
 Loaded by name: `scheduler_cls="lit_async_rl.engines.vllm.scheduler.make_scheduler"` in the engine's arguments, or
 `--scheduler-cls` of a server.
 
-The samples of a prompt share its KV cache, and those that wait for room may start after an update that their siblings
-have seen. vLLM finds cached blocks by a hash of tokens and of a salt that a request brings along; it cannot know that
-the weights changed. Here the salt also counts the pauses, during which weights are loaded: a sample that starts after
-an update shares its prompt with others that do, and never with those from before.
+The samples of a prompt share its KV cache, and samples that wait for memory may start after an update. vLLM finds
+cached blocks by a hash of the tokens and of the request's salt; it does not know that the weights changed. Here the
+salt also counts the pauses, during which weights are loaded: samples that start after an update share the cache of
+their prompt with each other, and never with samples that started before it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 from typing import Any
 
 SCHEDULER = "lit_async_rl.engines.vllm.scheduler.make_scheduler"
-SEPARATOR = "\n"  # of a request's own salt and the number of pauses
+SEPARATOR = "\n"  # between a request's own salt and the number of pauses
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> Any:
-    """The scheduler of an engine, derived from the class that vLLM would use."""
+    """The scheduler of an engine, derived from vLLM's default class for its configuration."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -36,7 +36,7 @@ class FreshPrompts:
     _num_pauses = 0
 
     def add_request(self, request: Any) -> None:
-        """Queues a request; one that was sent before an update and arrives after it gets the newer salt, too."""
+        """Queues a request with the present salt, also if it was sent before an update and arrives after it."""
         self._salt(request)
         super().add_request(request)  # type: ignore[misc]
 
@@ -47,7 +47,7 @@ class FreshPrompts:
             return
         self._num_pauses += 1
         unfinished = [request for request in self.running if request.num_output_tokens == 0]
-        for request in reversed(unfinished):  # parts of its prompt were read with the older weights
+        for request in reversed(unfinished):  # parts of their prompts were read with the older weights
             self.running.remove(request)
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)
             self.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -56,7 +56,7 @@ class FreshPrompts:
                 self._salt(request)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Takes a request's memory away; it will be computed again with the newest weights, and only with those."""
+        """Frees a request's memory; its tokens will be recomputed with the newest weights only."""
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         self._salt(request)
 

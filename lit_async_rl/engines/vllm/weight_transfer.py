@@ -1,10 +1,10 @@
-"""How new weights reach vLLM's worker processes: from `(name, tensor)` pairs, one tensor at a time, in four steps.
+"""Interface of weight transfers to vLLM's worker processes: `(name, tensor)` pairs, one at a time, in four steps.
 
 | step | engine | files (`SharedMemoryTransfer`, `FileTransfer`) | GPU to GPU (`IpcTransfer`, `NcclTransfer`) |
 |---|---|---|---|
 | `stage` | generates | write safetensors files | keep the stream for `deliver` |
-| `prepare` | generates | have the workers load them beside the weights in use | nothing |
-| `deliver` | is paused | have the workers use them | send the stream |
+| `prepare` | generates | make the workers load them beside the weights in use | nothing |
+| `deliver` | is paused | make the workers use them | send the stream |
 | `release` | generates again | delete the files | nothing |
 
 Every rank of a sharded policy must read the stream to its end, so the caller of `stage` reads the rest of it after an
@@ -27,8 +27,8 @@ class EngineControl(ABC):
     """Interface of an engine, or of several as one, for weight transfers.
 
     Attributes:
-        num_workers: participating worker processes, of all parallel dimensions and engines.
-        update_timeout_s: timeout of a call, and of `FileTransfer.prepare`.
+        num_workers: number of worker processes, of all parallel dimensions and engines.
+        update_timeout_s: timeout of a call, and of `FileTransfer.prepare`, in seconds.
     """
 
     num_workers: int
@@ -36,7 +36,7 @@ class EngineControl(ABC):
 
     @abstractmethod
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        """Calls a method of vLLM's worker, or of our extension, on all workers; what each of them returned.
+        """Calls a method of vLLM's worker, or of our extension, on all workers; returns their results.
 
         Raises:
             RuntimeError: a worker raised.
@@ -47,8 +47,8 @@ class WeightTransfer(ABC):
     """Base class of transfers; see the table of this module.
 
     Attributes:
-        takes_adapters: whether low-rank adapters may come as tensors of their own, beside frozen weights.
-        staged_bytes: written or sent for the last update.
+        takes_adapters: whether low-rank adapters may be sent as separate tensors, beside frozen weights.
+        staged_bytes: bytes written or sent for the last update.
     """
 
     takes_adapters = False
@@ -70,7 +70,7 @@ class WeightTransfer(ABC):
         """Reads the weights; the engine may still generate."""
 
     def prepare(self, control: EngineControl) -> None:  # noqa: B027  (most have nothing to do)
-        """Does what can be done before the pause; the engine may still generate."""
+        """Does preparations that need no pause; the engine may still generate."""
 
     @abstractmethod
     def deliver(self, control: EngineControl) -> None:
@@ -86,7 +86,7 @@ class WeightTransfer(ABC):
 
 
 def as_dtype(name: str | None) -> torch.dtype | None:
-    """The torch dtype of that name.
+    """The torch dtype `name`; None for None.
 
     Raises:
         ValueError: there is no such dtype.

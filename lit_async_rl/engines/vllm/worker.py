@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_async_rl.engines.vllm.engine_arguments import describe_config, unusable_settings
-from lit_async_rl.engines.vllm.weight_deltas import Held, Incoming
+from lit_async_rl.engines.vllm.weight_deltas import IncomingWeights, LoadedWeights
 from lit_async_rl.utils.processes import die_with_parent
 
-# -- Second set of a vLLM model's layers: weights are loaded into it while the first generates, then they change places
-# Used in vLLM's worker. Loading means reading, fusing, casting and, on a CPU, packing for its kernels: all of it
-# happens in a thread of its own. What remains for the pause is an exchange of references.
+# -- Double buffering of a vLLM model's layers: weights are loaded into a second set while the first generates --------
+# Used in vLLM's worker. A thread reads, fuses, casts and (on a CPU) packs the weights for the kernels. The pause only
+# exchanges references.
 
 
 _TENSORS = ("_parameters", "_buffers")
@@ -37,11 +37,11 @@ _SLOTS = (*_TENSORS, "_modules", "_non_persistent_buffers_set")
 
 
 class LayerBuffer:
-    """Loads weights in a thread, beside the model that generates.
+    """Loads weights in a thread while the model generates.
 
     Args:
-        model: of vLLM.
-        load: called in the thread with a twin of the model; loads it.
+        model: model of vLLM.
+        load: function that loads weights into a twin of the model; called in the thread.
     """
 
     def __init__(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
@@ -67,29 +67,29 @@ class LayerBuffer:
         """Whether the weights are ready.
 
         Raises:
-            RuntimeError: loading failed; the model that generates is as it was.
+            RuntimeError: loading failed; the generating model is unchanged.
         """
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # afterwards `_twin` or `_error` is set, and no longer written by the thread
             return False
         if self._error is not None:
             raise RuntimeError(str(self._error) or type(self._error).__name__) from self._error
         return True
 
     def swap(self) -> None:
-        """Has the model use the new weights; no generation may run meanwhile. The old ones are freed later."""
+        """Moves the new weights into the model; no generation may run meanwhile. The old ones are freed later."""
         if self._twin is None:
             raise RuntimeError("the weights are not loaded yet")
         twins = dict(self._twin.named_modules())
         replaced = []
         for name, layer in self._model.named_modules():
-            replaced += _take_over(layer, twins[name], self._before[name])
+            replaced += _copy_changes(layer, twins[name], self._before[name])
         self._twin = None
         self._before = {}
         threading.Thread(target=_free, args=(replaced,), name="old weights", daemon=True).start()
 
 
 def twin_of(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.Module:
-    """A copy of a tree of modules that has the same tensors, of which each can be replaced."""
+    """Copy of a tree of modules with the same tensors, each of which can be replaced independently."""
     twins = {} if twins is None else twins
     if id(module) in twins:
         return twins[id(module)]
@@ -103,9 +103,9 @@ def twin_of(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.
 
 
 def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: Any) -> set[str] | None:
-    """Loads weights into a twin of `model`, leaving that as it is; returns what vLLM's loader says it loaded.
+    """Loads weights into a twin of `model`, which stays unchanged; returns the names that vLLM's loader reports.
 
-    Layers without any of the weights keep the tensors of `model`.
+    Layers without new weights keep the tensors of `model`.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
@@ -123,7 +123,7 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
     infos = [get_layerwise_info(layer) for layer, _ in layers]
     kernel_tensors = [info.kernel_tensors for info in infos]
     for info in infos:
-        info.kernel_tensors = None  # else vLLM would copy what it has loaded over the tensors that generate
+        info.kernel_tensors = None  # otherwise vLLM copies loaded weights into the tensors of the generating model
     loaded = twin.load_weights(weights)
     for info, tensors in zip(infos, kernel_tensors, strict=True):
         if info.can_load() and info.load_numel <= 0:
@@ -131,7 +131,7 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
     finalize_layerwise_reload(twin, config)
     _tie_heads(layers)
     for layer, _ in layers:
-        LAYERWISE_INFO.pop(layer, None)  # refers to the layer, which it would keep for ever
+        LAYERWISE_INFO.pop(layer, None)  # its reference would keep the layer's memory forever
     before = dict(model.named_parameters())
     for name, tensor in twin.named_parameters():
         if name in (loaded or ()) and before.get(name) is tensor:
@@ -140,9 +140,9 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 
 
 def _metadata_for(twin: nn.Module, tensor: Any, original: nn.Module) -> Tensor:
-    """A copy of a layer's metadata tensor whose loader loads into the twin.
+    """Copy of a layer's metadata tensor with a loader for the twin.
 
-    vLLM leaves loaders that belong to one reload of one layer on these tensors; with them nothing would be loaded.
+    These tensors still have vLLM's loaders of an earlier reload of the original layer, which would load nothing.
     """
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
@@ -158,7 +158,7 @@ def _metadata_for(twin: nn.Module, tensor: Any, original: nn.Module) -> Tensor:
 
 
 def _tie_heads(layers: list[tuple[Any, Any]]) -> None:
-    """Gives heads that share the weight of an embedding the new one, packed for the CPU."""
+    """Gives heads tied to an embedding its new weight, packed for the CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     embeddings = [
@@ -175,12 +175,12 @@ def _tie_heads(layers: list[tuple[Any, Any]]) -> None:
 
 def _contents(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """Tensors and attributes of a layer, without its children, by slot and name."""
-    found = {(slot, name): value for slot in _TENSORS for name, value in layer.__dict__[slot].items()}
-    return found | {("", name): value for name, value in layer.__dict__.items() if name not in _SLOTS}
+    tensors = {(slot, name): value for slot in _TENSORS for name, value in layer.__dict__[slot].items()}
+    return tensors | {("", name): value for name, value in layer.__dict__.items() if name not in _SLOTS}
 
 
-def _take_over(layer: nn.Module, twin: nn.Module, before: dict[tuple[str, str], Any]) -> list[Any]:
-    """Gives a layer what loading has changed in its twin, and leaves all else; returns what was replaced."""
+def _copy_changes(layer: nn.Module, twin: nn.Module, before: dict[tuple[str, str], Any]) -> list[Any]:
+    """Copies references that loading changed in a layer's twin to the layer; returns the replaced objects."""
     replaced: list[Any] = []
     for (slot, name), value in _contents(twin).items():
         if before.get((slot, name)) is not value:
@@ -191,10 +191,10 @@ def _take_over(layer: nn.Module, twin: nn.Module, before: dict[tuple[str, str], 
 
 
 def _free(replaced: list[Any]) -> None:
-    """Frees memory bit by bit: giving half a gigabyte back at once holds up everything else.
+    """Frees memory in small steps: returning half a gigabyte at once would stall other threads.
 
-    A twin is in cycles (loaders of its parameters), which would stay for long: Python counts objects, and not their
-    bytes. vLLM has frozen what was there before, so that a collection takes milliseconds.
+    A twin is part of reference cycles (loaders of its parameters), which Python would collect late, as it counts
+    objects and not bytes. vLLM has frozen earlier objects, so that a collection takes milliseconds.
     """
     while replaced:
         replaced.pop()
@@ -203,26 +203,26 @@ def _free(replaced: list[Any]) -> None:
 
 
 def end_with_trainer() -> None:
-    """Has the kernel kill this process when the process that spawned it ends, also after `kill -9`.
+    """Makes the kernel kill this process when its parent ends, also after `kill -9`.
 
-    vLLM leaves its engine process, and the memory it holds, behind when the trainer is killed.
+    Without this, vLLM's engine process and its memory remain when the trainer is killed.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and not die_with_parent(parent.pid):
-        os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the request
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the request to the kernel
 
 
 def allow_amx() -> None:
-    """Asks the kernel for permission to use AMX, without which the CPU refuses it with SIGILL.
+    """Requests the kernel's permission to use AMX, without which its instructions raise SIGILL.
 
-    vLLM's attention uses it in bfloat16 and does not ask. Usually a matrix product of oneDNN has asked before, but in a
-    first step of at most four tokens, with weights of less than 1 MiB, there is none (vLLM 0.32).
+    vLLM's attention uses AMX in bfloat16 without a request. Usually a matrix product of oneDNN has made it before, but
+    not in a first step of at most four tokens with weights of less than 1 MiB (vLLM 0.32).
     """
     torch.cpu._init_amx()
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: every vLLM process runs it, so it acts only if the variable is set."""
+    """Entry point `vllm.general_plugins`. Every vLLM process on the machine runs it, so it checks our variable."""
     if os.environ.get("LIT_ASYNC_RL_DIE_WITH_PARENT") == "1":
         end_with_trainer()
 
@@ -233,8 +233,8 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     vllm_config: Any
-    _held = Held()
-    _incoming: Incoming
+    _held = LoadedWeights()
+    _incoming: IncomingWeights
     _expected: set[str]
     _recorded: set[str]
     _buffer: LayerBuffer | None = None
@@ -242,7 +242,7 @@ class WorkerExtension:
     _read: list[tuple[str, Tensor]] = []  # noqa: RUF012  (replaced, never changed)
 
     def describe_policy(self) -> dict[str, Any]:
-        """Model, precision, and settings that break a promise, which the trainer checks before it uses a server."""
+        """Model, precision, and settings that break guarantees; the trainer checks them before it uses a server."""
         import transformers
 
         return {
@@ -256,9 +256,9 @@ class WorkerExtension:
     # -- checking what vLLM's own transfers load
 
     def record_loaded_weights(self) -> None:
-        """Begins to note what is loaded, for `check_loaded_weights`."""
+        """Starts recording loaded weights, for `check_loaded_weights`."""
         model = self.model_runner.get_model()
-        model.__dict__.pop("load_weights", None)  # of an update that failed
+        model.__dict__.pop("load_weights", None)  # left by an update that failed
         load = model.load_weights
         recorded = set[str]()
         self._expected = {name for name, _ in model.named_parameters()}
@@ -266,40 +266,40 @@ class WorkerExtension:
 
         def loading(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
             loaded = load(weights)
-            recorded.update(self._expected if loaded is None else loaded)  # a loader that does not say
+            recorded.update(self._expected if loaded is None else loaded)  # None: the loader reports no names
             return loaded
 
         model.load_weights = loading
 
     def check_loaded_weights(self) -> None:
-        """Ends that.
+        """Stops recording, and checks that all weights were loaded.
 
         Raises:
-            RuntimeError: the model has weights that were not loaded meanwhile.
+            RuntimeError: a weight of the model was not.
         """
         self.model_runner.get_model().__dict__.pop("load_weights", None)
         self._check_complete(self._expected, self._recorded)
 
     def _check_complete(self, expected: set[str], loaded: set[str] | None) -> None:
-        """VLLM itself would only log what was not loaded, and keep the old weights."""
+        """Checks that all weights were loaded; vLLM only logs missing ones, and keeps their old values."""
         if loaded is None or self.model_config.quantization is not None:
             return
         if missing := expected - loaded:
             raise RuntimeError(f"the policy's weights lack what vLLM's model has: {min(missing)!r}")
 
-    # -- loading weights: at once ...
+    # -- loading weights in one step
 
     def load_policy_weights(self, folder: str) -> None:
-        """Replaces the weights by those in a folder of safetensors files, or those that an update changes.
+        """Loads a folder of safetensors files with all weights, or with the changes of an update.
 
         No generation may run meanwhile. After an error the weights may be mixed: stop the engine.
 
         Raises:
-            RuntimeError: the folder lacks weights of the model, or updates others than those that were loaded last.
+            RuntimeError: the folder lacks weights of the model, or is an update of other weights than the loaded ones.
         """
-        self._incoming = Incoming(folder, self._held)
+        self._incoming = IncomingWeights(folder, self._held)
         self._load_in_place(self._incoming.weights())
-        self._held = self._incoming.held()
+        self._held = self._incoming.loaded_weights()
 
     def _load_in_place(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
@@ -315,20 +315,20 @@ class WorkerExtension:
         if not self._incoming.is_update:
             self._check_complete(expected, loaded)
 
-    # -- ... or, with a shorter pause, in two steps
+    # -- loading weights in two steps, with a shorter pause
 
     def begin_policy_weights(self, folder: str) -> None:
-        """Begins to load weights in a thread while generation goes on; `swap_policy_weights` makes them count."""
+        """Starts loading weights in a thread while generation continues, until `swap_policy_weights` is called."""
         from vllm.platforms import current_platform
 
-        self._incoming = Incoming(folder, self._held)
-        self._held = Held()  # until the swap, no update can build on what this one begins with
+        self._incoming = IncomingWeights(folder, self._held)
+        self._held = LoadedWeights()  # the thread changes the stored copy: until the swap no update can apply to it
         self._is_in_host_memory = not current_platform.is_cpu() or self.model_config.quantization is not None
         load = self._read_into_host_memory if self._is_in_host_memory else self._load_twin
         self._buffer = LayerBuffer(self.model_runner.get_model(), load)
 
     def _read_into_host_memory(self, twin: nn.Module) -> None:
-        """A second set of layers would take twice the memory of the GPU; copies from pinned memory are fast."""
+        """Reads weights into pinned memory, because a second set of layers would double the memory on the GPU."""
         copy = Tensor.pin_memory if torch.cuda.is_available() else Tensor.clone
         self._read = [(name, copy(weight)) for name, weight in self._incoming.weights()]
 
@@ -346,12 +346,12 @@ class WorkerExtension:
         """Whether `swap_policy_weights` can be called, as `loaded`.
 
         Raises:
-            RuntimeError: loading failed; the weights that generate are as they were.
+            RuntimeError: loading failed; the weights in use are unchanged.
         """
         return {"loaded": self._buffer is not None and self._buffer.is_loaded()}
 
     def swap_policy_weights(self) -> None:
-        """Uses the weights that `begin_policy_weights` has loaded. No generation may run meanwhile."""
+        """Takes the weights loaded by `begin_policy_weights` into use. No generation may run meanwhile."""
         if self._buffer is None or not self._buffer.is_loaded():
             raise RuntimeError("no weights are loaded that could be swapped in")
         buffer = self._buffer
@@ -362,11 +362,11 @@ class WorkerExtension:
             self._load_in_place(weights)
         else:
             buffer.swap()
-        self._held = self._incoming.held()
+        self._held = self._incoming.loaded_weights()
 
 
 def repack_tied_head(model: nn.Module, tied: bool) -> None:
-    """Repacks a tied head on a CPU, which otherwise keeps a packed copy of the initial embedding."""
+    """Repacks a tied head on a CPU, where it would keep a packed copy of the initial embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 
