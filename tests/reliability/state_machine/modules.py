@@ -422,7 +422,8 @@ class VirtualPolicy(PolicyModule):
     """Policy that is a number, trained by adding numbers."""
 
     def __init__(self, saw: Callable[[RolloutBatch, int], None]) -> None:
-        WholeSteps.__init__(self)
+        pl.LightningModule.__init__(self)
+        self.steps = WholeSteps()
         self.version = 0
         self.weights = 1
         self.gradient = 0
@@ -433,15 +434,15 @@ class VirtualPolicy(PolicyModule):
         self.saved_weights = VirtualSavedWeights()  # type: ignore[assignment]
 
     def setup(self, stage: str) -> None:
-        WholeSteps.setup(self, stage)
+        self.steps.begin_fit(self.trainer)
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Any:
         """Checks the micro-batch as the real one does."""
-        self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
+        self.steps.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
         self._saw(batch, self.version)
 
     def on_after_backward(self) -> None:
-        WholeSteps.on_after_backward(self)
+        self.steps.guard.accumulated()
 
     def stream_weights(self, adapters: bool = False, known: Any = None) -> Iterator[tuple[str, Any]]:
         yield "weights", self.weights
