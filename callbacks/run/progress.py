@@ -15,8 +15,8 @@ from rich.progress import Progress as RichBars
 from rich.table import Column
 
 from lit_async_rl.utils.checks import check_range
-from lit_async_rl.utils.guarded_calls import announced, duration
 from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
+from lit_async_rl.utils.waiting import announced, duration
 
 NAMES = {
     "reward/mean": ("reward", "{:.2f}"),

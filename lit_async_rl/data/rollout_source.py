@@ -37,9 +37,9 @@ from lit_async_rl.rollouts.evaluation import EvaluationPlan, EvaluationRun
 from lit_async_rl.rollouts.producer import Producer, ProducerStats
 from lit_async_rl.scheduling.admission import Admission, check_bound
 from lit_async_rl.types import RolloutBatch, RolloutGroup
-from lit_async_rl.utils.guarded_calls import announced
 from lit_async_rl.utils.lightning_types import AnyTrainer
 from lit_async_rl.utils.spans import TRAINER, recorder
+from lit_async_rl.utils.waiting import announced
 
 CLOSE_S = 10.0  # limit of `close` for an engine that failed
 STOP_S = 30.0  # limit of `close` for an engine that works, at the end of a run

@@ -34,8 +34,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lit_async_rl.errors import RankError, StalledError
-from lit_async_rl.utils.guarded_calls import STILL_S
 from lit_async_rl.utils.lightning_types import AnyTrainer
+from lit_async_rl.utils.waiting import MAX_GAP_S
 
 # -- Progress of each rank's training thread, and detection of the rank that the others wait for ----------------------
 # All ranks pass the same milestones in the same order (Lightning's hooks, each exchange, each gathered weight), so the
@@ -148,13 +148,13 @@ class Progress:
     # -- watch thread -------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """The current state; call it at intervals below `STILL_S`, longer ones count as a stopped process."""
+        """The current state; call it at intervals below `MAX_GAP_S`, longer ones count as a stopped process."""
         now = time.monotonic()
         seen = (self._place, self._num_signs)
         (phase, limit_s) = self._phase
         gap = now - self._looked_at
         self._looked_at = now
-        self._idle_s = self._idle_s + min(gap, STILL_S) if seen == self._seen else 0.0
+        self._idle_s = self._idle_s + min(gap, MAX_GAP_S) if seen == self._seen else 0.0
         self._seen = seen
         frames = [f for f, _ in traceback.walk_stack(sys._current_frames().get(self._thread))]
         modules = [str(frame.f_globals.get("__name__")) for frame in frames]
@@ -205,7 +205,7 @@ def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) ->
     )
 
 
-BEAT_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 GRACE_S = 3.0  # from learning of a failure until a main thread that does not notice it is ended
 EXIT_S = 30.0  # from noticing it until a process that does not exit is ended
 ABANDON_S = 4.0  # longest that a process which is ended may close its engine
@@ -353,7 +353,7 @@ class RankWatch:
     # -- watch thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed.wait(BEAT_S):
+        while not self._closed.wait(HEARTBEAT_INTERVAL_S):
             try:
                 self._beat()
                 self._listen()

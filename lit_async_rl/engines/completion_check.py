@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,10 @@ from numbers import Real
 from typing import Any
 
 from lit_async_rl.engines.base import RolloutEngine
-from lit_async_rl.errors import CompletionError, StalledError
+from lit_async_rl.errors import CompletionError
 from lit_async_rl.types import OWN_CHOICE, Completion, ExpertChoices, GenerationRequest, SamplerHead, Turn
 from lit_async_rl.utils.checks import MAX_REWARD
+from lit_async_rl.utils.waiting import Wait
 
 MAX_LOGPROB = 1e-4  # log(softmax(x)) of a nearly certain token, rounded in float32, may be a little more than 0
 MIN_LOGPROB = -750.0  # e^-745 is the smallest double: no sampler draws what is less likely
@@ -368,7 +368,7 @@ class RequestLedger:
 # -- Blocking generation without a producer: validation, benchmarks, tests --------------------------------------------
 
 
-POLL_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 def run_requests(
@@ -398,30 +398,32 @@ def run_requests(
     ledger = RequestLedger(engine, vocab_size)
     ledger.open(requests)
     engine.submit(requests)
-    last_change = time.monotonic()
+
+    def stalled() -> str:
+        rest = f": {work}, which never returns" if work is not None else ""
+        return f"{type(engine).__name__} gave no token for {timeout_s:g} s; {missing} samples lack{rest}"
+
+    wait = Wait(timeout_s, stalled)
     num_tokens = engine.num_tokens
     while missing:
-        for completion in ledger.listed(engine.poll(min(POLL_S, timeout_s)), "poll"):
+        for completion in ledger.listed(engine.poll(min(POLL_INTERVAL_S, timeout_s)), "poll"):
             if ledger.receive(completion):
                 found[completion.request_id].append(completion)
                 missing -= 1
-                last_change = time.monotonic()
+                wait.restart()
         for request_id in engine.take_given_up():
             lacking = ledger.num_missing(request_id)
             ledger.abort([request_id])
             found[request_id] = []
             missing -= lacking
-            last_change = time.monotonic()
+            wait.restart()
         work = engine.outside_work()
         if work is not None and work.is_within_limits:
-            last_change = time.monotonic()
+            wait.restart()
             on_progress()
         if num_tokens != (num_tokens := engine.num_tokens):
-            last_change = time.monotonic()
+            wait.restart()
             on_progress()
-        if missing and time.monotonic() - last_change > timeout_s:
-            raise StalledError(
-                f"{type(engine).__name__} gave no token for {timeout_s:g} s; {missing} samples lack"
-                + (f": {work}, which never returns" if work is not None else "")
-            )
+        if missing:
+            wait.raise_if_over()
     return [sorted(found[request.id], key=lambda c: c.sample_index) for request in requests]

@@ -37,8 +37,8 @@ from transformers.utils import logging as transformers_logging
 
 from lit_async_rl.models.attention import choose_attention
 from lit_async_rl.utils.checks import check_dtype
-from lit_async_rl.utils.guarded_calls import announced
 from lit_async_rl.utils.hub import go_offline_if_unreachable
+from lit_async_rl.utils.waiting import announced
 
 # -- Properties of a model's architecture: context length, layers other than attention, stored buffers ----------------
 

@@ -25,9 +25,10 @@ from lit_async_rl.errors import RewardError, SetupError, StalledError
 from lit_async_rl.rewards.forms import BatchedReward, wants_token_ids
 from lit_async_rl.types import Prompt, Score
 from lit_async_rl.utils.checks import as_reward, check_range
-from lit_async_rl.utils.guarded_calls import AwakeClock, LoopThread
+from lit_async_rl.utils.guarded_calls import LoopThread
 from lit_async_rl.utils.spans import recorder, reward_lane
 from lit_async_rl.utils.tries import Retries, TryPolicy, Work
+from lit_async_rl.utils.waiting import clock
 
 # -- Execution of `async` reward functions for the worker threads that score completions ------------------------------
 
@@ -229,7 +230,7 @@ class ScoreSpans:
 
 
 CLOSE_S = 5.0
-POLL_S = 0.2
+POLL_INTERVAL_S = 0.2
 log = logging.getLogger(__name__)
 
 
@@ -259,7 +260,6 @@ class Scorer:
         records_spans: whether a timeline shows when the workers score.
 
     Attributes:
-        clock: clock of the timeouts.
         keeps_rewards: whether a resume keeps rewards that another reward, environment or other answers gave.
         identity: of the reward as it was given, see `reward_identity`; None without one.
     """
@@ -278,7 +278,6 @@ class Scorer:
         self.reward = reward
         self.identity = None if reward is None else reward_identity(reward)
         self.keeps_rewards = False
-        self.clock = AwakeClock()
         self.timeout_s = timeout_s
         self.num_workers = num_workers
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -338,7 +337,7 @@ class Scorer:
                 return
             began = time.monotonic()
             began_cpu = time.thread_time()
-            self._running[number] = (self.clock.now(), job)
+            self._running[number] = (clock.now(), job)
             failure: RewardError | None = None
             try:
                 reward = score(
@@ -377,7 +376,7 @@ class Scorer:
         if self._retries.may_try_again(job.prompt, job.num_tries, error):
             job.is_said_to_be_slow = False
             if pause_s := self.policy.pause_s(job.num_tries):
-                self._pausing.append((self.clock.now() + pause_s, job))
+                self._pausing.append((clock.now() + pause_s, job))
             else:
                 self._jobs.put(job)
         else:
@@ -402,11 +401,11 @@ class Scorer:
         if self._error is not None:
             raise self._error
         for entry in list(self._pausing):
-            if entry[0] <= self.clock.now():
+            if entry[0] <= clock.now():
                 self._pausing.remove(entry)
                 self._jobs.put(entry[1])
         for number, (began, job) in list(self._running.items()):
-            seconds = self.clock.now() - began
+            seconds = clock.now() - began
             if seconds > self.timeout_s / 2 and not job.is_said_to_be_slow:
                 job.is_said_to_be_slow = True
                 took = f"{seconds:.1f} s of {self.policy.limit}"
@@ -419,7 +418,7 @@ class Scorer:
 
     def work(self) -> Work | None:
         """The calls under way, and those that wait for another try; None if there are none."""
-        now = self.clock.now()
+        now = clock.now()
         ages = [now - began for began, _ in list(self._running.values())]
         ages += [0.0 for _ in list(self._pausing)]
         if not ages:
@@ -441,7 +440,6 @@ class Scorer:
         hanging reward cannot be stopped.
         """
         self._is_closed = True
-        self.clock.close()
         self._awaiter.close()
         for _ in range(self.num_workers):
             self._jobs.put(None)
@@ -478,7 +476,7 @@ def score_all(
     while len(rewards) < len(completions):
         scorer.check()
         try:
-            n, reward = found.get(timeout=POLL_S)
+            n, reward = found.get(timeout=POLL_INTERVAL_S)
         except queue.Empty:
             if (work := scorer.work()) is not None and work.is_within_limits:
                 on_progress()  # other ranks wait for as long as it may take

@@ -15,15 +15,16 @@ from lit_async_rl.engines.completion_check import RequestLedger
 from lit_async_rl.errors import CompletionError, EnvironmentFailure, ProducerError, StalledError, describe
 from lit_async_rl.models.weights import lasts
 from lit_async_rl.types import Completion, GenerationRequest
-from lit_async_rl.utils.guarded_calls import LastKnown, Limit, call, feed
+from lit_async_rl.utils.guarded_calls import LastKnown, call, feed
 from lit_async_rl.utils.spans import ENGINE, WEIGHTS, recorder
+from lit_async_rl.utils.waiting import Wait
 
 # -- Engine calls with timeouts, so that an engine that hangs cannot block its caller ---------------------------------
 
 
 T = TypeVar("T")
 GRACE_S = 5.0  # lets the engine's own timeout, whose message says more, fire first
-POLL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
+POLL_INTERVAL_S = 0.2  # how soon a stop, a dead thread or a hung reward is noticed
 log = logging.getLogger(__name__)
 
 
@@ -48,7 +49,7 @@ class EngineCalls:
         """Seconds and tokens generated; the last known values if the engine does not answer."""
         return self._counters.get()
 
-    def _limit(self, what: str) -> Limit:
+    def _wait(self, what: str) -> Wait:
         update_s = self.engine.update_timeout_s
         if what == "setup":
             seconds = self.engine.startup_timeout_s
@@ -60,11 +61,11 @@ class EngineCalls:
             seconds = self.timeout_s
             setting = "data.limits.rollout_timeout_s"
         message = f"{self.name}.{what} did not return within {setting}={seconds:g} s, and no token was sampled"
-        return Limit(seconds + min(GRACE_S, 0.1 * seconds), message, self.counters)
+        return Wait(seconds + min(GRACE_S, 0.1 * seconds), message, self.counters)
 
     def ask(self, what: str, function: Callable[[], T]) -> T:
         """The result of any call; `what` names the call in errors."""
-        return call(function, self._limit(what))
+        return call(function, self._wait(what))
 
     def setup(self, model: str) -> None:
         """Sets the engine up within `startup_timeout_s`."""
@@ -72,8 +73,8 @@ class EngineCalls:
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
-        limit = self._limit("load_weights")
-        feed(lambda fed: self.engine.load_weights(version, fed), weights, limit, lasts=lasts)
+        wait = self._wait("load_weights")
+        feed(lambda fed: self.engine.load_weights(version, fed), weights, wait, lasts=lasts)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.ask("submit", lambda: self.engine.submit(requests))
@@ -91,14 +92,14 @@ class EngineCalls:
     def close(self, limit_s: float) -> None:
         """Closes the engine; if it takes longer, it continues in the background."""
         try:
-            call(self.engine.close, Limit(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
+            call(self.engine.close, Wait(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
         except StalledError as error:
             log.warning("%s; it is abandoned with the memory it holds", error)
 
     def end(self, limit_s: float) -> None:
         """Closes what engines share; if it takes longer, it continues in the background."""
         try:
-            call(self.engine.end, Limit(limit_s, f"{self.name}.end did not return within {limit_s:g} s"))
+            call(self.engine.end, Wait(limit_s, f"{self.name}.end did not return within {limit_s:g} s"))
         except StalledError as error:
             log.warning("%s; it is abandoned", error)
 
@@ -162,7 +163,7 @@ class EngineListener:
         engine: set up and loaded with weights.
         changed: condition held while completions are passed on, notified after failures.
         on_completion: called in the thread for each completion, with `changed` held.
-        on_turn: called in the thread at least every `POLL_S` unless the engine hangs.
+        on_turn: called in the thread at least every `POLL_INTERVAL_S` unless the engine hangs.
         timeout_s: timeout of engine calls, see `EngineCalls`.
         vocab_size: of the policy.
         on_given_up: called in the thread for each request that the engine gave up, with `changed` held.
@@ -399,11 +400,11 @@ class EngineListener:
 
     def _poll(self, engine: RolloutEngine) -> Sequence[Any]:
         if self.engine_error is not None:
-            self._stopped.wait(POLL_S)
+            self._stopped.wait(POLL_INTERVAL_S)
             return []
         try:
             began = time.monotonic()
-            completions = self.ledger.listed(engine.poll(POLL_S), "poll")
+            completions = self.ledger.listed(engine.poll(POLL_INTERVAL_S), "poll")
             self._spans.polled(engine, began, self.ledger.loaded)
             return completions
         except EnvironmentFailure:  # the user's, not the engine's

@@ -50,7 +50,7 @@ A prompt in `again` is sampled before new ones, in a new group. Only one thread 
 | reward worker, in `Scorer` | a completion | `_collect`, through `Scorer.submit` |
 | a caller of the engine | the call, within its time limit | the thread that makes it, see `EngineCalls` |
 
-A stop, a thread that ended and an engine that hangs wake no thread: `take` checks for them every `POLL_S`. New
+A stop, a thread that ended and an engine that hangs wake no thread: `take` checks for them every `POLL_INTERVAL_S`. New
 prompts are submitted in one call, so that the composition of decode batches does not depend on timing. Errors
 of the threads are recorded and raised by `take` with their cause; an engine that hangs or fails is replaced.
 """
@@ -65,22 +65,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
 
 from lit_async_rl.engines.base import RolloutEngine
 from lit_async_rl.errors import StalledError
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.scorer import Scorer
-from lit_async_rl.rollouts.engine_listener import POLL_S, EngineListener
+from lit_async_rl.rollouts.engine_listener import POLL_INTERVAL_S, EngineListener
 from lit_async_rl.rollouts.evaluation import EvaluationRun
 from lit_async_rl.rollouts.group_book import GroupBook, GroupEntry, GroupState
 from lit_async_rl.rollouts.intake import FateTotals, Intake
 from lit_async_rl.scheduling.admission import Admission
 from lit_async_rl.types import Completion, RolloutGroup, SamplingParams
-from lit_async_rl.utils.guarded_calls import announced
 from lit_async_rl.utils.spans import TRAINER, recorder
 from lit_async_rl.utils.tries import Work
+from lit_async_rl.utils.waiting import Wait, announced
 
 log = logging.getLogger(__name__)
 
@@ -362,7 +361,7 @@ class GroupWait:
     Args:
         listener: owns the engine and the condition notified on changes.
         book: open groups.
-        scorer: of the completions; its clock is that of the timeout.
+        scorer: of the completions.
         timeout_s: seconds without a new token or reward before `StalledError`. Rewards and environments that work have
             limits of their own: nothing is stalled while they keep to them.
         num_scored: number of completions scored so far; a change of it is progress, as is a new token.
@@ -379,7 +378,6 @@ class GroupWait:
         self._listener = listener
         self._book = book
         self._scorer = scorer
-        self._clock = scorer.clock
         self.timeout_s = timeout_s
         self._num_scored = num_scored
         self._has_waited = False
@@ -407,8 +405,7 @@ class GroupWait:
         return f"{num_sampling} groups being sampled, {num_scoring} being scored"
 
     def _until(self, ready: Callable[[], int | None], should_stop: Callable[[], bool]) -> int | None:
-        last_change = self._clock.now()
-        progress = self._progress()
+        wait = Wait(self.timeout_s, self._stall, self._progress)
         has_warned = False
         while True:
             self._listener.check_thread()
@@ -417,18 +414,16 @@ class GroupWait:
             if should_stop():
                 return None
             self._listener.check_engine()
-            now = self._clock.now()
-            if progress != (progress := self._progress()):
-                last_change = now
-                has_warned = False
-            waited_s = now - last_change
-            if waited_s > self.timeout_s and not any(work.is_within_limits for work in self._works()):
-                self._stall()
-            if waited_s > self.timeout_s / 2 and not has_warned:
+            waited_s = wait.waited_s
+            is_slow = waited_s > self.timeout_s / 2
+            # Not `wait.until`: calls of rewards and environments that keep to limits of their own defer the end.
+            if is_slow and not any(work.is_within_limits for work in self._works()):
+                wait.raise_if_over()
+            if is_slow and not has_warned:
                 log.warning("slow: %s", self._message(waited_s))
-                has_warned = True
+            has_warned = is_slow
             # In short turns: a request to stop, a thread that ended and an engine that hangs notify no thread.
-            self._listener.changed.wait(POLL_S)
+            self._listener.changed.wait(POLL_INTERVAL_S)
 
     def _progress(self) -> tuple[int, int]:
         return self._listener.num_tokens, self._num_scored()
@@ -438,8 +433,8 @@ class GroupWait:
         works = self._scorer.work(), self._listener.engine.outside_work()
         return [work for work in works if work is not None]
 
-    def _stall(self) -> NoReturn:
-        """Attributes the stall to the engine if completions are missing."""
+    def _stall(self) -> str:
+        """The message of a stall, which is attributed to the engine if completions are missing."""
         is_sampling = bool(self._book.in_state(GroupState.SAMPLING))
         advice = (
             "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"
@@ -451,10 +446,10 @@ class GroupWait:
             )
         elif not is_sampling:
             advice = "Look at data.reward and data.admission first: the engine has nothing to do"
-        error = StalledError(f"{self._message(self.timeout_s)}. {advice}")
+        message = f"{self._message(self.timeout_s)}. {advice}"
         if is_sampling:
-            self._listener.break_engine(error, self._listener.engine)
-        raise error
+            self._listener.break_engine(StalledError(message), self._listener.engine)
+        return message
 
     def _message(self, waited_s: float) -> str:
         works = "".join(f"; {work}" for work in self._works())

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import xxhash
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -34,6 +35,7 @@ from lit_async_rl.models.routers import checkpoint_contexts
 from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
+from lit_async_rl.stabilizers.step_lr import overflows
 from lit_async_rl.training.checkpoint_io import check_same_model
 from lit_async_rl.training.compatibility import check_baseline, check_norms, check_trainable_attention
 from lit_async_rl.training.end_check import check_end
@@ -57,6 +59,7 @@ from lit_async_rl.training.validation import Validator
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import PromptBatch, RolloutBatch
 from lit_async_rl.utils.checks import check_objects, check_range
+from lit_async_rl.utils.saving import check_last_is_saved
 
 # -- The policy that trains, and the frozen one of the KL penalty -----------------------------------------------------
 
@@ -202,7 +205,7 @@ def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float)
         )
 
 
-class PolicyModule(WholeSteps):
+class PolicyModule(pl.LightningModule):
     """A causal language model trained by policy gradient on rollouts of older versions of itself.
 
     Loss, averaging, correction and advantage are four independent choices; the first and third are made here, the
@@ -250,6 +253,7 @@ class PolicyModule(WholeSteps):
     Attributes:
         objective: loss, proximal policy, correction, baseline and penalties.
         version: number of weight publications so far; checkpointed.
+        steps: checks that each step consists of its micro-batches, and aligns checkpoints with steps.
         validator: holds the samples of the last validation.
         given: the arguments above, as they were given; what a run writes down of itself.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.stabilizers.signals`.
@@ -322,6 +326,8 @@ class PolicyModule(WholeSteps):
         self.model = model
         self.sharding = sharding
         self.version = 0
+        self._updated = False  # since `version` was published
+        self.steps = WholeSteps()
         self.self_check = self_check
         self.stabilizer_signals: dict[str, Any] = {}
         self.saved_weights = SavedWeights(self, model)
@@ -333,10 +339,27 @@ class PolicyModule(WholeSteps):
         """Whether all completions of a prompt must be in one micro-batch."""
         return self.objective.needs_whole_groups or self.policy.packing is not None
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weights changed since their publication."""
+        return self._updated
+
+    def mark_updated(self) -> None:
+        """Marks the weights as changed by other means than the optimizer, to be published."""
+        self._updated = True
+
+    def take_updated(self) -> bool:
+        """Whether the weights have changed since the last call."""
+        updated = self._updated
+        self._updated = False
+        return updated
+
+    # -- start and end of a fit ---------------------------------------------------------------------------------------
+
     def setup(self, stage: str) -> None:
         """Refuses rates and lengths that contradict each other, kernels that cannot train and norms that vanish."""
-        super().setup(stage)
         if stage == "fit":
+            self.steps.begin_fit(self.trainer)
             check_trainable_attention(self.policy.causal_lm, self.trainer.strategy.root_device)
             check_norms(self.objective.baseline, str(self.trainer.precision))
             check_trained_dtypes(self.policy.parameters(), self.trainer)
@@ -384,11 +407,21 @@ class PolicyModule(WholeSteps):
         check_end(self.trainer, self.policy, self.model)
         warn_of_lost_updates(self.policy.parameters(), float(self.trainer.optimizers[0].defaults.get("lr", 0.0)))
 
+    def teardown(self, stage: str) -> None:
+        """Ends a run that was not interrupted.
+
+        Raises:
+            LastCheckpointError: a full disk did not take the last checkpoint.
+        """
+        self.steps.end_fit()
+        if stage == "fit":
+            check_last_is_saved(self.trainer)
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the gradients of a step sum to that of its average."""
-        self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
+        self.steps.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
         reference: Reference | None = self.reference
         if self.objective.needs_reference and reference is None:
             reference = partial(without_adapters, self.policy)
@@ -399,16 +432,33 @@ class PolicyModule(WholeSteps):
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
     def on_after_backward(self) -> None:
-        """Rescales streamed gradients, whose average is known only now; before all that reads gradients."""
+        """Rescales streamed gradients, whose average is known only now; before all that reads gradients.
+
+        Runs after all callbacks.
+        """
         if self._gradient_scale != 1.0:
             for optimizer in self.trainer.optimizers:
                 for gradient in gradients(optimizer):
                     gradient.mul_(self._gradient_scale)
-        super().on_after_backward()
+        self.steps.guard.accumulated()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        super().on_before_optimizer_step(optimizer)
+        """Raises if micro-batches of the step are missing; after all callbacks, one of which may drop the gradients."""
+        self.steps.guard.check_whole()
+        self._updated |= any(True for _ in gradients(optimizer)) and not overflows(self.trainer, optimizer)
         self.log("optim/lr", scheduled_rate(self.trainer, optimizer))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Makes the step, and frees the gradients: what is published and the next activations need memory, too.
+
+        Lightning frees them after the next `training_step`, which is also too late for norms under FSDP1.
+        """
+        super().optimizer_step(*args, **kwargs)
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
+        self.steps.end_update()
 
     def stream_weights(
         self, adapters: bool = False, known: dict[str, int] | None = None
@@ -465,12 +515,14 @@ class PolicyModule(WholeSteps):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the version; drops the frozen reference and the base of adapters, see `SavedWeights`."""
         checkpoint["version"] = self.version
-        super().on_save_checkpoint(checkpoint)
+        checkpoint["updated"] = self._updated
+        self.steps.save(checkpoint, self.trainer)
         self.saved_weights.reduce(checkpoint, self.policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.version = checkpoint["version"]
-        super().on_load_checkpoint(checkpoint)
+        self._updated = checkpoint["updated"]
+        self.steps.load(checkpoint, self._trainer)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_resumable(self.scheduler, checkpoint, self.trainer.max_steps)
         self.saved_weights.check(checkpoint, self.policy)

@@ -1,7 +1,4 @@
-"""LightningModule with complete optimizer steps: in training, in checkpoints, and after a resume.
-
-Also tells whether a step changed the weights, which callbacks can prevent.
-"""
+"""Optimizer steps are complete: in training, in checkpoints, and after a resume."""
 
 from __future__ import annotations
 
@@ -10,18 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lit_async_rl.errors import StalenessError, StepError, describe
-from lit_async_rl.stabilizers.step_lr import overflows
-from lit_async_rl.training.optimizer import gradients
 from lit_async_rl.types import RolloutBatch
 from lit_async_rl.utils.lightning_types import AnyTrainer
-from lit_async_rl.utils.saving import check_last_is_saved
 
 # -- Defers checkpoints requested during an update to its end ---------------------------------------------------------
 
@@ -294,89 +286,48 @@ def count_whole_steps(checkpoint: dict[str, Any], micro_batches_per_step: int, i
         counts["completed"] -= lag
 
 
-class WholeSteps(pl.LightningModule):
-    """Checks the micro-batches of each step, and aligns checkpoints with the start of a step.
+# -- Both for the module that trains ----------------------------------------------------------------------------------
 
-    A subclass calls `guard.admit` in its `training_step`.
+
+class WholeSteps:
+    """Checks the micro-batches of each step, and aligns checkpoints with the start of a step.
 
     Attributes:
         guard: of the present fit.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.guard = StepGuard()
         self._saves: SavesBetweenUpdates | None = None
-        self._updated = False
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the weights changed since their publication."""
-        return self._updated
+    def begin_fit(self, trainer: AnyTrainer) -> None:
+        """Starts over, and takes over when checkpoints are written and loggers are told of them."""
+        self.guard = guard = StepGuard()
+        self._saves = SavesBetweenUpdates(trainer, lambda: guard.is_updating(trainer.global_step))
+        tell_loggers_after_saving(trainer)
 
-    def mark_updated(self) -> None:
-        """Marks the weights as changed by other means than the optimizer, to be published."""
-        self._updated = True
-
-    def take_updated(self) -> bool:
-        """Whether the weights have changed since the last call."""
-        updated = self._updated
-        self._updated = False
-        return updated
-
-    def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self.guard = guard = StepGuard()
-            self._saves = SavesBetweenUpdates(self.trainer, lambda: guard.is_updating(self.trainer.global_step))
-            tell_loggers_after_saving(self.trainer)
-
-    def on_after_backward(self) -> None:
-        """Runs after all callbacks."""
-        self.guard.accumulated()
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Raises if micro-batches of the step are missing; after all callbacks, one of which may drop the gradients."""
-        self.guard.check_whole()
-        self._updated |= any(True for _ in gradients(optimizer)) and not overflows(self.trainer, optimizer)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the step, and frees the gradients: what is published and the next activations need memory, too.
-
-        Lightning frees them after the next `training_step`, which is also too late for norms under FSDP1.
-        """
-        super().optimizer_step(*args, **kwargs)
-        for optimizer in self.trainer.optimizers:
-            optimizer.zero_grad()
-
-    def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
-        """Writes checkpoints deferred during the update."""
+    def end_update(self) -> None:
+        """Writes the checkpoints deferred during the update."""
         if self._saves is not None:
             self._saves.flush()
 
-    def teardown(self, stage: str) -> None:
-        """Ends a run that was not interrupted.
-
-        Raises:
-            LastCheckpointError: a full disk did not take the last checkpoint.
-        """
+    def end_fit(self) -> None:
+        """Gives back what `begin_fit` took over. Safe to call twice."""
         if self._saves is not None:
             self._saves.remove()
             self._saves = None
-        if stage == "fit":
-            check_last_is_saved(self.trainer)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds whether there is a change to publish, and the random state; within a step, that of its start."""
-        checkpoint["updated"] = self._updated
-        began = self.guard.random_state if self.guard.is_within(self.trainer.global_step) else None
+    def save(self, checkpoint: dict[str, Any], trainer: AnyTrainer) -> None:
+        """Adds the random state, within a step that of its start, and has the counters begin with that step."""
+        began = self.guard.random_state if self.guard.is_within(trainer.global_step) else None
         checkpoint["random_state"] = torch.get_rng_state() if began is None else began
-        checkpoint["micro_batches_per_step"] = self.trainer.accumulate_grad_batches
-        count_whole_steps(checkpoint, self.trainer.accumulate_grad_batches)
+        checkpoint["micro_batches_per_step"] = trainer.accumulate_grad_batches
+        count_whole_steps(checkpoint, trainer.accumulate_grad_batches)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Inverse of `on_save_checkpoint`; converts Lightning's counters to this run's micro-batches."""
-        self._updated = checkpoint["updated"]
-        if self._trainer is not None:  # an export has none
-            now = self.trainer.accumulate_grad_batches
+    @staticmethod
+    def load(checkpoint: dict[str, Any], trainer: AnyTrainer | None) -> None:
+        """Inverse of `save`; converts Lightning's counters to this run's micro-batches. An export has no trainer."""
+        if trainer is not None:
+            now = trainer.accumulate_grad_batches
             count_whole_steps(checkpoint, checkpoint.get("micro_batches_per_step", now), now)
         torch.set_rng_state(checkpoint["random_state"].cpu())

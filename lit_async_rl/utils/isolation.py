@@ -32,7 +32,7 @@ from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.processes import die_with_parent
 
 START_S = 300.0  # for what the child imports
-POLL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
+POLL_INTERVAL_S = 0.1  # how soon a child that has died is noticed while another process holds its pipe open
 EXIT_S = 1.0  # from the end of the child's pipe to that of the child
 REAP_S = 5.0
 MAX_REPLY = 2**24  # bytes
@@ -147,6 +147,8 @@ class _Child:
     def _wait(self, pipe: int, event: int, deadline: float, timeout_s: float) -> None:
         """Waits until the pipe is ready.
 
+        Not a `Wait`: its end kills the child, whose time goes on while this process is stopped.
+
         Raises:
             TimeoutError, RuntimeError: the deadline passed, or the child died.
         """
@@ -155,7 +157,7 @@ class _Child:
         while True:
             is_dead = _is_dead(self._process)  # before the last look at the pipe, which has what it sent
             left = deadline - time.monotonic()
-            if poll.poll(1000 * max(0.0, 0.0 if is_dead else min(left, POLL_S))):
+            if poll.poll(1000 * max(0.0, 0.0 if is_dead else min(left, POLL_INTERVAL_S))):
                 return
             if is_dead:
                 self._fail()

@@ -16,8 +16,8 @@ import pytest
 
 from lit_async_rl.callbacks import LiveView, Progress
 from lit_async_rl.cli.app import main
-from lit_async_rl.utils import guarded_calls as patience
-from lit_async_rl.utils.guarded_calls import announced, duration
+from lit_async_rl.utils import waiting
+from lit_async_rl.utils.waiting import announced, duration
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--config", "configs/quickstart.yaml", "--data.groups_per_step", "2", "--data.group_size", "4"]
@@ -134,7 +134,7 @@ def test_the_histogram_counts_the_tokens_of_a_step():
 
 
 def test_long_waits_are_said_ever_more_rarely(monkeypatch, capsys):
-    monkeypatch.setattr(patience, "FIRST_S", 0.05)
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.05)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     number = iter(range(100))
     with announced(lambda: f"a kettle, look {next(number)}"):
@@ -149,7 +149,7 @@ def test_long_waits_are_said_ever_more_rarely(monkeypatch, capsys):
 
 
 def test_other_processes_of_a_machine_say_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(patience, "FIRST_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.01)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with announced("a kettle"):
         time.sleep(0.1)
@@ -162,7 +162,7 @@ def slow_match(prompt, completion):
 
 
 def test_the_first_rollouts_are_waited_for_in_words(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(patience, "FIRST_S", 0.05)
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.05)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     main([*FLAGS, *logs(tmp_path, 1), "--data.groups_per_step", "16", "--data.reward", "test_progress.slow_match"])
     assert re.search(r"waiting for the first rollouts: \d+ groups being sampled", capsys.readouterr().err)

@@ -13,10 +13,12 @@ from flow import fit, make_data, make_module
 from hostile_engines import COMPLETIONS, REWARDS, hostile, wait_until
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_async_rl.callbacks import ThroughputMonitor
 from lit_async_rl.engines.base import SamplingParams
 from lit_async_rl.errors import EngineError, ProducerError, StalledError
 from lit_async_rl.types import Rollout
-from lit_async_rl.utils.guarded_calls import Limit, feed
+from lit_async_rl.utils.guarded_calls import feed
+from lit_async_rl.utils.waiting import Wait
 
 pytestmark = pytest.mark.timeout(120)
 FAMILY = {**COMPLETIONS, **REWARDS}
@@ -136,7 +138,7 @@ def test_an_engine_that_hangs_in_a_call_is_replaced_in_time(where, limit_s, capl
 
 def test_a_run_goes_on_though_its_engine_does_not_say_how_many_tokens_it_has_sampled(monkeypatch):
     engine = hostile(hangs=["num_tokens"])
-    attack(engine, rollout_timeout_s=5.0)
+    attack(engine, callbacks=[ThroughputMonitor()], rollout_timeout_s=5.0)  # which asks for it
     assert engine.hangs == []
 
 
@@ -190,15 +192,15 @@ def test_an_engine_that_was_given_up_reads_no_more_weights():
             yield n
 
     with pytest.raises(StalledError, match="too long"):
-        feed(load, weights(), Limit(0.2, "too long"))
+        feed(load, weights(), Wait(0.2, "too long"))
     go.set()
     wait_until(lambda: errors)
     assert [item for item, _ in seen] == [0]
     assert set(reader) == {threading.current_thread()}
     assert seen[0][1] is not threading.current_thread()
     with pytest.raises(KeyError, match="mine"):  # an error of the weights reaches the engine, and comes back
-        feed(list, _broken(), Limit(10.0, "too long"))
-    assert feed(list, iter(range(5)), Limit(10.0, "too long")) == [0, 1, 2, 3, 4]
+        feed(list, _broken(), Wait(10.0, "too long"))
+    assert feed(list, iter(range(5)), Wait(10.0, "too long")) == [0, 1, 2, 3, 4]
 
 
 def test_items_that_last_are_handed_over_with_the_next():
@@ -214,10 +216,10 @@ def test_items_that_last_are_handed_over_with_the_next():
             seen.append((n, max(produced)))
         return len(seen)
 
-    assert feed(load, weights(), Limit(10.0, "too long"), lambda n: n in (1, 2, 5, 6)) == 7
+    assert feed(load, weights(), Wait(10.0, "too long"), lambda n: n in (1, 2, 5, 6)) == 7
     assert seen == [(0, 0), (1, 3), (2, 3), (3, 3), (4, 4), (5, 6), (6, 6)]
     with pytest.raises(KeyError, match="mine"):
-        feed(list, _broken(), Limit(10.0, "too long"), lambda item: True)
+        feed(list, _broken(), Wait(10.0, "too long"), lambda item: True)
 
 
 def _broken():

@@ -56,8 +56,8 @@ def test_a_reward_that_hangs_in_its_own_process_is_ended_and_tried_again(tmp_pat
 def test_a_stopped_process_takes_nobody_for_hung():
     code = """
 import sys, time, logging
-from lit_async_rl.utils import guarded_calls as clocks
-clocks.STILL_S = 0.6
+from lit_async_rl.utils import waiting as clocks
+clocks.MAX_GAP_S = 0.6
 clock = clocks.AwakeClock()
 began, awake = time.monotonic(), clock.now()
 print("ready", flush=True)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from lit_async_rl.engines.embedded.queue import Room
 from lit_async_rl.errors import StalledError
-from lit_async_rl.utils.guarded_calls import FairLock, Room
+from lit_async_rl.utils.waiting import FairLock
 
 
 def test_who_waits_comes_before_the_loop_that_has_just_released_it():

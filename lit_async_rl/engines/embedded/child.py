@@ -29,8 +29,8 @@ from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.weight_files import read_folder
 from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.types import Completion
-from lit_async_rl.utils.guarded_calls import FairLock
 from lit_async_rl.utils.spans import recorder, start_recording
+from lit_async_rl.utils.waiting import FairLock
 
 REPORT_INTERVAL_S = 0.1  # of a process that finishes nothing
 IDLE_INTERVAL_S = 0.5  # of reports of a process that has nothing to do

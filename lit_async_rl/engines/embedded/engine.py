@@ -31,15 +31,15 @@ from lit_async_rl.engines.completion_check import run_requests
 from lit_async_rl.engines.embedded.decoding_check import check_decoding
 from lit_async_rl.engines.embedded.kv_cache import SlotCache
 from lit_async_rl.engines.embedded.own_process import DecodeProcess
-from lit_async_rl.engines.embedded.queue import RequestQueue, Update
+from lit_async_rl.engines.embedded.queue import RequestQueue, Room, Update
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.embedded.slots import Slots
 from lit_async_rl.errors import SetupError, StalledError
 from lit_async_rl.models.loading import build_policy, context_length, eos_token_ids, evaluation_mode
 from lit_async_rl.models.weights import apply_weights, receive_weights
 from lit_async_rl.types import Completion, GenerationRequest
-from lit_async_rl.utils.guarded_calls import FairLock, Room
 from lit_async_rl.utils.spans import ENGINE, Lane, recorder
+from lit_async_rl.utils.waiting import FairLock, Wait
 
 MAX_PENDING_UPDATES = 2
 CLOSE_S = 5.0
@@ -342,6 +342,12 @@ class DecodeLoop(RolloutEngine):
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------
 
+    def _unused_updates(self) -> str:
+        return (
+            f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
+            f"{len(self._queue)} items queued, {self.num_running} rows active"
+        )
+
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Samples from these weights from the next token on, or after all earlier requests (see `EmbeddedEngine`).
 
@@ -351,11 +357,8 @@ class DecodeLoop(RolloutEngine):
             RuntimeError: `poll` has raised; its error is the cause.
         """
         # Waits before it copies: each update that is pending is a whole copy of the weights.
-        if not self.in_flight_weight_updates and not self._room.wait(self.update_timeout_s):
-            raise StalledError(
-                f"the embedded engine used no update within data.engine.update_timeout_s={self.update_timeout_s:g}: "
-                f"{len(self._queue)} items queued, {self.num_running} rows active"
-            )
+        if not self.in_flight_weight_updates:
+            Wait(self.update_timeout_s, self._unused_updates).until(self._room.wait)
         update = Update(version, receive_weights(self.slots.lm, weights))
         if self.in_flight_weight_updates and self._has_weights:
             self._newest.put(update)  # the trainer waits neither for the lock nor for the merging of adapters

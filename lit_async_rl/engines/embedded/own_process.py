@@ -30,7 +30,7 @@ from lit_async_rl import errors
 from lit_async_rl.engines.base import RolloutEngine, check_request, set_up
 from lit_async_rl.engines.embedded.settings import DecodeSettings
 from lit_async_rl.engines.weight_files import WeightFolders, chunks, folder_with_room, write_folder
-from lit_async_rl.errors import EngineError, SetupError, StalledError
+from lit_async_rl.errors import EngineError, SetupError
 from lit_async_rl.models.loading import find_device, weight_bytes
 from lit_async_rl.models.weights import UNCHANGED
 from lit_async_rl.types import (
@@ -43,6 +43,7 @@ from lit_async_rl.types import (
     unpack_heads,
 )
 from lit_async_rl.utils.spans import SpanRecorder, recorder
+from lit_async_rl.utils.waiting import Wait
 
 PROGRAM = "from lit_async_rl.engines.embedded.child import main; main()"
 FILE_BYTES = 2**30  # of weights, and of the copy of them that the trainer holds while it writes them
@@ -342,9 +343,8 @@ class Connection:
             StalledError: there was none within `limit_s`; names the call, `kind`, and the setting behind the limit.
             EngineError: the process has ended. Errors of the engine are raised as they are.
         """
-        if not self.wait_for(lambda: number in self._answers, limit_s):
-            what = f"{kind}: the embedded engine's process did not answer within {limit_s:g} s"
-            raise StalledError(f"{what} (set by {setting})")
+        what = f"{kind}: the embedded engine's process did not answer within {limit_s:g} s (set by {setting})"
+        Wait(limit_s, what).until(lambda seconds: self.wait_for(lambda: number in self._answers, seconds))
         answer = self._answers.pop(number)
         self._must_succeed.discard(number)
         if "error" in answer[0]:

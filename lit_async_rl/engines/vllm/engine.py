@@ -32,9 +32,10 @@ from lit_async_rl.engines.vllm.file_transfer import SharedMemoryTransfer
 from lit_async_rl.engines.vllm.process import VLLMProcess, start_vllm
 from lit_async_rl.engines.vllm.requests import RequestRunner
 from lit_async_rl.engines.vllm.weight_transfer import WeightTransfer
-from lit_async_rl.errors import EngineError, StalledError
+from lit_async_rl.errors import EngineError
 from lit_async_rl.models.loading import base_of, stored_dtype, stored_eos_token_ids
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.waiting import Wait
 
 
 class VLLMEngine(BackgroundEngine[WeightTransfer]):
@@ -185,11 +186,14 @@ class VLLMEngine(BackgroundEngine[WeightTransfer]):
         if self.in_flight_weight_updates:
             return
         self._gate.shut("update")
-        if not self._book.wait_until_idle(self.update_timeout_s):
-            raise StalledError(
+        wait = Wait(
+            self.update_timeout_s,
+            lambda: (
                 f"{self._book.num_running} requests did not finish within data.engine.update_timeout_s="
                 f"{self.update_timeout_s:g}; new weights wait for them (in_flight_weight_updates=false)"
-            )
+            ),
+        )
+        wait.until(self._book.wait_until_idle)
 
     def _update(self, version: int) -> float:
         """Performs the update; returns the pause in seconds. vLLM stays paused after an error: weights may be mixed."""

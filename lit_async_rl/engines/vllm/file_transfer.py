@@ -16,12 +16,13 @@ from torch import Tensor
 from lit_async_rl.engines.vllm.weight_deltas import ADAPTER, BASE, ID, VALUE, WeightStore
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
 from lit_async_rl.engines.weight_files import SHARED_MEMORY, WeightFolders, chunks, folder_with_room, write_folder
-from lit_async_rl.errors import SetupError, StalledError
+from lit_async_rl.errors import SetupError
 from lit_async_rl.models.loading import weight_bytes
 from lit_async_rl.utils.checks import check_range
+from lit_async_rl.utils.waiting import Wait
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.02  # between two looks at whether the workers have loaded weights
+POLL_INTERVAL_S = 0.02  # a pause of generation may wait for the workers' loading: not the half second of `Wait`
 
 
 class FileTransfer(WeightTransfer):
@@ -133,12 +134,11 @@ class FileTransfer(WeightTransfer):
             return
         try:
             control.collective_rpc("begin_policy_weights", {"folder": self.staged})
-            deadline = time.monotonic() + control.update_timeout_s
+            limit = f"data.engine.update_timeout_s={control.update_timeout_s:g}"
+            wait = Wait(control.update_timeout_s, f"vLLM's workers did not load weights within {limit}")
             while not all(state["loaded"] for state in control.collective_rpc("policy_weights_state", {})):
-                if time.monotonic() > deadline:
-                    limit = f"data.engine.update_timeout_s={control.update_timeout_s:g}"
-                    raise StalledError(f"vLLM's workers did not load weights within {limit}")
-                time.sleep(LOOK_S)
+                wait.raise_if_over()
+                time.sleep(POLL_INTERVAL_S)
             self._is_prepared = True
         except RuntimeError as error:
             log.warning("vLLM's workers could not load weights while they generate, and do so in a pause: %s", error)

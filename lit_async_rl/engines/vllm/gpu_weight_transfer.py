@@ -10,11 +10,10 @@ import base64
 import os
 import pickle
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor
 
 from lit_async_rl.engines.vllm.weight_transfer import EXTENSION, EngineControl, WeightTransfer, as_dtype
 from lit_async_rl.engines.weight_files import chunks
-from lit_async_rl.errors import InvariantError, StalledError
+from lit_async_rl.errors import InvariantError
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.ports import free_port
+from lit_async_rl.utils.waiting import Wait
 
 INSECURE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
@@ -227,13 +227,9 @@ def run_together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None
 
     for call in calls:
         threading.Thread(target=run, args=(call,), name=what, daemon=True).start()
-    deadline = time.monotonic() + timeout_s
+    wait = Wait(timeout_s, f"{what} did not end within data.engine.update_timeout_s={timeout_s:g}")
     for _ in calls:
-        try:
-            error = results.get(timeout=max(0.0, deadline - time.monotonic()))
-        except Empty:
-            raise StalledError(f"{what} did not end within data.engine.update_timeout_s={timeout_s:g}") from None
-        if error is not None:
+        if (error := wait.get(results)) is not None:
             raise error
 
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +23,9 @@ from lit_async_rl.engines.vllm.engine_arguments import (
 from lit_async_rl.engines.vllm.weight_transfer import EngineControl
 from lit_async_rl.errors import EngineError, StalledError
 from lit_async_rl.models.loading import load_config
+from lit_async_rl.utils.waiting import Wait
 
 JOIN_S = 10.0
-LOOK_S = 1.0  # between two looks at whether vLLM's processes are alive
 
 
 class VLLMProcess(EngineControl):
@@ -58,18 +57,24 @@ class VLLMProcess(EngineControl):
         """
         others = set(multiprocessing.active_children())
         self._thread.start()
-        started = self._started.wait(timeout_s)
-        new = set(multiprocessing.active_children()) - others
-        self._children = [child for child in new if child.name.startswith("EngineCore")]
-        if not started:
+        wait = Wait(timeout_s, f"vLLM did not start within data.engine.startup_timeout_s={timeout_s:g}")
+        try:
+            wait.until(self._started.wait)
+        except StalledError:
             self._closed.set()  # if it starts all the same, it ends at once
-            for child in self._children:
+            for child in self._started_since(others):
                 child.kill()
-            raise StalledError(f"vLLM did not start within data.engine.startup_timeout_s={timeout_s:g}")
+            raise
+        self._children = self._started_since(others)
         if self._error is None:
             self.num_workers = int(self.llm.vllm_config.parallel_config.world_size_across_dp)
         if self._error is not None:
             raise EngineError(f"vLLM did not start: {self._error} (its own messages are above)") from self._error
+
+    @staticmethod
+    def _started_since(others: set[Any]) -> list[Any]:
+        new = set(multiprocessing.active_children()) - others
+        return [child for child in new if child.name.startswith("EngineCore")]
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -110,13 +115,17 @@ class VLLMProcess(EngineControl):
             EngineError: vLLM's processes died, or `close` was called.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        deadline = time.monotonic() + self.update_timeout_s
-        while not concurrent.futures.wait([future], timeout=LOOK_S).done:
+
+        def check() -> None:
             if self.is_dead or self._closed.is_set():
                 raise EngineError(f"vLLM's processes {'died' if self.is_dead else 'were closed'} during {what}")
-            if time.monotonic() > deadline:
-                future.cancel()
-                raise StalledError(f"{what} did not end within data.engine.update_timeout_s={self.update_timeout_s:g}")
+
+        message = f"{what} did not end within data.engine.update_timeout_s={self.update_timeout_s:g}"
+        try:
+            Wait(self.update_timeout_s, message, check=check).until(lambda s: concurrent.futures.wait([future], s).done)
+        except StalledError:
+            future.cancel()
+            raise
         return future.result()
 
     def soon(self, callback: Callable[..., Any], *args: Any) -> None:

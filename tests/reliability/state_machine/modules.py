@@ -37,7 +37,6 @@ from lit_async_rl.scheduling.admission import Admission, AdmissionPolicy, Bounde
 from lit_async_rl.training.module import PolicyModule
 from lit_async_rl.training.whole_steps import WholeSteps
 from lit_async_rl.types import Completion, GenerationRequest, Prompt, RolloutBatch, SamplingParams
-from lit_async_rl.utils.guarded_calls import AwakeClock
 from lit_async_rl.utils.tries import Retries, TryPolicy
 
 # -- Listener, scorer and producer without threads: every transition is an explicit call ------------------------------
@@ -78,19 +77,6 @@ class VirtualListener(EngineListener):
             self.error = error
 
 
-class VirtualClock(AwakeClock):
-    """Clock that always returns 0."""
-
-    def __init__(self) -> None:
-        """Starts no thread."""
-
-    def now(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class VirtualScorer(Scorer):
     """Scores one completion with each call of `step`."""
 
@@ -101,7 +87,6 @@ class VirtualScorer(Scorer):
         self.num_workers = 1
         self.identity = None
         self.keeps_rewards = False
-        self.clock = VirtualClock()
         self.jobs: list[Any] = []
         self.given_up: list[int] = []  # groups
         self._busy_s = 0.0
@@ -437,7 +422,8 @@ class VirtualPolicy(PolicyModule):
     """Policy that is a number, trained by adding numbers."""
 
     def __init__(self, saw: Callable[[RolloutBatch, int], None]) -> None:
-        WholeSteps.__init__(self)
+        pl.LightningModule.__init__(self)
+        self.steps = WholeSteps()
         self.version = 0
         self.weights = 1
         self.gradient = 0
@@ -448,15 +434,15 @@ class VirtualPolicy(PolicyModule):
         self.saved_weights = VirtualSavedWeights()  # type: ignore[assignment]
 
     def setup(self, stage: str) -> None:
-        WholeSteps.setup(self, stage)
+        self.steps.begin_fit(self.trainer)
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Any:
         """Checks the micro-batch as the real one does."""
-        self.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
+        self.steps.guard.admit(batch, batch_idx, self.trainer.global_step, self.version)
         self._saw(batch, self.version)
 
     def on_after_backward(self) -> None:
-        WholeSteps.on_after_backward(self)
+        self.steps.guard.accumulated()
 
     def stream_weights(self, adapters: bool = False, known: Any = None) -> Iterator[tuple[str, Any]]:
         yield "weights", self.weights
