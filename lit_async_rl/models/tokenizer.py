@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from lit_async_rl.models.loading import EndTokens, configured_length, load_config, load_tokenizer, stored_end_tokens
-from lit_async_rl.types import Prompt
+from lit_async_rl.types import TEMPLATE_KWARGS, TOOLS, Prompt
 from lit_async_rl.utils.plain import is_missing
 
 # -- Stop strings: detection of the first token after which the decoded completion contains one -----------------------
@@ -137,8 +137,6 @@ def _begins_with_end(piece: str, stop: str) -> bool:
 
 SpecialTokens = Literal["tags", "none", "all"]
 SPECIAL_TOKENS = ("tags", "none", "all")
-TOOLS = "tools"  # keys of a prompt's metadata that its chat template gets, named as TRL and verl name these columns
-TEMPLATE_KWARGS = "chat_template_kwargs"
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
