@@ -29,6 +29,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Float64, Shaped
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -267,8 +268,17 @@ class _Growth:
             hook.remove()
 
 
+HOW_TO_SIGNAL = (
+    "set self.stabilizer_signals = {'log_ratio': new_logprobs.detach() - sampling_logprobs, 'mask': is_completion} in "
+    "training_step (both [batch, tokens]), return these keys beside 'loss', or give the callback extract=function("
+    "trainer, pl_module, batch, output) that returns them"
+)
+
+
 class SignalCallback(pl.Callback):
     """Collects the signals of each micro-batch, and calls `on_signals_complete` before each step of one optimizer.
+
+    A step without signals is warned of once, with what the module has to set.
 
     Args:
         optimizer: position, or name of the submodule it trains; None where there is only one.
@@ -283,6 +293,7 @@ class SignalCallback(pl.Callback):
         self.extract = extract
         self._signals = SignalCollector(extract)
         self._has_trained = False
+        self._has_missed = False
         self._growth: _Growth | None = None  # of the optimizer's gradients, where there are several optimizers
 
     @abstractmethod
@@ -291,7 +302,19 @@ class SignalCallback(pl.Callback):
 
     def reduce_signals(self, optimizer: Optimizer) -> StepSignals:
         """Signals of the step over its micro-batches and all ranks. A collective: all ranks call."""
-        return self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
+        signals = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
+        if signals.num_samples == 0 and self.without_signals and not self._has_missed:
+            self._has_missed = True
+            rank_zero_warn(
+                f"{type(self).__name__}: no log_ratio signals in a step (or all of them masked), so it "
+                f"{self.without_signals}; {HOW_TO_SIGNAL}"
+            )
+        return signals
+
+    @property
+    def without_signals(self) -> str:
+        """What a step without signals means, completing "so it ..."; empty where they are not needed."""
+        return "does nothing"
 
     def forget(self) -> None:
         """Forgets an earlier run, before another begins; a resume restores its state after this."""
