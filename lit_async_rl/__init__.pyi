@@ -146,6 +146,7 @@ from .prompts.curriculum import Curriculum as Curriculum
 from .prompts.curriculum import DifficultyWindow as DifficultyWindow
 from .prompts.curriculum import HardestFirst as HardestFirst
 from .prompts.curriculum import Learnability as Learnability
+from .prompts.sources import CsvPrompts as CsvPrompts
 from .prompts.sources import HuggingFacePrompts as HuggingFacePrompts
 from .prompts.sources import InMemoryPrompts as InMemoryPrompts
 from .prompts.sources import JsonlPrompts as JsonlPrompts

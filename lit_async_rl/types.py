@@ -91,24 +91,46 @@ def unpack_choices(packed: dict[str, Tensor], number: int) -> list[ExpertChoices
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOLS = "tools"  # keys of a prompt's metadata that its chat template gets, named as TRL and verl name these columns
+TEMPLATE_KWARGS = "chat_template_kwargs"
 
 
 def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     """Validates a conversation that a completion can follow, and drops keys that are None (as tables have them).
+
+    A content of parts (`[{"type": "text", "text": ...}]`) becomes their texts, one after the other.
 
     Raises:
         ValueError: it is malformed, or ends with a system or developer message.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages must be a list of at least one message, got {str(messages)[:80]!r}")
+    checked = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             raise ValueError(f"message {number} must have a role, one of {', '.join(ROLES)}: {str(message)[:80]!r}")
-        if not isinstance(message.get("content"), str):
+        content = _joined_parts(message.get("content"), number)
+        if not isinstance(content, str):
             raise ValueError(f"message {number} must have text as its content: {str(message)[:80]!r}")
+        checked.append({key: value for key, value in message.items() if value is not None} | {"content": content})
     if messages[-1]["role"] in ("system", "developer"):
         raise ValueError(f"the last message must be from the user, a tool or the assistant, not {messages[-1]['role']}")
-    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
+    return tuple(checked)
+
+
+def _joined_parts(content: Any, number: int) -> Any:
+    """The text of a content that is a list of parts; any other as it is.
+
+    Raises:
+        ValueError: a part is no text (an image, say), which a causal language model cannot read.
+    """
+    if not isinstance(content, list | tuple) or not content:
+        return content
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"message {number} has a part of the type {kind}; only parts of text can be read")
+    return "".join(part["text"] for part in content)
 
 
 # -- Head of the sampling distribution: the likeliest tokens of each position, as the engine recorded them ------------
@@ -272,6 +294,7 @@ class Prompt:
             developer, user, assistant or tool) and its text, `content`; other keys are passed to the template.
         answer: reference answer.
         metadata: passed to the reward unchanged.
+        other_answers: accepted besides `answer`. The rewards of this library count the one that fits best.
 
     Raises:
         ValueError: neither text nor messages are given, or both; or a message is malformed.
@@ -281,6 +304,7 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] | None = None
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    other_answers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.messages is not None:
@@ -292,6 +316,11 @@ class Prompt:
             object.__setattr__(self, "text", rendering)
         elif self.text is None:
             raise ValueError("a prompt needs text or messages")
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All accepted answers."""
+        return (() if self.answer is None else (self.answer,)) + tuple(self.other_answers)
 
 
 @dataclass(frozen=True)

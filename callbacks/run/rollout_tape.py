@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class RolloutTape(pl.Callback):
     def __init__(self, folder: str | None = None, every_n_steps: int = 1, full_disk_timeout_s: float = 60.0) -> None:
         check_range("RolloutTape", "integer >= 1", every_n_steps=every_n_steps)
         check_range("RolloutTape", ">= 0", full_disk_timeout_s=full_disk_timeout_s)
-        self.folder = folder
+        self.folder = None if folder is None else os.path.expanduser(folder)
         self.every_n_steps = every_n_steps
         self.full_disk_timeout_s = full_disk_timeout_s
         self._writer: TapeWriter | None = None

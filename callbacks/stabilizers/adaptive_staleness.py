@@ -85,6 +85,10 @@ class AdaptiveStaleness(SignalCallback):
         wanted = bound // 2 if lower else bound + 1 if higher else bound
         return min(highest, max(min(self.min_staleness, highest), wanted))
 
+    @property
+    def without_signals(self) -> str:
+        return "keeps its staleness bound"
+
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:

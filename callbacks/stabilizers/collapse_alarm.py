@@ -85,6 +85,12 @@ class CollapseAlarm(SignalCallback):
         self._has_stepped = False
         self._resumed: dict[str, Any] | None = None
 
+    @property
+    def without_signals(self) -> str:
+        limits = ("min_ess_ratio", "max_kl", "min_entropy", "max_reward_drop")
+        unwatched = [name for name in limits if getattr(self.watch, name) is not None]
+        return f"cannot watch {', '.join(unwatched)}" if unwatched else ""
+
     def reset(self) -> None:
         self.watch.reset()
         self._cooldown_left = 0

@@ -101,12 +101,10 @@ class ESSLearningRate(SignalCallback):
         }
 
     def _scale(self, signals: StepSignals) -> float:
-        if (signals.ess_ratio is None or signals.num_broken) and not self._warned:
+        if signals.num_broken and not self._warned:
             self._warned = True
             rank_zero_warn(
-                "ESSLearningRate: a step without log_ratio signals (or with all of them masked) keeps its learning rate"
-                if signals.ess_ratio is None
-                else f"ESSLearningRate: {signals.num_broken} of {signals.num_samples} log-weights are NaN or infinite; "
+                f"ESSLearningRate: {signals.num_broken} of {signals.num_samples} log-weights are NaN or infinite; "
                 "NaN counts as weight 0"
             )
         if signals.ess_ratio is None:
@@ -120,6 +118,10 @@ class ESSLearningRate(SignalCallback):
         if id(optimizer) not in self._rates:
             self._rates[id(optimizer)] = OneStepLearningRate(optimizer)
         return self._rates[id(optimizer)]
+
+    @property
+    def without_signals(self) -> str:
+        return "keeps its learning rate"
 
     # -- Lightning ----------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ def fit(
     data_settings = {name: value for name, value in settings.items() if name in DATA_SETTINGS}
     trainer_settings = {name: value for name, value in settings.items() if name in FIT_TRAINER_SETTINGS}
     if ckpt_path is not None:
+        ckpt_path = os.path.expanduser(ckpt_path)
         check_checkpoint(ckpt_path)
     given = model.given if isinstance(model, PolicyModule) else {"model": model, **module_settings}
     sections = {

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers.utils import logging as transformers_logging
 
@@ -93,6 +93,9 @@ class Trainer(pl.Trainer):
             raise ValueError(
                 f"trainer.callbacks has {repeated} twice, and checkpoints have one place for its state: leave one out"
             )
+        for one in logger if isinstance(logger, Sequence) else [logger]:
+            if isinstance(one, CSVLogger):  # which would make a folder of the name `~`; TensorBoard's does not
+                one._save_dir = os.path.expanduser(one._save_dir)
         if logger is None or logger is True:
             logger = build(defaults_file()["trainer"]["logger"])
         try:

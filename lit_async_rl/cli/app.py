@@ -100,6 +100,7 @@ class AsyncRLCLI(LightningCLI):
         set_parsing_settings(import_path_denylist=[])  # makes errors of warnings of modules such as `os`
         try:
             self.config = parser.parse_args(files_first(given))
+            leave_rate_to_the_run(self.config, partial(parser.parse_args, files_first(given), defaults=False))
         except InterpolationResolutionError as error:
             place = str(error.full_key or "a setting")
             escaped = "" if error.full_key is None else r"; a text that contains ${...} is written \${...}"
@@ -153,6 +154,20 @@ class AsyncRLCLI(LightningCLI):
         gather_loggers(trainer, self.config["ckpt_path"], run_name(given))
         name_tracked_runs(trainer, given, self.config["seed_everything"])
         return trainer
+
+
+def leave_rate_to_the_run(config: Namespace, parse_given: Callable[[], Namespace]) -> None:
+    """Drops the rate of `model.optimizer` where it is only the default of its class: `model.learning_rate` counts.
+
+    Args:
+        config: as parsed, with the defaults of classes.
+        parse_given: parses again, without defaults.
+    """
+    arguments = config.get("model.optimizer.init_args")
+    if config.get("model.learning_rate") is None or not isinstance(arguments, Namespace) or "lr" not in arguments:
+        return
+    if parse_given().get("model.optimizer.init_args.lr") is None:
+        del arguments["lr"]
 
 
 class SaveConfig(SaveConfigCallback):

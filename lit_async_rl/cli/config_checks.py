@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lit_async_rl.utils.checks import meant
-from lit_async_rl.utils.config_files import with_bases, with_combined_reward, without_base
+from lit_async_rl.prompts.sources import source_class
+from lit_async_rl.utils.checks import meant, with_home
+from lit_async_rl.utils.config_files import with_bases, without_base
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,71 @@ def files_first(args: Sequence[str]) -> list[str]:
     A file with `base` follows the files that it builds on.
     """
     files, flags = _divided(args)
-    flags = _with_combined_reward(flags)
-    return [f"--config={part}" for file in files for part in with_bases(file)] + flags
+    files_of_all = [f"--config={part}" for file in files for part in with_bases(file)]
+    return files_of_all + with_prompt_sources(_with_combined_reward(flags))
+
+
+# -- Prompts that are given as the name of a file or data set, in the place of a class --------------------------------
+
+
+PROMPT_SETTINGS = ("data.prompts", "data.validation.prompts")
+
+
+def with_prompt_sources(flags: Sequence[str]) -> list[str]:
+    """Words with `--data.prompts JsonlPrompts --data.prompts.path my.jsonl` for `--data.prompts my.jsonl`; no `~`."""
+    words: list[str] = []
+    left = [with_home(word) for word in flags]
+    while left:
+        word = left.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag.removeprefix("--") not in PROMPT_SETTINGS or not (has_value or left):
+            words.append(word)
+            continue
+        value = value if has_value else left.pop(0)
+        source = source_class(value)
+        words += [flag, value] if source is None else [flag, source.__name__, f"{flag}.path", value]
+    return words
+
+
+def with_prompt_classes(text: str) -> str:
+    """The text of a configuration file in which `prompts: my.jsonl` has the class that reads the file."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    is_changed = False
+    for setting in PROMPT_SETTINGS:
+        *groups, name = setting.split(".")
+        node = root
+        for group in groups:
+            node = _entry(node, group)
+        value = _entry(node, name)
+        if isinstance(value, yaml.ScalarNode) and (source := source_class(value.value)) is not None:
+            chosen = {"class_path": source.__name__, "init_args": {"path": value.value}}
+            made = yaml.compose(json.dumps(chosen), Loader=yaml.SafeLoader)
+            node.value = [(key, made if key.value == name else one) for key, one in node.value]
+            is_changed = True
+    return yaml.serialize(root) if is_changed else text
+
+
+# -- Several rewards by name ------------------------------------------------------------------------------------------
+
+
+def with_combined_reward(text: str) -> str:
+    """The text of a configuration file with several rewards by name written out as a `CombinedReward`.
+
+    `data: {reward: {answer: ..., format: ...}}` is short for it. The parser cannot write a mapping of functions back.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    rewards = _entry(_entry(root, "data"), "reward")
+    if not isinstance(rewards, yaml.MappingNode) or _entry(rewards, "class_path") or _entry(rewards, "init_args"):
+        return text
+    # a node of its own inside, and the present one around it: its parent keeps it
+    inner = yaml.MappingNode(rewards.tag, rewards.value, flow_style=False)
+    arguments = yaml.MappingNode(rewards.tag, [(_text("rewards"), inner)], flow_style=False)
+    rewards.value = [(_text("class_path"), _text("lit_async_rl.CombinedReward")), (_text("init_args"), arguments)]
+    return yaml.serialize(root)
+
+
+def _text(value: str) -> yaml.ScalarNode:
+    return yaml.ScalarNode("tag:yaml.org,2002:str", value)
 
 
 def _with_combined_reward(flags: Sequence[str]) -> list[str]:
@@ -54,6 +118,37 @@ def _with_combined_reward(flags: Sequence[str]) -> list[str]:
         found.append(word)
         option = "" if sign else name
     return found
+
+
+# -- Paths in the home folder -----------------------------------------------------------------------------------------
+
+
+PATHS = re.compile(r"model|prompts|(\w+_)?(path|file|folder|dir)|dirpath|out")  # settings that hold one
+
+
+def with_home_folders(text: str) -> str:
+    """The text of a configuration file in which paths have the home folder for `~/`."""
+    if "~/" not in text:
+        return text
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    nodes = [root]
+    is_changed = False
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+            nodes.append(value)
+            if isinstance(value, yaml.ScalarNode) and value.value.startswith("~/") and PATHS.fullmatch(key.value):
+                value.value = with_home(value.value)
+                is_changed = True
+    return yaml.serialize(root) if is_changed else text
+
+
+def _entry(node: yaml.Node | None, name: str) -> yaml.Node | None:
+    """The value of a key of a mapping; None if there is none."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return next((value for key, value in pairs if key.value == name), None)
 
 
 def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:

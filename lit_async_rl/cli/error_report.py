@@ -27,6 +27,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
 import lit_async_rl
+from lit_async_rl.cli.config_checks import with_combined_reward, with_home_folders, with_prompt_classes
 from lit_async_rl.errors import (
     EngineError,
     EnvironmentFailure,
@@ -39,7 +40,7 @@ from lit_async_rl.errors import (
     describe,
 )
 from lit_async_rl.utils.checks import closest, meant
-from lit_async_rl.utils.config_files import with_combined_reward, without_base
+from lit_async_rl.utils.config_files import without_base
 
 # -- Errors of a whole command -----------------------------------------------------------------------------------------
 
@@ -112,8 +113,13 @@ class Parser(LightningArgumentParser):
         self.exit(2)
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
-        """Parses a configuration; a file's `base` is left out: `files_first` has put those files before it."""
-        content = with_combined_reward(without_base(content)) if path else content
+        """Parses a configuration; a file's `base` is left out: `files_first` has put those files before it.
+
+        Prompts that are the name of a file get the class that reads it, several rewards that which combines them, and
+        paths the home folder for `~/`.
+        """
+        if path:
+            content = with_combined_reward(with_prompt_classes(with_home_folders(without_base(content))))
         return super().parse_string(content, path, *args, **kwargs)
 
     def instantiate_classes(self, cfg: Any, **kwargs: Any) -> Any:
@@ -205,7 +211,6 @@ USUAL_NAMES = {  # in other programs, and here
     "checkpoint": "ckpt_path",
 }
 REWARDS = ("exact_match", "share_correct", "IsolatedReward", "MathVerify")
-PROMPT_FILES = {"jsonl": "JsonlPrompts", "parquet": "ParquetPrompts"}
 MAX_LISTED_CLASSES = 12
 
 
@@ -389,9 +394,7 @@ def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
         return f"{rule}{close or listed}"
     top, *names = value.split(".")
     if top not in sys.modules and importlib.util.find_spec(top) is None:
-        source = PROMPT_FILES.get(_last(value))
-        for_a_file = f"; for a file: --{refusal.setting} {source} --{refusal.setting}.path {value}" if source else ""
-        return f"{refusal.setting}={value}: there is no module {top}{for_a_file}"
+        return f"{refusal.setting}={value}: there is no module {top}"
     found: Any = sys.modules.get(top)  # jsonargparse has imported it, unless that failed or is denied
     for name in names:
         if found is not None and not hasattr(found, name):

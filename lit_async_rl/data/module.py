@@ -5,6 +5,7 @@ Training takes its micro-batches from `RolloutFeed`, validation its prompts from
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,7 +63,8 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Args:
         model: Hugging Face name or folder of tokenizer and architecture; None is the trained model's.
-        prompts: training prompts: a source, a list of texts or dictionaries, or a `datasets.Dataset`.
+        prompts: training prompts: a source, a list of texts or dictionaries, a `datasets.Dataset`, the path of a file
+            (`.jsonl`, `.json`, `.parquet`, `.csv`), or the name of a dataset of the hub (`org/name`).
         reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
             or a callable class; several by name, see `CombinedReward`; a batched one, or one in TRL's form, see
             `as_reward_function`. None only if the engine scores.
@@ -114,6 +116,7 @@ class RolloutDataModule(pl.LightningDataModule):
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         super().__init__()
+        model = os.path.expanduser(model) if isinstance(model, str | os.PathLike) else model
         self.model = model
         self._codec = None if model is None else TextCodec(model, scoring.special_tokens)
         self.prompts = as_source(prompts, "data.prompts")
@@ -167,7 +170,7 @@ class RolloutDataModule(pl.LightningDataModule):
             num_micro_batches=micro_batches_per_step,
         )
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
-        self.stream = PromptStream(self.prompts, seed=self.intake.seed)
+        self.stream = PromptStream(self.prompts, seed=self.intake.seed, shuffle=self.intake.shuffle)
         self.configured_bound = max_staleness
         self._empty_replay = None if replay is None else replay.state_dict()
         self._reference_check = ReferenceCheck(None)

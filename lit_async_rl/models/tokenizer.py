@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from lit_async_rl.models.loading import EndTokens, configured_length, load_config, load_tokenizer, stored_end_tokens
-from lit_async_rl.types import Prompt
+from lit_async_rl.types import TEMPLATE_KWARGS, TOOLS, Prompt
 from lit_async_rl.utils.plain import is_missing
 
 # -- Stop strings: detection of the first token after which the decoded completion contains one -----------------------
@@ -138,9 +138,6 @@ def _begins_with_end(piece: str, stop: str) -> bool:
 
 SpecialTokens = Literal["tags", "none", "all"]
 SPECIAL_TOKENS = ("tags", "none", "all")
-# keys of a prompt's metadata that are arguments of its chat template; the names are those of TRL's and verl's columns
-TOOLS = "tools"
-TEMPLATE_KWARGS = "chat_template_kwargs"
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 

@@ -2,6 +2,7 @@ from .curriculum import Curriculum as Curriculum
 from .curriculum import DifficultyWindow as DifficultyWindow
 from .curriculum import HardestFirst as HardestFirst
 from .curriculum import Learnability as Learnability
+from .sources import CsvPrompts as CsvPrompts
 from .sources import HuggingFacePrompts as HuggingFacePrompts
 from .sources import InMemoryPrompts as InMemoryPrompts
 from .sources import JsonlPrompts as JsonlPrompts

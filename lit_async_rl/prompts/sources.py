@@ -1,9 +1,11 @@
-"""Finite prompt sources: JSON lines, Parquet files, Hugging Face datasets, and the base class of custom ones."""
+"""Finite prompt sources: JSON, Parquet and CSV files, Hugging Face datasets, and the base class of custom ones."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from lit_async_rl.types import Prompt, checked_messages
+from lit_async_rl.types import TEMPLATE_KWARGS, Prompt, checked_messages
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.hub import go_offline_if_unreachable
 from lit_async_rl.utils.plain import is_missing
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-# -- Records of prompt sources: JSON lines, Parquet files, Hugging Face datasets --------------------------------------
+# -- Records of prompt sources: JSON, Parquet and CSV files, Hugging Face datasets -------------------------------------
 
 
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")  # a literal {{name}}, or {name}
@@ -54,6 +56,19 @@ def field_text(value: Any) -> str:
         raise ValueError(f"{value}, which is not finite")
     text = str(value)
     return text if "e" not in text.lower() else np.format_float_positional(float(value), trim="-")
+
+
+def answer_texts(value: Any) -> tuple[str, ...]:
+    """The accepted answers of a record: a text or number, or a list of them.
+
+    Raises:
+        ValueError: it is none of these, or an empty list.
+    """
+    if not isinstance(value, list | tuple | np.ndarray):
+        return (field_text(value),)
+    if len(value) == 0:
+        raise ValueError("an empty list")
+    return tuple(map(field_text, value))
 
 
 def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden: str | None) -> str:
@@ -95,15 +110,23 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
 
 
 def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
-    """Reads JSON objects by line number, from 1; empty lines are skipped.
+    """Reads JSON objects by line number, from 1; empty lines are skipped. A file that is one array has them by place.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a line is not a JSON object.
     """
     file = _existing_file(path)
+    data = file.read_bytes()
+    if data[:2] in UTF_16:
+        raise ValueError(f"{file} is UTF-16: save it as UTF-8")
+    if (array := _as_array(data)) is not None:
+        for number, record in enumerate(array, start=1):
+            if not isinstance(record, dict):
+                raise ValueError(f"{file}, item {number} of the array is not a JSON object: {str(record)[:80]!r}")
+        return dict(enumerate(array, start=1))
     records: dict[int, Mapping[str, Any]] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(data.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -112,13 +135,71 @@ def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError(f"{file}, line {number} holds half of a character (a lone surrogate, \\ud800)") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}, line {number} {_not_utf8(error)}") from None
         except RecursionError:
             raise ValueError(f"{file}, line {number} is nested too deeply") from None
-        except ValueError as error:  # no JSON, or no UTF-8
-            raise ValueError(f"{file}, line {number} is not valid JSON: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number} is not valid JSON: {error}{_about_lines(data)}") from error
         if not isinstance(record, dict):
             raise ValueError(f"{file}, line {number} is not a JSON object: {line[:80]!r}")
         records[number] = record
+    return records
+
+
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the marks that such a file begins with
+
+
+def _as_array(data: bytes) -> list[Any] | None:
+    """The items of a file that is one JSON array; None if it is none (an array in each line, say)."""
+    if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        return None
+    try:
+        items = json.loads(data)
+    except (ValueError, RecursionError):  # the lines are read one by one, which names the line
+        return None
+    return items if isinstance(items, list) and not all(isinstance(item, str) for item in items) else None
+
+
+def _about_lines(data: bytes) -> str:
+    """What is wrong with the lines of a file that is a single JSON object; nothing for any other."""
+    try:
+        is_object = isinstance(json.loads(data), dict)
+    except (ValueError, RecursionError):
+        return ""
+    return "; the file is a single object: write one object per line, or a list of them" if is_object else ""
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"is not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start}): save the file as UTF-8"
+
+
+def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
+    """Reads the rows of a CSV file by line number; the first one has the names of the fields, and all values are text.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a row has more or fewer values than there are names, or the file is not UTF-8.
+    """
+    file = _existing_file(path)
+    records: dict[int, Mapping[str, Any]] = {}
+    line = 1
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets begin files with a mark
+            rows = csv.reader(lines, delimiter=delimiter, strict=True)
+            names = next(rows, [])
+            for row in rows:
+                line = rows.line_num
+                if row and len(row) != len(names):
+                    raise ValueError(
+                        f"{file}, line {line} has {len(row)} values, and the first line {len(names)} names"
+                    )
+                if row:
+                    records[line] = dict(zip(names, row, strict=True))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} {_not_utf8(error)}") from None
+    except csv.Error as error:
+        raise ValueError(f"{file}, behind line {line}, is not valid CSV: {error}") from None
     return records
 
 
@@ -219,12 +300,15 @@ class RecordPrompts(PromptSource):
     Args:
         records: one mapping per prompt.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
-        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested); None if none.
+        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
+            number or a list of accepted ones; None if none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         origin: name of the source in messages.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
+            come first.
 
     Raises:
         ValueError: there are no records, or the first one is bad and `on_bad_prompt` is `error`.
@@ -240,6 +324,7 @@ class RecordPrompts(PromptSource):
         max_prompt_tokens: int | None = None,
         on_bad_prompt: OnBadPrompt = "error",
         as_chat: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check_template(template)
         check_range(type(self).__name__, "integer >= 1", max_prompt_tokens=max_prompt_tokens)
@@ -252,6 +337,7 @@ class RecordPrompts(PromptSource):
         self.max_prompt_tokens = max_prompt_tokens
         self.on_bad_prompt = on_bad_prompt
         self.as_chat = as_chat
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._records = records
         if len(records) == 0:
             raise ValueError(f"{origin} holds no prompts")
@@ -265,29 +351,33 @@ class RecordPrompts(PromptSource):
         if not 0 <= index < len(self):
             raise IndexError(index)
         record = self._records[index]
-        answer = None
+        answers: tuple[str | None, ...] = (None,)
         if self.answer_field is not None:
-            answer = self._text(record, "answer_field", self.answer_field, index=index)
+            answers = self._texts(record, "answer_field", self.answer_field, index=index)
         metadata = {k: v for k, v in record.items() if k not in (self.prompt_field, self.answer_field)}
-        if isinstance(record.get(self.prompt_field), list):
-            return Prompt(messages=self._messages(record, index), answer=answer, metadata=metadata)
-        text = self._text(record, "prompt_field", self.prompt_field, index=index)
+        metadata = with_template_kwargs(metadata, self.chat_template_kwargs)
+        given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
+        if isinstance(_field_or_none(record, self.prompt_field), list):
+            return Prompt(messages=self._messages(record, index), **given)
+        (text,) = self._texts(record, "prompt_field", self.prompt_field, index=index)
         try:
             text = fill_template(self.template, text, record, hidden=self.answer_field)
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from None
         if self.as_chat:
-            return Prompt(messages=[{"role": "user", "content": text}], answer=answer, metadata=metadata)
-        return Prompt(text=text, answer=answer, metadata=metadata)
+            return Prompt(messages=[{"role": "user", "content": text}], **given)
+        return Prompt(text=text, **given)
 
-    def _text(self, record: Mapping[str, Any], setting: str, field: str, index: int) -> str:
+    def _texts(self, record: Mapping[str, Any], setting: str, field: str, index: int) -> tuple[str, ...]:
+        """The text of a field, or the texts of the accepted answers."""
         where = f"{self.where(index)}, {setting}={field!r}"
         try:
-            return field_text(_field(record, field))
+            value = _field(record, field)
+            return (field_text(value),) if setting == "prompt_field" else answer_texts(value)
         except KeyError as error:
             raise ValueError(f"{where}: there is no such field, only {error.args[0]}") from None
         except ValueError as error:
-            what = "text, a number or messages" if setting == "prompt_field" else "text or a number"
+            what = "text, a number or messages" if setting == "prompt_field" else "text, a number or a list of them"
             raise ValueError(f"{where}: it must hold {what}, not {error}") from None
 
     def _messages(self, record: Mapping[str, Any], index: int) -> Sequence[Mapping[str, Any]]:
@@ -295,7 +385,7 @@ class RecordPrompts(PromptSource):
         if self.template != "{prompt}":
             raise ValueError(f"{where}: it holds messages, but template={self.template!r} is for prompts that are text")
         try:
-            return checked_messages(record[self.prompt_field])
+            return checked_messages(_field(record, self.prompt_field))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
@@ -305,7 +395,7 @@ class RecordPrompts(PromptSource):
 
 
 class JsonlPrompts(RecordPrompts):
-    """Prompts from a JSON Lines file, one object per line.
+    """Prompts from a JSON Lines file, one object per line, or from a JSON file that is an array of objects.
 
     Example:
         ```python
@@ -322,11 +412,14 @@ class JsonlPrompts(RecordPrompts):
     Args:
         path: path of the file.
         prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
-        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested); None if none.
+        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
+            number or a list of accepted ones; None if none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
+            come first.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -342,6 +435,7 @@ class JsonlPrompts(RecordPrompts):
         max_prompt_tokens: int | None = None,
         on_bad_prompt: OnBadPrompt = "error",
         as_chat: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         records = jsonl_records(path)
         self._lines = list(records)
@@ -355,6 +449,7 @@ class JsonlPrompts(RecordPrompts):
             max_prompt_tokens=max_prompt_tokens,
             on_bad_prompt=on_bad_prompt,
             as_chat=as_chat,
+            chat_template_kwargs=chat_template_kwargs,
         )
         for index in range(len(self) if on_bad_prompt == "error" else 0):
             self[index]
@@ -370,12 +465,14 @@ class ParquetPrompts(RecordPrompts):
     Args:
         path: path of the file.
         prompt_field: column that holds the prompt: text, or a list of messages.
-        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested); None if there is
-            none.
+        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
+            number or a list of accepted ones; None if there is none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
+            come first.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -391,6 +488,7 @@ class ParquetPrompts(RecordPrompts):
         max_prompt_tokens: int | None = None,
         on_bad_prompt: OnBadPrompt = "error",
         as_chat: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         records = parquet_records(path)
         super().__init__(
@@ -402,7 +500,61 @@ class ParquetPrompts(RecordPrompts):
             max_prompt_tokens=max_prompt_tokens,
             on_bad_prompt=on_bad_prompt,
             as_chat=as_chat,
+            chat_template_kwargs=chat_template_kwargs,
         )
+
+
+class CsvPrompts(RecordPrompts):
+    """Prompts from the rows of a CSV file, whose first line names the fields.
+
+    Args:
+        path: path of the file, in UTF-8.
+        prompt_field: column that holds the prompt.
+        answer_field: column that holds the reference answer; None if there is none.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
+        max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
+        on_bad_prompt: `error` or `skip`, see `PromptSource`.
+        as_chat: turn text prompts into one user message, to which the chat template is applied.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`.
+        delimiter: between values; None is a tab in files that end in `.tsv`, and a comma in others.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a row does not fit the first line, a column is missing, or there are no rows.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        prompt_field: str = "prompt",
+        answer_field: str | None = "answer",
+        template: str = "{prompt}",
+        max_prompt_tokens: int | None = None,
+        on_bad_prompt: OnBadPrompt = "error",
+        as_chat: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        delimiter: str | None = None,
+    ) -> None:
+        if delimiter is not None and len(delimiter) != 1:
+            raise ValueError(f"CsvPrompts.delimiter must be one character, got {delimiter!r}")
+        records = csv_records(path, delimiter or ("\t" if path.endswith(".tsv") else ","))
+        self._lines = list(records)
+        values = list(records.values())
+        super().__init__(
+            values,
+            prompt_field,
+            answer_field,
+            template=template,
+            origin=path,
+            max_prompt_tokens=max_prompt_tokens,
+            on_bad_prompt=on_bad_prompt,
+            as_chat=as_chat,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def where(self, index: int) -> str:
+        """File and line of the record."""
+        return f"{self.origin}, line {self._lines[index]}"
 
 
 class HuggingFacePrompts(RecordPrompts):
@@ -413,12 +565,14 @@ class HuggingFacePrompts(RecordPrompts):
         split: split, for example `train` or `train[:1000]`; ignored for a single split written by `save_to_disk`.
         name: configuration of the dataset, if it has several.
         prompt_field: column that holds the prompt: text, or a list of messages.
-        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested); None if there is
-            none.
+        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
+            number or a list of accepted ones; None if there is none.
         template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
         as_chat: turn text prompts into one user message, to which the chat template is applied.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; those of a record
+            come first.
 
     Raises:
         FileNotFoundError: the dataset cannot be found or reached.
@@ -437,6 +591,7 @@ class HuggingFacePrompts(RecordPrompts):
         max_prompt_tokens: int | None = None,
         on_bad_prompt: OnBadPrompt = "error",
         as_chat: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         records = load_dataset(path, name, split)
         origin = f"path={path!r}, split={split!r}"
@@ -449,6 +604,7 @@ class HuggingFacePrompts(RecordPrompts):
             max_prompt_tokens=max_prompt_tokens,
             on_bad_prompt=on_bad_prompt,
             as_chat=as_chat,
+            chat_template_kwargs=chat_template_kwargs,
         )
 
 
@@ -466,6 +622,21 @@ def _field(record: Mapping[str, Any], field: str) -> Any:
     raise KeyError(sorted(map(str, record)))
 
 
+def _field_or_none(record: Mapping[str, Any], field: str) -> Any:
+    try:
+        return _field(record, field)
+    except KeyError:
+        return None
+
+
+def with_template_kwargs(metadata: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a prompt with arguments for its chat template; the record's own come first."""
+    own = metadata.get(TEMPLATE_KWARGS)
+    if not kwargs or not (is_missing(own) or isinstance(own, Mapping)):  # what is no mapping is refused by the codec
+        return metadata
+    return metadata | {TEMPLATE_KWARGS: {**kwargs, **({} if is_missing(own) else own)}}
+
+
 def check_template(template: str) -> None:
     """Checks that a template has the placeholder `{prompt}`.
 
@@ -480,6 +651,27 @@ def check_template(template: str) -> None:
 
 
 WANTED = "a list of texts or dictionaries, a datasets.Dataset, or a PromptSource"
+FILE_SOURCES: dict[str, type[RecordPrompts]] = {
+    ".jsonl": JsonlPrompts,
+    ".ndjson": JsonlPrompts,
+    ".json": JsonlPrompts,
+    ".parquet": ParquetPrompts,
+    ".csv": CsvPrompts,
+    ".tsv": CsvPrompts,
+}
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def source_class(text: str) -> type[RecordPrompts] | None:
+    """The source for what is named by one text: a file by its ending, a folder or a name `org/name` of the hub.
+
+    None for anything else, such as the name of a class.
+    """
+    path = Path(text).expanduser()
+    if path.suffix in FILE_SOURCES:
+        return FILE_SOURCES[path.suffix]
+    is_data = path.is_dir() and "/" in text  # a folder of the name of a class is no source
+    return HuggingFacePrompts if is_data or (HUB_NAME.fullmatch(text) and not path.exists()) else None
 
 
 class InMemoryPrompts(RecordPrompts):
@@ -487,9 +679,11 @@ class InMemoryPrompts(RecordPrompts):
 
     Args:
         records: texts, `Prompt` objects or mappings. A mapping has its prompt under `prompt` (text or messages) or
-            `messages`, and may have an `answer` (None and NaN are none); its other keys become the prompt's metadata.
+            `messages`, and may have an `answer`, or a list of accepted ones (None and NaN are none); its other keys
+            become the prompt's metadata.
         origin: name of the setting, for messages.
         as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
+        chat_template_kwargs: arguments of that template; those of a record come first.
         max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
 
     Raises:
@@ -503,6 +697,7 @@ class InMemoryPrompts(RecordPrompts):
         as_chat: bool = False,
         max_prompt_tokens: int | None = None,
         on_bad_prompt: OnBadPrompt = "error",
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             records,
@@ -513,6 +708,7 @@ class InMemoryPrompts(RecordPrompts):
             max_prompt_tokens=max_prompt_tokens,
             on_bad_prompt=on_bad_prompt,
             as_chat=as_chat,
+            chat_template_kwargs=chat_template_kwargs,
         )
         # a data set may be large, and is checked where it is used
         if on_bad_prompt == "error" and isinstance(records, Sequence):
@@ -542,11 +738,14 @@ class InMemoryPrompts(RecordPrompts):
             raise ValueError(f"{self.where(index)} must have 'prompt' or 'messages', got the keys {sorted(record)}")
         content = record[found[0]]
         where = f"{self.where(index)}[{found[0]!r}]"
+        answers: tuple[str | None, ...]
         try:
-            answer = None if is_missing(record.get("answer")) else field_text(record["answer"])
+            answers = (None,) if is_missing(record.get("answer")) else answer_texts(record["answer"])
         except ValueError as error:
-            raise ValueError(f"{self.where(index)}['answer'] must be a text or a number, got {error}") from None
-        given: dict[str, Any] = dict(answer=answer, metadata=fields)
+            wanted = "a text, a number or a list of them"
+            raise ValueError(f"{self.where(index)}['answer'] must be {wanted}, got {error}") from None
+        metadata = with_template_kwargs(fields, self.chat_template_kwargs)
+        given: dict[str, Any] = dict(answer=answers[0], other_answers=answers[1:], metadata=metadata)
         if found == ["prompt"] and isinstance(content, str):
             as_messages = dict(messages=[{"role": "user", "content": content}])
             return Prompt(**(as_messages if self.as_chat else dict(text=content)), **given)
@@ -567,7 +766,8 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
     """Converts prompts to a `PromptSource`.
 
     Args:
-        prompts: a source, which is returned unchanged, or records of `InMemoryPrompts`.
+        prompts: a source, which is returned unchanged, records of `InMemoryPrompts`, or the name of a file or of a
+            dataset (`source_class`).
         setting: name of the argument, for messages.
 
     Raises:
@@ -575,8 +775,18 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
     """
     if isinstance(prompts, PromptSource):
         return prompts
-    if isinstance(prompts, str):
-        raise ValueError(f"{setting} must be {WANTED}, got the text {prompts[:80]!r}; JsonlPrompts(path) reads a file")
+    if isinstance(prompts, str | os.PathLike):
+        name = os.fspath(prompts)
+        if (source := source_class(name)) is None:
+            endings = ", ".join(FILE_SOURCES)
+            files = f"the name of a file ({endings}) or of a dataset of the hub (org/name)"
+            raise ValueError(f"{setting} must be {WANTED}, or {files}, got the text {name[:80]!r}")
+        try:
+            return source(name)  # type: ignore[call-arg]
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{setting}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{setting}: {error}") from None
     if isinstance(prompts, Mapping):  # also a `datasets.DatasetDict`
         keys = ", ".join(map(str, list(prompts)[:5]))
         raise ValueError(f"{setting} must be {WANTED}, got a {type(prompts).__name__} with the keys {keys}: choose one")

@@ -83,7 +83,8 @@ class UsablePrompts:
 
     def _digest(self, prompt: Prompt) -> None:
         if self.answers_digest is None:
-            seen = json.dumps([prompt.answer, _stable(prompt.metadata)], ensure_ascii=True)
+            answers = prompt.answer if len(prompt.answers) < 2 else list(prompt.answers)
+            seen = json.dumps([answers, _stable(prompt.metadata)], ensure_ascii=True)
             self._answers.update(seen.encode())
 
     def _problem(self, number: int) -> str | None:
@@ -155,16 +156,18 @@ class PromptStream:
     Args:
         source: source of the prompts.
         seed: seed of the permutations.
+        shuffle: False takes the prompts in the order of the source, in every epoch.
 
     Raises:
         ValueError: the source is empty.
     """
 
-    def __init__(self, source: PromptSource, seed: int = 0) -> None:
+    def __init__(self, source: PromptSource, seed: int = 0, shuffle: bool = True) -> None:
         if len(source) == 0:
             raise ValueError(f"data.prompts: {type(source).__name__} holds no prompts")
         self.source = source
         self.seed = seed
+        self.shuffle = shuffle
         self.position = 0  # prompts handed out so far
         self._orders: dict[int, torch.Tensor] = {}  # epoch -> permutation, of this epoch and the one before
         self.usable: UsablePrompts | None = None  # indices of usable prompts; None is all
@@ -187,6 +190,8 @@ class PromptStream:
     def number_at(self, position: int) -> int:
         """Index in the source of the prompt at a position of the stream."""
         epoch, offset = divmod(position, len(self.source))
+        if not self.shuffle:
+            return offset
         if epoch not in self._orders:
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
             self._orders[epoch] = torch.randperm(len(self.source), generator=generator)

@@ -15,7 +15,7 @@ from typing import Any
 
 from lit_async_rl.rewards import answers
 from lit_async_rl.rewards.answers import bare_formula, read_answer
-from lit_async_rl.rewards.references import References, grades
+from lit_async_rl.rewards.references import References, any_accepted, grades
 from lit_async_rl.types import Prompt
 from lit_async_rl.utils.checks import as_reward
 from lit_async_rl.utils.isolation import IsolatedFunction
@@ -116,6 +116,7 @@ def load_reward(path: str) -> Callable[..., Any]:
 
 
 @grades(lambda prompt: prompt.answer)
+@any_accepted
 def exact_match(prompt: Prompt, completion: str) -> float:
     """1 if the completion equals the answer up to surrounding whitespace, else 0.
 
@@ -126,6 +127,7 @@ def exact_match(prompt: Prompt, completion: str) -> float:
 
 
 @grades(lambda prompt: prompt.answer, partial_credit=True)
+@any_accepted
 def share_correct(prompt: Prompt, completion: str) -> float:
     """Share of characters equal to the answer at the same position; 1 only for the answer itself.
 
@@ -141,6 +143,7 @@ def share_correct(prompt: Prompt, completion: str) -> float:
 
 
 @grades(lambda prompt: prompt.answer)
+@any_accepted
 def last_number(prompt: Prompt, completion: str) -> float:
     """1 if the last number in the completion is the answer, else 0. A minus counts after a space only.
 
@@ -194,6 +197,7 @@ class MathVerify:
         self._grade = IsolatedFunction("lit_async_rl.rewards.functions:math_grader", timeout_s)
         self.call_timeout_s = timeout_s
 
+    @any_accepted
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """Reward of the completion.
 

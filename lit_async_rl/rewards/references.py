@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lit_async_rl.errors import RewardError, StalledError, describe
@@ -56,6 +56,19 @@ def grades(completion: Callable[[Prompt], str | None], full_marks: float = 1.0, 
         return reward
 
     return declare
+
+
+def any_accepted(reward: R) -> R:
+    """Decorator of a reward that compares with `prompt.answer`: of several accepted answers the best counts."""
+
+    @functools.wraps(reward)
+    def best(*args: Any) -> float:
+        *me, prompt, completion = args  # `me` is the object of a method
+        if len(prompt.answers) < 2:
+            return reward(*args)  # type: ignore[no-any-return]
+        return max(reward(*me, replace(prompt, answer=one, other_answers=()), completion) for one in prompt.answers)
+
+    return best  # type: ignore[return-value]
 
 
 def references_of(reward: Any) -> References | None:

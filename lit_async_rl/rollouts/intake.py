@@ -172,6 +172,7 @@ class Intake:
         stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
         replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
             place or at one time (ROLL Flash, arXiv:2510.11345).
+        shuffle: False takes prompts in the order of their source, in every epoch.
 
     Attributes:
         num_sampled: groups that got their rewards, of which filters dropped `num_dropped`.
@@ -186,8 +187,10 @@ class Intake:
         success_reward: float | None = None,
         stream_groups: bool = False,
         replicate_prompts: bool = False,
+        shuffle: bool = True,
     ) -> None:
         check_range("data.intake", "integer", seed=seed)
+        self.shuffle = shuffle
         self.filters = tuple(filters or ())
         self.curriculum = curriculum
         self.seed = seed

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -520,6 +521,9 @@ class FromTape(AdmissionPolicy):
 
     folder: str
     in_order: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", os.path.expanduser(self.folder))
 
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
         return Admission(groups_per_round, max_staleness)

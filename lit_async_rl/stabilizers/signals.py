@@ -29,6 +29,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Float64, Shaped
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -274,8 +275,17 @@ class _AccumulationWatch:
             hook.remove()
 
 
+HOW_TO_SIGNAL = (
+    "set self.stabilizer_signals = {'log_ratio': new_logprobs.detach() - sampling_logprobs, 'mask': is_completion} in "
+    "training_step (both [batch, tokens]), return these keys beside 'loss', or give the callback extract=function("
+    "trainer, pl_module, batch, output) that returns them"
+)
+
+
 class SignalCallback(pl.Callback):
     """Collects the signals of each micro-batch, and calls `on_signals_complete` before each step of one optimizer.
+
+    A step without signals is warned of once, with what the module has to set.
 
     Args:
         optimizer: position, or name of the submodule it trains; None if there is only one.
@@ -291,6 +301,7 @@ class SignalCallback(pl.Callback):
         self._signals = SignalCollector(extract)
         self._has_trained = False
         self._accumulation: _AccumulationWatch | None = None  # only with several optimizers
+        self._has_missed = False
 
     @abstractmethod
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
@@ -298,7 +309,19 @@ class SignalCallback(pl.Callback):
 
     def reduce_signals(self, optimizer: Optimizer) -> StepSignals:
         """Signals of the step over its micro-batches and all ranks. A collective: all ranks call."""
-        return self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
+        signals = self._signals.reduce(optimizer.param_groups[0]["params"][0].device)
+        if signals.num_samples == 0 and self.without_signals and not self._has_missed:
+            self._has_missed = True
+            rank_zero_warn(
+                f"{type(self).__name__}: no log_ratio signals in a step (or all of them masked), so it "
+                f"{self.without_signals}; {HOW_TO_SIGNAL}"
+            )
+        return signals
+
+    @property
+    def without_signals(self) -> str:
+        """What a step without signals means, completing "so it ..."; empty where they are not needed."""
+        return "does nothing"
 
     def reset(self) -> None:
         """Resets the state of an earlier run, before another begins; a resume restores its state afterwards."""

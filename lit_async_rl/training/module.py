@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -231,7 +232,8 @@ class PolicyModule(pl.LightningModule):
         correction: importance weights between proximal and behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
         learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`, `betas`: of AdamW.
-        optimizer: another optimizer than AdamW.
+        optimizer: another optimizer than AdamW: a class, a `functools.partial` of one (either takes `learning_rate`
+            unless it has an `lr` of its own), or a function of the parameters.
         scheduler: `ConstantRate` (None), `Linear`, `Cosine`, `StableDecay` or `OneCycle`, whose height and length are
             those of `learning_rate` and `trainer.max_steps`, or any of torch's, by optimizer step.
         kl_coefficient: weight of the penalty KL(policy || reference); 0 needs no reference. The reference is a frozen
@@ -287,6 +289,7 @@ class PolicyModule(pl.LightningModule):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.given = given
+        model = os.path.expanduser(model) if isinstance(model, str | os.PathLike) else model
         check_objects("model", loss=loss, proximal=proximal, correction=correction, baseline=baseline)
         check_objects("model", lora=lora, sharding=sharding, packing=packing)
         check_range("model", "positive", learning_rate=learning_rate)
@@ -486,7 +489,7 @@ class PolicyModule(pl.LightningModule):
             weight_decay=self.weight_decay,
             betas=self.betas,
         )
-        optimizer = make_optimizer(self.make_optimizer or adamw, parameters)
+        optimizer = make_optimizer(self.make_optimizer or adamw, parameters, learning_rate=self.learning_rate)
         scheduler = bind_scheduler(self.scheduler, optimizer, self.learning_rate, max_steps=self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

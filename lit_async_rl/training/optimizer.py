@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,16 +207,33 @@ MAX_LOST_SHARE = 0.5  # share of unchanged weights above which there is a warnin
 log = logging.getLogger(__name__)
 
 
-def make_optimizer(make: Callable[..., Optimizer], parameters: Sequence[nn.Parameter]) -> Optimizer:
+def make_optimizer(
+    make: Callable[..., Optimizer], parameters: Sequence[nn.Parameter], learning_rate: float | None = None
+) -> Optimizer:
     """Calls `make` with the parameters.
+
+    Args:
+        make: a class of optimizers, a `functools.partial` of one, or a function.
+        parameters: to train.
+        learning_rate: rate of a class or partial that was given none; None leaves it to the class.
 
     Raises:
         ValueError: it raises an error about its settings.
     """
+    is_unset = learning_rate is not None and takes_rate(make) and "lr" not in getattr(make, "keywords", {})
     try:
-        return make(parameters)
+        return make(parameters, lr=learning_rate) if is_unset else make(parameters)
     except (TypeError, ValueError) as error:
         raise ValueError(f"model.optimizer cannot be made: {error}") from error
+
+
+def takes_rate(make: Callable[..., Optimizer]) -> bool:
+    """Whether `make` is a class, or a partial of one, that has an argument `lr`; of a function nobody knows its rate.
+
+    The command line makes a partial of a function whose last argument is the class.
+    """
+    kind: object = make.args[-1] if isinstance(make, partial) and make.args else getattr(make, "func", make)
+    return isinstance(kind, type) and "lr" in inspect.signature(kind).parameters
 
 
 def gradients(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -189,6 +190,15 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close}?" if close else ""
 
 
+# -- Paths in the home folder -----------------------------------------------------------------------------------------
+
+
+def with_home(text: str) -> str:
+    """A path, or a flag with its path in one word, with the home folder for `~`: shells leave `--out=~/model` alone."""
+    flag, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
+    return flag + equals + os.path.expanduser(value) if value.startswith("~") else text
+
+
 # -- Argument parser of the small commands: errors are one line, and misspelt flags are suggested ---------------------
 
 
@@ -197,6 +207,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Expands `~` in each word."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([with_home(word) for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2."""

@@ -54,31 +54,6 @@ def without_base(text: str) -> str:
     return yaml.serialize(root)
 
 
-def with_combined_reward(text: str) -> str:
-    """The text of a configuration file with several rewards by name written out as a `CombinedReward`.
-
-    `data: {reward: {answer: ..., format: ...}}` is short for it. The parser cannot write a mapping of functions back.
-    """
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    rewards = _child(_child(root, "data"), "reward")
-    if not isinstance(rewards, yaml.MappingNode) or _child(rewards, "class_path") or _child(rewards, "init_args"):
-        return text
-    # a node of its own inside, and the present one around it: its parent keeps it
-    inner = yaml.MappingNode(rewards.tag, rewards.value, flow_style=False)
-    arguments = yaml.MappingNode(rewards.tag, [(_text("rewards"), inner)], flow_style=False)
-    rewards.value = [(_text("class_path"), _text("lit_async_rl.CombinedReward")), (_text("init_args"), arguments)]
-    return yaml.serialize(root)
-
-
-def _child(node: yaml.Node | None, name: str) -> yaml.Node | None:
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return next((value for key, value in pairs if key.value == name), None)
-
-
-def _text(value: str) -> yaml.ScalarNode:
-    return yaml.ScalarNode("tag:yaml.org,2002:str", value)
-
-
 def load_config(file: Path) -> dict[str, Any]:
     """The settings of a configuration file over those of its bases, with `${...}` as written.
 

@@ -206,8 +206,12 @@ def test_a_module_without_signals_keeps_its_rate_and_says_so():
             return {}
 
     probe = Probe()
-    with pytest.warns(UserWarning, match="keeps its learning rate"):
+    says = (
+        r"ESSLearningRate: no log_ratio signals .* keeps its learning rate; set self.stabilizer_signals = \{'log_ratio'"
+    )
+    with pytest.warns(UserWarning, match=says) as warned:
         fit(Silent(), probe, ESSLearningRate())
+    assert sum("no log_ratio signals" in str(one.message) for one in warned) == 1
     assert set(probe.used_lr) == {0.01}
 
 

@@ -33,6 +33,29 @@ def test_an_image_classifier_with_alignment_control_learns():
     assert 0 < metrics["gac/low"] < metrics["gac/high"] < 1
 
 
+class Silent(Regression):
+    def signals(self, batch):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("alarm", "says"),
+    [
+        (CollapseAlarm(), "cannot watch min_ess_ratio, max_kl; set self.stabilizer_signals"),
+        (CollapseAlarm(min_ess_ratio=None, min_entropy=0.1, max_kl=None), "cannot watch min_entropy; set"),
+    ],
+)
+def test_an_alarm_without_signals_says_what_it_cannot_watch_and_what_to_set(alarm, says):
+    with pytest.warns(UserWarning, match=f"CollapseAlarm: no log_ratio signals .* so it {says}"):
+        fit(Silent(), alarm)
+
+
+def test_what_needs_no_signals_says_nothing(recwarn):
+    only_gradients = CollapseAlarm(min_ess_ratio=None, max_kl=None)
+    fit(Silent(), only_gradients, GradientAlignmentControl(low=0.1, high=0.95), GradientClipping(0.3))
+    assert not [one for one in recwarn if "signals" in str(one.message)]
+
+
 def test_a_ppo_style_module_with_ess_scaling_learns():
     metrics = runpy.run_path(str(EXAMPLES / "foreign_ppo_ess.py"))["main"](max_steps=600)
     assert metrics["reward"] > 0.5  # chance is an eighth

@@ -80,8 +80,12 @@ def test_texts_as_messages_of_a_user():
         ([{"messages": "hi"}], r"data.prompts\[0\]\['messages'\] must be a list of messages, got 'hi'"),
         ([{"messages": [{"role": "me"}]}], r"data.prompts\[0\]\['messages'\]: message 0 must have a role"),
         ([{"prompt": "a", "messages": MESSAGES}], r"data.prompts\[0\] must have 'prompt' or 'messages'"),
-        ([{"prompt": "a", "answer": [1]}], r"data.prompts\[0\]\['answer'\] must be a text or a number, got '\[1\]'"),
-        ("train.jsonl", "data.prompts must be a list .* got the text 'train.jsonl'; JsonlPrompts"),
+        (
+            [{"prompt": "a", "answer": {}}],
+            r"data.prompts\[0\]\['answer'\] must be a text, a number or a list of them, got '\{\}'",
+        ),
+        ([{"prompt": "a", "answer": []}], r"data.prompts\[0\]\['answer'\] must be .*, got an empty list"),
+        ("train.txt", "data.prompts must be a list .*, or the name of a file .*, got the text 'train.txt'"),
         ((text for text in "ab"), "data.prompts must be a list .* got generator"),
         (None, "data.prompts is not set"),
         (

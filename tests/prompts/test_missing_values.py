@@ -47,7 +47,9 @@ def test_a_data_frame_with_gaps() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), np.float64("inf")])
 def test_an_infinite_answer_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match=r"\['answer'\] must be a text or a number, got -?inf, which is not finite"):
+    with pytest.raises(
+        ValueError, match=r"\['answer'\] must be a text, a number or a list of them, got -?inf, which is not finite"
+    ):
         InMemoryPrompts([{"prompt": "q", "answer": value}])
 
 

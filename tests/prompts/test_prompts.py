@@ -197,7 +197,7 @@ def test_an_empty_file_is_refused(kind, make):
         (b'{"question": "q", "answer": 1}\n\n{"question": \n', "line 3 is not valid JSON"),
         (b'{"question": "q", "answer": 1}\n[1, 2]\n', "line 2 is not a JSON object"),
         (b'\n{"question": "q", "answer": 1}\n{"answer": 1}\n', "line 3, prompt_field='question'"),
-        (b'{"question": "q\xff"}\n', "line 1 is not valid JSON"),
+        (b'{"question": "q\xff"}\n', "line 1 is not UTF-8"),
     ],
 )
 def test_a_wrong_line_is_numbered(content, words, tmp_path):

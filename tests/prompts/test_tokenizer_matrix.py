@@ -205,9 +205,13 @@ def test_thinking_tags_are_in_the_text_as_chosen(name: str, special_tokens: str)
     )
 
 
-def test_parts_of_content_are_refused_by_name() -> None:
+def test_parts_of_text_are_joined_and_other_parts_are_refused_by_name() -> None:
+    parts = [{"type": "text", "text": QUESTION[:4]}, {"type": "text", "text": QUESTION[4:]}]
+    assert Prompt(messages=[{"role": "user", "content": parts}]).messages == ({"role": "user", "content": QUESTION},)
+    with pytest.raises(ValueError, match="message 0 has a part of the type image_url; only parts of text can be read"):
+        Prompt(messages=[{"role": "user", "content": [*parts, {"type": "image_url", "image_url": {}}]}])
     with pytest.raises(ValueError, match="message 0 must have text as its content"):
-        Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": QUESTION}]}])
+        Prompt(messages=[{"role": "user", "content": []}])
 
 
 def without_tokens(tmp_path: Path) -> TextCodec:

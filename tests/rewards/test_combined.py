@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lit_async_rl as rl
+from lit_async_rl.cli.config_checks import files_first, with_combined_reward
 from lit_async_rl.errors import RewardError
 from lit_async_rl.replay.tape import Tape
 from lit_async_rl.rewards.forms import as_reward_function
@@ -22,7 +23,6 @@ from lit_async_rl.rewards.success import Success
 from lit_async_rl.rollouts.group_book import GroupEntry, GroupState, pack_groups, unpack_groups
 from lit_async_rl.rollouts.intake import OverlongPenalty
 from lit_async_rl.types import Score
-from lit_async_rl.utils.config_files import with_combined_reward
 
 PROMPT = rl.Prompt(text="2 + 2 =", answer="4", metadata={"level": "easy"})
 
@@ -235,8 +235,6 @@ def test_a_run_with_three_rewards_shows_their_parts_and_goes_on_with_them_to_the
 
 @pytest.mark.parametrize("words", [["--data.reward", "{a: x.y, b: x.z}"], ["--data.reward={a: x.y, b: x.z}"]])
 def test_rewards_by_name_on_the_command_line_are_written_out_too(words):
-    from lit_async_rl.cli.config_checks import files_first
-
     text = " ".join(files_first(["--trainer.max_steps", "3", *words]))
     assert text.startswith("--trainer.max_steps 3 --data.reward")
     assert text.endswith(

@@ -1,6 +1,7 @@
 """Learning-rate schedules: torch's numbers, one source for rate and length, resumes, refusals."""
 
 import csv
+import functools
 import logging
 import re
 from pathlib import Path
@@ -185,3 +186,13 @@ def test_the_logged_rate_is_that_of_the_schedule_also_where_a_callback_scales_th
     rates, scales = zip(*logged, strict=True)
     assert min(scales) < 0.99
     assert rates == pytest.approx([1e-3] * 5)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, functools.partial(torch.optim.SGD, momentum=0.5)])
+def test_a_class_that_was_given_no_rate_takes_that_of_the_module(optimizer):
+    trainer = fit(make_module(learning_rate=3e-4, optimizer=optimizer), make_data(), 1)
+    assert trainer.optimizers[0].defaults["lr"] == 3e-4
+    own = functools.partial(torch.optim.Adam, lr=1e-2)
+    with pytest.raises(ValueError, match=re.escape("learning_rate=0.0003, but model.optimizer=Adam has lr=0.01")):
+        fit(make_module(learning_rate=3e-4, optimizer=own), make_data(), 1)
+    assert fit(make_module(learning_rate=None, optimizer=own), make_data(), 1).optimizers[0].defaults["lr"] == 1e-2
